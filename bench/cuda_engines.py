@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ import torch
 
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.ceiling import copy_speed, step_weight_bytes
 from mlx_zip.cuda.generate import Steps, read_prompt
-from mlx_zip.cuda.kernel_bytes import bytes_of
-from mlx_zip.cuda.linear import Linear
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.random_folder import random_folder
@@ -27,13 +25,13 @@ from mlx_zip.layout import Layout
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .device_clock import timed, torch_device, wait
+from .device_clock import torch_device, wait
 from .runs import Engine, Run, zip_ids
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, zip_config
 
 NAMES = ("torch-zip", "torch-base")
 CHUNK = 2048  # ids of a prompt that are read at once
-COPY_BYTES, COPIES = 1 << 30, 10  # of the array that is copied to measure the bandwidth, and how often
+COPY_BYTES = 1 << 30  # of the array that is copied to measure the bandwidth
 CPU_COPY_BYTES = 1 << 26
 
 
@@ -215,15 +213,6 @@ def until_end(ids: Sequence[int], limit: int, ends: Collection[int]) -> list[int
 # ---- bytes and devices
 
 
-def step_weight_bytes(model: CudaModel) -> int:
-    """Returns the bytes of weights that a step reads: layers, norms and the head."""
-    values: list[Any] = [model.matrix, model.decoder.norm]
-    for layer in model.decoder.layers:
-        for one in (getattr(layer, each.name) for each in fields(layer)):
-            values += [one.weight, one.bias] if isinstance(one, Linear) else [one]
-    return bytes_of([one for one in values if one is not None])
-
-
 def id_bytes(model: CudaModel) -> int:
     """Returns the bytes of one id's keys and values in all layers."""
     decoder = model.folder.decoder
@@ -238,11 +227,7 @@ def installed_bytes(batch: Batch) -> int:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Measures the bytes per second that a copy within a device's memory reads and writes; the fastest copy counts."""
-    size = COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    clock = timed(lambda trial: target.copy_(source), device, COPIES, 2)
-    return 2 * size / (1e-3 * min(clock.device_ms))
+    return copy_speed(device, COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES)
 
 
 def _reset_peak(device: torch.device) -> int:

@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the parts; exit status 1 if a check or an engine fails. Raises `MlxZipError` for what cannot be run."""
     parts = args.parts or list(PARTS)
     _check(args, parts)
+    if not args.rehearse and list(parts) != ["summary"]:
+        _check_card()
     open_folder(args.out)
     if args.parts is None:
         check_new(args.out, PARTS)
@@ -96,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, parts: Sequence[str]) -> None:
-    """Raises `MlxZipError` for flags that no part could use, and where there is no card to measure on."""
+    """Raises `MlxZipError` for flags that no part could use."""
     if "generate" in parts:
         check_engines(args.engines)
     if ("zip2zip" in args.engines) != (args.published is not None):
@@ -105,12 +107,16 @@ def _check(args: argparse.Namespace, parts: Sequence[str]) -> None:
         raise MlxZipError(f"--published {args.published}: there is no such folder")
     if args.code is not None:
         read_text(args.code, "--code")
-    if args.rehearse or list(parts) == ["summary"]:
-        return
+
+
+def _check_card() -> None:
+    """Raises `MlxZipError` unless there is a card that can be used: a CPU is far too slow for full sizes."""
     from mlx_zip.cuda.memory import find_device
 
-    if find_device(None).type != "cuda":
-        raise MlxZipError("torch finds no CUDA card to measure on; --rehearse runs every part at tiny sizes on the CPU")
+    try:
+        find_device("cuda")
+    except MlxZipError as error:
+        raise MlxZipError(f"{error}; --rehearse runs all parts at tiny sizes without a card") from error
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise MlxZipError("TRITON_INTERPRET is set: Triton's interpreter measures nothing; unset it")
 

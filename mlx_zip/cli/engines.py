@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -18,6 +19,7 @@ REFUSED = {  # flags that --engine cuda has no use for, and what to do
     "row_cache": "its rows are kept in memory only",
     "row_cache_bytes": "its rows are kept in memory only",
 }
+RANK = "MLX_RANK"  # what mlx.launch tells each process
 _OFF = {"row_cache": "off"}  # values that ask for nothing
 
 
@@ -37,7 +39,9 @@ def is_cuda(args: argparse.Namespace) -> bool:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for a flag that cannot be used together with --engine cuda."""
+    """Raises `GenerationError` for a flag that cannot be used together with --engine cuda, and on several machines."""
+    if is_cuda(args) and RANK in os.environ:
+        raise GenerationError("--engine cuda runs on one machine; without it mlx.launch runs a model on several")
     for name, why in REFUSED.items() if is_cuda(args) else ():
         if (given := getattr(args, name, None)) is not None and given != _OFF.get(name):
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used with --engine cuda: {why}")

@@ -10,15 +10,16 @@ from torch.nn.functional import scaled_dot_product_attention
 class Seen:
     """Which keys the queries of one call see: the key of the own slot and earlier ones, within a layer's window.
 
-    slots [B, L] int64: the slot of each query, -1 for padding, whose results mean nothing. The host reads them once.
+    slots [B, L] int64: the slot of each query, -1 for padding, whose results mean nothing.
     """
 
-    def __init__(self, slots: torch.Tensor) -> None:
-        """Keeps the slots and looks whether all rows end at the same slot, as one row does."""
-        self.slots = slots
-        self.end = int(slots.max()) + 1
-        last = torch.arange(self.end - slots.shape[1], self.end, device=slots.device)
-        self.is_in_order = bool((slots == last).all())
+    def __init__(self, slots: torch.Tensor, end: int | None = None) -> None:
+        """end: the slot after the last one, given if all rows end there; else the host waits for the slots."""
+        self.slots, self.is_in_order = slots, end is not None
+        self.end = int(slots.max()) + 1 if end is None else end
+        if end is None:
+            last = torch.arange(self.end - slots.shape[1], self.end, device=slots.device)
+            self.is_in_order = bool((slots == last).all())
         self.masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor | None:

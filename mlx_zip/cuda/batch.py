@@ -196,7 +196,7 @@ class Batch:
         self._send_steps([int(one.chosen) for one in self._sequences] + [0] * (self.most - count))
 
     def _take_outputs(self) -> None:
-        """Puts the outputs of sequences that have been read, or were restored, to the others."""
+        """Copies the outputs of sequences that were read or restored into those of the batch."""
         for row, one in enumerate(self._sequences):
             if one.output is not None:
                 self._output[row].copy_(one.output)
@@ -277,7 +277,7 @@ class Batch:
         return known, entry
 
     def _fail(self, row: int, length: int, error: Exception, errors: dict[int, Exception]) -> None:
-        """Notes a sequence's error, and takes it back to the first `length` ids of its log."""
+        """Records a sequence's error and trims the sequence to the first `length` ids of its log."""
         errors[row] = error
         self.trim(row, length)
 

@@ -67,7 +67,7 @@ def _check_shards(folder: Path, files: set[str]) -> None:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Gives an open safetensors file. Raises `ModelError` naming a file that cannot be read."""
+    """Opens a safetensors file. Raises `ModelError` naming a file that cannot be read."""
     try:
         check_in(file)
         with safe_open(str(file), framework="pt", device="cpu") as tensors:

@@ -33,14 +33,17 @@ class Decoder:
         """Returns empty caches of `batch` sequences of up to `capacity` ids. Raises `ModelError` if they do not fit."""
         return make_kv(self.config, batch, capacity, self.dtype, self.device)
 
-    def read(self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV) -> torch.Tensor:
+    def read(
+        self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV, end: int | None = None
+    ) -> torch.Tensor:
         """Returns the output [B, L, D] of embeddings h [B, L, D] and writes their keys and values into the caches.
 
         positions [B, L] int64: for the rotation. slots [B, L] int64: the cache slot of each id, rising from the length
-        of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set.
+        of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set. end:
+        the slot after the last one, if all sequences end there; else the host waits for the slots.
         """
         batch, length, width = h.shape
-        seen = Seen(slots)
+        seen = Seen(slots, end)
 
         def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
             q = self._rotated(layer, index, qkv.view(batch, length, -1), positions, slots, kv)

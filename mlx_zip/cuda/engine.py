@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from mlx_zip.cuda.ceiling import ceiling
 from mlx_zip.cuda.group import CudaReading
 from mlx_zip.cuda.memory import find_device, use
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.served import CudaServed
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import VARIABLE
-from mlx_zip.engine.interface import Engine
+from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.session_options import SessionOptions
@@ -51,6 +52,9 @@ class CudaEngine(ThreadedEngine):
             "memory_bytes": torch.cuda.memory_allocated(self._device) if on_card else 0,
             "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device) if on_card else 0,
         }
+
+    def ceiling(self) -> Ceiling | None:
+        return self._inbox.ask(lambda: ceiling(self._scheduler.served.model))
 
     def without_hypertokens(self, name: str) -> Engine:
         served: CudaServed = self._inbox.ask(lambda: self._scheduler.served)

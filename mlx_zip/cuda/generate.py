@@ -50,8 +50,8 @@ def read_prompt(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUNK) -> 
 class Steps:
     """Iterates over the ids that the only sequence of a batch emits, greedily. max_tokens, eos_ids: as in `generate`.
 
-    While an id is out, the device runs the body over the next one. When the iteration ends by itself, the batch has
-    read every id that was emitted.
+    While the caller has an id, the device runs the body over the next one. When the iteration ends by itself, the batch
+    has read every id that was emitted.
     """
 
     def __init__(self, batch: Batch, max_tokens: int, eos_ids: Collection[int] = ()) -> None:

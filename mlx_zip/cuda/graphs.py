@@ -27,7 +27,7 @@ class Graphs:
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
 
     def run(self, key: Hashable, work: Callable[[], Result], keep: Sequence[torch.Tensor] = ()) -> Result:
-        """Does a piece of work on the current stream and returns what it returns; on a card always the same tensors.
+        """Runs a piece of work on the current stream and returns its result; on a card always the same tensors.
 
         key: names the piece; equal keys mean equal work on the same tensors. keep: small tensors that the work changes
         and reads, such as counters; warming up does not change them.
@@ -43,7 +43,7 @@ class Graphs:
         return result  # type: ignore[return-value]
 
     def _warm_up(self, work: Callable[[], object], keep: Sequence[torch.Tensor]) -> None:
-        """Does the work on a side stream, as a capture needs it, and gives `keep` its values back each time."""
+        """Runs the work on a side stream, as a capture needs it, and restores the values of `keep` each time."""
         current, side = torch.cuda.current_stream(self._device), self._side
         assert side is not None
         side.wait_stream(current)

@@ -1,11 +1,12 @@
 """`CudaGroup`: all requests that take steps, as rows of one batch; and the reading of their prompts.
 
-A step has the parts that `mlx_zip.engine.group` tells of. There is one group only, which requests join when their
+A step has the parts that `mlx_zip.engine.group` describes. There is one group only, which requests join when their
 prompts have been read, so nothing is ever merged or split.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from mlx_zip.codec.ids import Uint32s
@@ -14,6 +15,8 @@ from mlx_zip.cuda.seats import Seats
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.errors import MlxZipError, PromptTooLongError
+
+log = logging.getLogger(__name__)
 
 
 class CudaGroup:
@@ -49,9 +52,7 @@ class CudaGroup:
     # ---- one step
 
     def begin(self) -> None:
-        """Starts the body over the chosen ids, which are still on the device."""
-        if self._chosen:
-            self._batch.begin()
+        """Does nothing: the body has begun when the ids were chosen."""
 
     def read(self) -> None:
         """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
@@ -107,6 +108,9 @@ class CudaGroup:
                 if has_read and (job.reason == "cancelled" or job.error is not None):
                     self._batch.trim(seat.row, seat.book.mark() - 1)
                 self._seats.keep(seat)
+        except Exception:  # the answer was delivered: only the session is lost
+            log.exception("a session could not be kept")
+            job.whole = False
         finally:
             self._seats.leave(seat)
 
@@ -122,12 +126,16 @@ class CudaGroup:
             self._choose()
 
     def _choose(self) -> None:
-        """Chooses the next id of every request; the ids stay on the device."""
+        """Chooses the next id of every request and starts the body over them; the ids stay on the device.
+
+        So the device has work while the host delivers the ids before them.
+        """
         plain = all(is_plain(job) for job in self.jobs)
         self._choosing = None if plain else Choosing({job.cache.row: job for job in self.jobs}, self._pad_id)
         self._seats.chosen, self._waits = True, False
         self._chosen = list(self.jobs)
         self._batch.choose(self._choosing)
+        self._batch.begin()
 
     def drop(self) -> None:
         """Gives up the requests' rows, after a step has failed."""

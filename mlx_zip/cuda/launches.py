@@ -121,7 +121,7 @@ def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -
 
 @contextmanager
 def counted() -> Iterator[Launches]:
-    """Counts what is launched inside, into the object that it gives. CUDA graphs are neither made nor replayed."""
+    """Counts what is launched inside, into the object that it yields. CUDA graphs are neither made nor replayed."""
     mode = _Mode()
     with ExitStack() as stack:
         stack.enter_context(patch.object(Graphs, "run", lambda graphs, key, work, keep=(): work()))

@@ -47,7 +47,10 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        raise ModelError(f"device {device} has compute capability {major}.{minor}; bfloat16 needs 8.0: ask for float16")
+        raise ModelError(
+            f"device {device} has compute capability {major}.{minor}; bfloat16 needs 8.0: "
+            "use float16 (mlx_zip convert --dtype float16)"
+        )
 
 
 def free_bytes(device: torch.device) -> int | None:

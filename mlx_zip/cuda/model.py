@@ -114,6 +114,7 @@ class CudaModel:
         self.layout = Layout(vocab, 0 if config is None else config.codebook_size, decoder.rows)
         self.params = CodecParams(vocab, 0, 1) if config is None else config.codec_params
         self._take_encoders(config)
+        self._check_all_taken()
         self.store = None if config is None else RowStore(self.sides, self.width, self.dtype, self.device, store_bytes)
         self.begin = Begin(self.params, None, None)
         self._begins: dict[int, Begin] = {}
@@ -131,6 +132,12 @@ class CudaModel:
         self.sides = 1 if tied and self.folder.decoder.tied else 2
         sides = [make_encoder(config.encoder, config.merge_size, Weights(take, side)) for side in SIDES[: 2 - tied]]
         self._read_encoder, self._written_encoder = sides[0], sides[-1]
+
+    def _check_all_taken(self) -> None:
+        """Raises `ModelError` naming a tensor that is no part of the model. Encoders may be left over if not used."""
+        ignored = () if self.hypertokens else SIDES
+        if rest := sorted(name for name in self.folder.tensors if not name.startswith(ignored)):
+            raise ModelError(f"{self.folder.path / self.folder.files[rest[0]]}: {rest[0]} is no part of this model")
 
     def __repr__(self) -> str:
         return f"<CudaModel {self.folder.path.name}: {self.folder.decoder.kind} in {self.dtype} on {self.device}>"

@@ -1,7 +1,7 @@
 """The rows of the entries that a step installs: encoded if the store has none, and put into the batch's tables.
 
 At most one entry is new in each sequence. Both pieces of work have fixed addresses and sizes 1, 2, 4, 8, ...; fewer
-entries are filled up with the first one, which then is written several times with the same values.
+entries are padded with copies of the first one, which is then written several times with the same values.
 """
 
 from __future__ import annotations
@@ -88,5 +88,5 @@ def _fitting(count: int, most: int) -> int:
 
 
 def _filled(part: np.ndarray, size: int) -> np.ndarray:
-    """Returns an array [N, ...] filled up to [size, ...] with its first item."""
+    """Returns an array [N, ...] padded to [size, ...] with copies of its first item."""
     return np.concatenate([part, np.repeat(part[:1], size - len(part), axis=0)])

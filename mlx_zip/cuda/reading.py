@@ -59,4 +59,4 @@ class Reader:
         if len(at) and model.store is not None:
             h[0, ids_to_device(at, device)] = model.store.rows(entries, lengths, model.encode)[:, -1]
         slots = torch.arange(begin, end, device=device)[None]
-        return model.decoder.read(h, positions, slots, self._kv.rows(row, row + 1))[0, -1]
+        return model.decoder.read(h, positions, slots, self._kv.rows(row, row + 1), end)[0, -1]

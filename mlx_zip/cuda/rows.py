@@ -134,7 +134,7 @@ class Tables:
         self.installed[row, count:] = False
 
     def copy(self, source: int, target: int) -> None:
-        """Gives sequence `target` what sequence `source` has."""
+        """Copies all rows of sequence `source` to sequence `target`."""
         for table in (*self.sides, self.installed, self.spans):
             table[target].copy_(table[source])
 

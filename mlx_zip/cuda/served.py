@@ -100,11 +100,11 @@ class CudaServed:
 
     def _start_check(self) -> Callable[[Any], None]:
         """Returns a function, for any thread, that raises `ModelError` for rows that were tuned for another model."""
-        model = self.model
+        known = self.model.fingerprint, self.model.sides == 1, self.model.width
 
         def check(start: Any) -> None:
             if isinstance(start, TunedStart):
-                check_tuned(start, model.fingerprint, model.sides == 1, model.width)
+                check_tuned(start, *known)
 
         return check
 

@@ -114,7 +114,10 @@ class Scheduler:
         self.groups.clear()
         for job in jobs:
             job.error, job.whole = error, False
-            self._end(job)
+            try:
+                self._end(job)
+            except Exception:  # the device may have gone; the others are to be told all the same
+                log.exception("a request could not give up its memory")
 
     # ---- waiting requests
 
@@ -122,9 +125,9 @@ class Scheduler:
         """Lets waiting requests begin, in their order, while there is room."""
         while self.waiting and len(running := self.running) < self.max_running and self._has_room(running):
             job = self.waiting.popleft()
-            if not self._guarded([job], partial(self._begin, job)):
-                continue
-            self.readings.append(self._make_reading(job))
+            self._guarded([job], partial(self._begin, job))
+            if job.ended:
+                return  # the memory that it gives up may be free after the next step only
 
     def _has_room(self, running: Sequence[Job]) -> bool:
         """Returns whether the KV caches have room for the next waiting request."""
@@ -134,7 +137,7 @@ class Scheduler:
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
     def _begin(self, job: Job) -> None:
-        """Gives a request its cache: what a session holds of its prompt, or a new one."""
+        """Gives a request its cache, what a session holds of its prompt or a new one, and lets its prompt be read."""
         checked = job.checked
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.keep, start=checked.start)
         if found is not None:
@@ -145,6 +148,7 @@ class Scheduler:
         job.begin(self.served, found)
         self.totals.prompt_tokens += len(checked.base_ids)
         self.totals.cached_tokens += job.cached_tokens
+        self.readings.append(self._make_reading(job))
 
     # ---- prompts
 
@@ -282,10 +286,12 @@ class Scheduler:
         took = time.perf_counter() - (job.begun_s or job.submitted_s)
         totals.seconds = took if not totals.seconds else 0.9 * totals.seconds + 0.1 * took
         job.send_end()
-        self._keep(job)
-        job.handle.ended = True
-        job.release()
-        self._ended(job)
+        try:
+            self._keep(job)
+        finally:
+            job.handle.ended = True
+            job.release()
+            self._ended(job)
 
     def _keep(self, job: Job) -> None:
         """Puts a request's cache into the store, if the cache is whole and the request is to be kept."""

@@ -116,13 +116,15 @@ class ThreadedEngine(Engine):
 
     def _note(self, ticket: Handle, key: str, ids: tuple[int, ...]) -> None:
         """Notes an answer in the store, or until the request's session is there with the ticket."""
-        if ticket.session is not None:
-            self._store.note_answer(ticket.session, key, ids)
-        elif not ticket.ended:
+        if ticket.session is None and not ticket.ended:
             ticket.answers[key] = ids
             return
-        with self._lock:
-            self._noted.pop(key, None)
+        try:
+            if ticket.session is not None:
+                self._store.note_answer(ticket.session, key, ids)
+        finally:
+            with self._lock:
+                self._noted.pop(key, None)
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         with self._lock:
@@ -191,7 +193,7 @@ class ThreadedEngine(Engine):
             self._load(load, name, make_store)
             self._loaded.set()
             self._serve()
-            self._settle()
+            self._scheduler.served.settle()
             self._stop(EngineStoppedError("the engine has been closed"))
         except BaseException as fault:
             self._die(fault)
@@ -204,7 +206,7 @@ class ThreadedEngine(Engine):
         """Loads the model and makes what serves it."""
         options = self._options
         served = self._served(load, name)
-        self.info, self._settle = served.info, served.settle
+        self.info = served.info
         bound = self._kv_bound(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
@@ -285,6 +287,7 @@ class ThreadedEngine(Engine):
         self._inbox.shut()
         if self._scheduler is not None:
             self._scheduler.fail_all(error)
+        if self._store is not None:
             self._close_store()
         for job in list(self._open):
             job.error = error

@@ -17,6 +17,8 @@ from mlx_zip.bench.gpu_targets import TARGETS
 from mlx_zip.bench.llama_bench import exported, parameters
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
+from mlx_zip.cuda import memory
+from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.places import REPO
 
@@ -188,6 +190,15 @@ def test_llama_bench_names_the_dtype_that_keys_and_values_have(dtype, name):
 def test_parameters_are_those_of_published_models():
     assert parameters(SHAPES["llama-3.2-1b"]) == 1_235_814_400
     assert parameters(SHAPES["phi-3-medium"]) == 13_960_238_080
+
+
+def test_full_sizes_are_refused_where_no_card_is(tmp_path):
+    if memory.find_device().type == "cuda":
+        pytest.skip("a card is here")
+    with pytest.raises(MlxZipError, match=r"no usable CUDA card here: .*; --rehearse runs all parts at tiny sizes"):
+        tiny_bench.run("nvidia", "--out", tmp_path / "records")
+    assert not (tmp_path / "records").exists()
+    assert tiny_bench.run("nvidia", "--out", tmp_path, "--parts", "summary") == 0
 
 
 # ---- the script

@@ -74,9 +74,10 @@ def test_a_folder_that_is_none_is_refused(tmp_path, capsys):
         assert "cannot be written to" in refused(capsys, "--rehearse", "--out", folder)
 
 
-def test_without_a_card_only_a_rehearsal_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "torch finds no CUDA card" in refused(capsys, "--out", tmp_path)
+def test_on_a_card_the_interpreter_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mlx_zip.cuda.memory.find_device", lambda name: name)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET is set" in refused(capsys, "--out", tmp_path)
 
 
 def test_records_of_an_earlier_run_are_replaced_only_if_their_part_is_named(tmp_path, capsys):

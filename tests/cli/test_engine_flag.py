@@ -1,5 +1,6 @@
 """--engine: which one runs, what is missing for it, and which flags it cannot use; each told in one line."""
 
+import os
 import subprocess
 import sys
 
@@ -13,11 +14,18 @@ WITHOUT_TORCH = ("torch", "triton")
 SHORT = ("generate", "--prompt", "Once upon a time", "--max-tokens", "9", "--verbose", "False")
 
 
-def run(*args, missing=(), device="cpu"):
+def run(*args, missing=(), device="cpu", typed="", **environment):
     """Runs the command in a process in which some libraries cannot be imported."""
     code = f"import os, sys\nfor name in {missing!r}: sys.modules[name] = None\n"
     code += f"os.environ['MLX_ZIP_DEVICE'] = {device!r}\nfrom mlx_zip.cli import main\nsys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        input=typed,
+        env={**os.environ, **environment},
+    )
     assert "Traceback" not in done.stderr
     return done
 
@@ -75,6 +83,32 @@ def test_flags_that_only_mlx_has_are_refused(command, flag):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"{flag} cannot be used with --engine cuda" in line
+
+
+@pytest.mark.parametrize("command", [SHORT, ("serve",), ("app", "--no-open", "--no-history")])
+def test_mlx_launch_is_told_that_one_machine_is_all(command):
+    done = run(*command, "--engine", "cuda", MLX_RANK="0")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--engine cuda runs on one machine" in line
+
+
+def test_kept_conversations_are_listed_and_deleted_without_mlx(tmp_path):
+    (tmp_path / f"{'a' * 16}.safetensors").write_bytes(b"x")
+    listed = run("sessions", "list", str(tmp_path), missing=WITHOUT_MLX)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert "1 file, 1 bytes" in listed.stdout
+    assert run("sessions", "purge", str(tmp_path), missing=WITHOUT_MLX).stdout == "removed: 1 file, 1 bytes\n"
+
+
+@needs_torch
+def test_a_machine_without_mlx_keeps_a_conversation_on_disk(tmp_path):
+    pytest.importorskip("prompt_toolkit")
+    flags = ("chat", "--engine", "cuda", "--no-history", "--max-tokens", "5", "--session-cache", str(tmp_path / "kept"))
+    assert run(*flags, typed="Tell me a story.\n", missing=WITHOUT_MLX).returncode == 0
+    listed = run("sessions", "list", str(tmp_path / "kept"), missing=WITHOUT_MLX).stdout
+    assert "stories" in listed
+    assert "1 file" in listed
 
 
 @needs_torch

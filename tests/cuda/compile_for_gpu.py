@@ -4,8 +4,9 @@
 
 The interpreter lets pass what the compiler refuses: branches of different types, shapes that are no powers of two. It
 also knows nothing of registers. One line is printed for each variant: capability, kernel, warps, registers, bytes
-spilled, bytes of shared memory, loads of 16 bytes, other loads, constants. Without --every the step's kernels are
-compiled with the first of their sizes; with it all kernels in every form and with all sizes (many minutes).
+spilled (the sine of large angles takes 32), bytes of shared memory, loads of 16 bytes, other loads, constants. Without
+--every the step's kernels are compiled with the first of their sizes; with it all kernels in every form and with all
+sizes (many minutes).
 """
 
 # Triton's own types do not foresee this.
@@ -77,7 +78,13 @@ def all_sizes() -> None:
 def report(kernel: Any) -> str:
     """Returns the line of a compiled kernel."""
     use = usage(kernel.asm["cubin"])
-    parts = [kernel.metadata.target.arch, kernel.name, kernel.metadata.num_warps, use["REG"], use["LOCAL"]]
+    parts = [
+        kernel.metadata.target.arch,
+        kernel.name,
+        kernel.metadata.num_warps,
+        use["REG"],
+        use["STACK"] + use["LOCAL"],
+    ]
     names, values = kernel.src.fn.arg_names, kernel.src.constants.items()
     constants = [f"{names[at[0]]}={value}" for at, value in values if names[at[0]].isupper()]
     loads, wide = (len(re.findall(rf"ld\.global\S*{kind}", kernel.asm["ptx"])) for kind in ("", r"v4\S*32"))
@@ -85,7 +92,7 @@ def report(kernel: Any) -> str:
 
 
 def usage(binary: bytes) -> dict[str, int]:
-    """Returns the resources of a compiled kernel: REG registers of a thread, LOCAL bytes of memory of its own, ..."""
+    """Returns the resources of a compiled kernel: REG registers of a thread, STACK bytes that it spills them to, ..."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()

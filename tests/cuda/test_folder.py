@@ -25,6 +25,7 @@ from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
 from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 from mlx_zip.cuda.kv import kv_bytes, make_kv  # noqa: E402
 from mlx_zip.cuda.linear import Linear, joined  # noqa: E402
+from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 DOWN = "model.layers.1.mlp.down_proj"
@@ -210,6 +211,18 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_both_shapes(folder):
 def test_a_tensor_that_no_layer_has_is_named(folder):
     edit_tensors(folder, **{"model.layers.1.extra.weight": torch.zeros(2)})
     assert error_of(folder).endswith("model.safetensors: model.layers.1.extra.weight belongs to no layer of a llama")
+
+
+@pytest.mark.parametrize("name", ["extra.weight", "input_encoder.layers.2.w1.weight"])
+def test_a_tensor_that_no_part_of_the_model_has_is_named(folder, name):
+    edit_tensors(folder, **{name: torch.zeros(2)})
+    with pytest.raises(ModelError, match=f"model.safetensors: {name} is no part of this model"):
+        open_model(folder, "cpu")
+
+
+def test_encoders_are_ignored_where_a_model_is_used_without_hypertokens(tmp_path):
+    read = read_folder(save(make_model("llama", encoder="attention"), tmp_path / "model"), "cpu")
+    assert not CudaModel(read, None).hypertokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])

@@ -99,17 +99,6 @@ def test_equal_logits_are_in_the_order_of_their_ids(guard, monkeypatch):
     assert values.tolist() == [[2.0] * 7 + [0.0]]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packed_weights_are_read_as_mlx_reads_them(bits):
-    mx = pytest.importorskip("mlx.core")
-    np = pytest.importorskip("numpy")
-    parts = mx.quantize(mx.random.normal((7, 128)), group_size=64, bits=bits)
-    words, scales, biases = (torch.from_numpy(np.array(part)) for part in parts)
-    got = dequantize(Packed(words.view(torch.int32), scales, biases, bits, 64))
-    wanted = torch.from_numpy(np.array(mx.dequantize(*parts, group_size=64, bits=bits)))
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_the_lowest_of_equal_ids_is_best(guard, impl):
     x, base = guard(torch.ones(1, 4)), guard(torch.zeros(50, 4))

@@ -123,6 +123,13 @@ def test_entries_are_evicted_as_in_mlx(policy, tmp_path):
     assert ours(model, prompt, 60, chunk=16) == greedy(mlx, prompt, 60, chunk=16)
 
 
+def test_start_entries_stay_where_others_are_evicted_and_longrope_reads_the_log_again(tmp_path):
+    changes = {"position_mode": "base_token_end", "start": [[5, 6], [7, 8, 9]]}
+    mlx = tiny_model("phi3", ENCODER, compression={**SIZES, "policy": "lru"}, **changes)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(100)
+    assert ours(model, prompt, 40, chunk=7) == greedy(mlx, prompt, 40, chunk=7)
+
+
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
 def test_longrope_switches_within_a_prompt_as_in_mlx(mode, tmp_path):
     mlx = tiny_model("phi3", ENCODER, position_mode=mode)
@@ -166,9 +173,21 @@ def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_pa
         assert ours(model, prompt, 8) == expected
 
 
-def test_a_packed_model_emits_the_ids_that_mlx_emits(tmp_path):
+EIGHT = {"bits": 8, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("bits", "own"),
+    [
+        (8, {}),
+        (4, {"embed_tokens": EIGHT, "lm_head": EIGHT}),
+        (8, {"embed_tokens": {**EIGHT, "bits": 4}, "lm_head": False}),
+    ],
+    ids=["8 bits", "4 bits, embedding and head 8", "8 bits, embedding 4, head dense"],
+)
+def test_a_packed_model_emits_the_ids_that_mlx_emits(bits, own, tmp_path):
     mlx = tiny_model(encoder=ENCODER)
-    record = pack(mlx, 8, 32, {"pos_embed": False})
+    record = pack(mlx, bits, 32, {"pos_embed": False, **own})
     model, prompt = open_model(save(mlx, tmp_path / "m", quantization=record), "cpu"), base_ids(30)
     assert ours(model, prompt, 40) == greedy(mlx, prompt, 40)
 

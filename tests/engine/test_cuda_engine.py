@@ -1,16 +1,19 @@
 """What only the engine on PyTorch has: rows of one batch, caches of a fixed size, snapshots; here on a CPU."""
 
+import threading
 import time
 from typing import Any
 
 import pytest
+from mlx.utils import tree_flatten
 
-from mlx_zip.engine import Failed, Finished
+from mlx_zip.engine import Emitted, Failed, Finished, Submission
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import EngineError, ModelError, PromptTooLongError
+from mlx_zip.models.step_bytes import step_bytes
 from mlx_zip.vocab.packs import Pack
 from support import tiny
-from support.serving import MISSING, Watch, alone, ask, prompts, same_until_a_tie, tiny_engine
+from support.serving import MISSING, WAIT_S, Watch, alone, ask, prompts, same_until_a_tie, tiny_engine
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 PER_ID = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, width of a head, float32
@@ -98,6 +101,31 @@ def test_a_prompt_that_cannot_be_read_fails_its_request_only(monkeypatch):
         assert len(made.sessions()) == 2
 
 
+def test_a_request_that_fails_to_begin_takes_no_row_from_the_next_one(monkeypatch):
+    from mlx_zip.cuda.engine import CudaEngine
+
+    whole, later, asked = CudaEngine._reading, [], threading.Event()
+
+    def fails(self, served, job):
+        if len(job.prompt_ids) == 1:
+            raise MemoryError("no room for the prompt's ids")
+        return whole(self, served, job)
+
+    monkeypatch.setattr(CudaEngine, "_reading", fails)
+    with engine(max_running=2) as made:
+
+        def deliver(event):
+            if isinstance(event, Emitted) and not later:  # in the middle of a step, when rows cannot be moved
+                later.extend(ask(made, prompt, max_tokens=5)[1] for prompt in ([3], [3, 4, 5]))
+                asked.set()
+
+        ticket = made.submit(Submission([3, 4], max_tokens=-1), deliver)
+        assert asked.wait(WAIT_S)
+        assert isinstance(later[0].wait().end, Failed)
+        assert later[1].wait().end.reason == "length"
+        made.cancel(ticket)
+
+
 def test_a_request_ends_where_its_cache_is_full_and_others_go_on():
     with engine(max_running=2, max_kv_bytes=2 * 60 * PER_ID) as made:
         full = ask(made, [*range(3, 33)], max_tokens=-1)[1]
@@ -159,6 +187,20 @@ def test_a_cancelled_request_keeps_what_was_delivered():
         assert sorted(one.base_tokens for one in made.sessions()) == sorted(lengths)
 
 
+def test_a_session_that_the_host_has_no_room_for_is_lost_and_no_answer(monkeypatch):
+    from mlx_zip.cuda.batch import Batch
+
+    def fails(self, row):
+        raise MemoryError("no room for a copy of the cache")
+
+    with engine(sessions=SessionOptions(), max_running=3) as made:
+        monkeypatch.setattr(Batch, "snapshot", fails)
+        watches = [ask(made, prompt, max_tokens=20)[1] for prompt in prompts(3)]
+        for watch, prompt in zip(watches, prompts(3), strict=True):
+            same_until_a_tie(watch.wait(), expected(prompt))
+        assert made.sessions() == []
+
+
 def test_rows_are_given_back_however_requests_end():
     with engine(max_running=2, run={"prefill_step_size": 4}) as made:
         for n in range(6):
@@ -171,6 +213,37 @@ def test_rows_are_given_back_however_requests_end():
             assert other.wait().end.reason == "length"
         made.sessions()
         assert len(made._scheduler.served.seats.batch) == 0
+
+
+def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch):
+    from mlx_zip.cuda import ceiling
+
+    calls = []
+    monkeypatch.setattr(ceiling, "_measured", {})
+    monkeypatch.setattr(ceiling, "copy_speed", lambda *facts: calls.append(facts) or 1e9)
+    with engine() as made, made.without_hypertokens("plain") as plain:
+        found = made.ceiling()
+        assert found == made.ceiling() == plain.ceiling()
+    read = step_bytes(dict(tree_flatten(tiny.tiny_model().parameters())))
+    assert (found.bytes_per_s, found.bytes_per_step, found.steps_per_s) == (1e9, read, 1e9 / read)
+    assert len(calls) == 1
+    assert calls[0][2] < 1
+
+
+def test_the_bandwidth_is_measured_by_copies_and_not_where_memory_is_short(monkeypatch):
+    import torch
+
+    from mlx_zip.cuda import ceiling
+
+    assert ceiling.copy_speed(torch.device("cpu"), 1 << 16) > 0
+    calls = []
+    monkeypatch.setattr(ceiling, "wait", calls.append)
+    assert ceiling.copy_speed(torch.device("cpu"), 1 << 16, 0.0) > 0
+    assert len(calls) == 3  # one copy, and before the next
+    monkeypatch.setattr(ceiling, "_measured", {})
+    monkeypatch.setattr(ceiling, "free_bytes", lambda device: 2 * ceiling.COPIED - 1)
+    with engine() as made:
+        assert made.ceiling() is None
 
 
 def test_an_engine_without_hypertokens_shares_the_weights():

@@ -14,18 +14,29 @@ from mlx_zip.engine.session_files import _tensor
 from mlx_zip.errors import EngineError
 from support import keeping, tiny
 from support.keeping import OWN
+from support.serving import NEEDS_TORCH
 
 NEXT = [7, 9, 11, 13, 5]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def file_of(kind, folder):
     """(the bytes of a session's file, its base ids)."""
-    folder = tmp_path_factory.mktemp("kept")
-    store = keeping.store()
-    name, held = keeping.conversation("zip", store, length=24, answers={"text": [3]})
+    store = keeping.store(kind)
+    name, held = keeping.conversation(kind, store, length=24, answers={"text": [3]})
     store.save(name, folder / "x")
     return (folder / "x").read_bytes(), held
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What `file_of` returns, on MLX."""
+    return file_of("zip", tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture(scope="module", params=keeping.ENGINES)
+def both(request, tmp_path_factory):
+    """(what `file_of` returns, the kind of model), on MLX and on PyTorch."""
+    return file_of(request.param, tmp_path_factory.mktemp("kept")), request.param
 
 
 def refused(folder, data, reason, kind="zip"):
@@ -64,14 +75,16 @@ def sealed(header, data):
     return struct.pack("<Q", len(text)) + text + data
 
 
-def test_a_file_that_is_sealed_again_unchanged_is_read(tmp_path, whole):
+def test_a_file_that_is_sealed_again_unchanged_is_read(tmp_path, both):
+    whole, kind = both
     (tmp_path / "x").write_bytes(sealed(*header_of(whole[0])))
-    store = keeping.store()
+    store = keeping.store(kind)
     assert store.load(tmp_path / "x").base_tokens == len(whole[1])
 
 
-def test_a_flip_of_any_97th_byte_is_noticed(tmp_path, whole):
-    data, store, file = whole[0], keeping.store(), tmp_path / "x"
+def test_a_flip_of_any_97th_byte_is_noticed(tmp_path, both):
+    ((data, _), kind), file = both, tmp_path / "x"
+    store = keeping.store(kind)
     for at in range(0, len(data), 97):
         file.write_bytes(data[:at] + bytes([data[at] ^ 0x5A]) + data[at + 1 :])
         with pytest.raises(EngineError, match=r"x: .*(damaged|cut off|no session|not written|tensor)"):
@@ -95,20 +108,20 @@ def test_a_flip_in_the_index_is_noticed_at_a_start(tmp_path, whole, caplog):
     assert f"has {damaged} file(s) that are not used" in caplog.text
 
 
-def test_a_damaged_kv_cache_is_noticed_when_it_is_needed(tmp_path, whole, caplog):
-    data, held = whole
+def test_a_damaged_kv_cache_is_noticed_when_it_is_needed(tmp_path, both, caplog):
+    (data, held), kind = both
     tmp_path.chmod(0o700)
     (tmp_path / f"{'0' * 16}.safetensors").write_bytes(data[:-5] + b"\x77" + data[-4:])
-    store = keeping.store(folder=tmp_path)
+    store = keeping.store(kind, folder=tmp_path)
     assert store.checkout(held + NEXT, OWN) is None
     assert "its checksum is wrong" in caplog.text
     assert (tmp_path / f"{'0' * 16}.safetensors").exists()
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.01, 0.3, 0.8, 0.999])
-def test_a_file_that_is_cut_off_is_refused(tmp_path, whole, share):
-    data = whole[0]
-    refused(tmp_path / "kept", data[: int(len(data) * share)], "cut off|damaged|tensor")
+def test_a_file_that_is_cut_off_is_refused(tmp_path, both, share):
+    (data, _), kind = both
+    refused(tmp_path / "kept", data[: int(len(data) * share)], "cut off|damaged|tensor", kind)
 
 
 @pytest.mark.parametrize("length", [1 << 20, 1 << 40, (1 << 64) - 1])
@@ -150,6 +163,47 @@ def changed(whole, change):
 )
 def test_a_made_up_file_with_right_checksums_is_refused(tmp_path, whole, change, reason):
     refused(tmp_path / "kept", changed(whole, change), reason)
+
+
+CODEBOOK = "the arrays of its codebook are of another kind"
+OTHER_CACHE = "not those of this model"
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda h: h["__metadata__"].update({"0.format": "mlx_zip torch session 2"}), "is 'mlx_zip torch session 2'"),
+        (lambda h: h["__metadata__"].update({"0.model_fingerprint": "0"}), "another model than"),
+        (lambda h: h["__metadata__"].update({"0.tokenizer_fingerprint": "0"}), "another tokenizer than"),
+        (lambda h: h["__metadata__"].update({"0.codec": "{}"}), "another codec"),
+        (lambda h: h["__metadata__"].update({"0.dtype": "bfloat16"}), "another type of numbers"),
+        (lambda h: h["__metadata__"].pop("0.dtype"), "another type of numbers"),
+        (lambda h: h["__metadata__"].update({"0.which": "2"}), "set 2 of rotary frequencies"),
+        (lambda h: h["__metadata__"].update({"0.which": "-1"}), "set -1 of rotary frequencies"),
+        (lambda h: h["__metadata__"].update({"0.which": "x"}), "do not fit together"),
+        (lambda h: h["__metadata__"].pop("0.which"), "do not fit together"),
+        (lambda h: h["keys_values"].update({"shape": h["keys_values"]["shape"][::-1]}), OTHER_CACHE),
+        (lambda h: h["keys_values"].update({"dtype": "I32"}), OTHER_CACHE),
+        (lambda h: h["log"].update({"dtype": "F32"}), CODEBOOK),
+        (lambda h: h["log"].update({"shape": [1, *h["log"]["shape"]]}), CODEBOOK),
+        (lambda h: h["start"].update({"dtype": "I8"}), CODEBOOK),
+        (lambda h: h.update({"other": h.pop("start")}), "do not fit together"),
+    ],
+)
+def test_a_made_up_file_is_refused_on_pytorch_too(tmp_path, change, reason):
+    refused(tmp_path / "kept", changed(file_of("torch zip", tmp_path), change), reason, "torch zip")
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("name", ["log", "base_ids", "start"])
+def test_values_that_do_not_belong_together_are_refused_on_pytorch(tmp_path, name):
+    header, data = header_of(file_of("torch zip", tmp_path)[0])
+    begin, end = header[name]["data_offsets"]
+    values = np.frombuffer(data[begin:end], np.uint8).copy()
+    values[-4] ^= 1
+    made = sealed(header, data[:begin] + values.tobytes() + data[end:])
+    refused(tmp_path / "kept", made, "holds other ids|do not fit together", "torch zip")
 
 
 def test_a_file_of_another_model_is_refused(tmp_path):

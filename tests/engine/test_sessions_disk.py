@@ -22,15 +22,17 @@ from mlx_zip.engine import session_folder, session_format
 from mlx_zip.engine.kept_session import Slot
 from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
-from mlx_zip.errors import EngineError
+from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
 from mlx_zip.state import find_state
 from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import keeping, tiny
 from support.keeping import OWN
+from support.serving import NEEDS_TORCH
 
 NEXT = [7, 9, 11, 13, 7, 9, 11, 13, 5]
 all_kinds = pytest.mark.parametrize("kind", keeping.KINDS)
+both_engines = pytest.mark.parametrize("kind", keeping.ENGINES)
 
 
 @pytest.fixture
@@ -87,64 +89,69 @@ def test_a_quantized_cache_goes_on_after_a_restart(folder):
     assert keeping.greedy(kind, found.cache, NEXT) == wanted
 
 
-def test_a_growing_conversation_keeps_one_file_and_an_answer_noted_later_is_written(folder):
-    store = keeping.store(folder=folder)
-    name, held = keeping.conversation("zip", store)
+@both_engines
+def test_a_growing_conversation_keeps_one_file_and_an_answer_noted_later_is_written(folder, kind):
+    store = keeping.store(kind, folder=folder)
+    name, held = keeping.conversation(kind, store)
     for turn in range(3):
         prompt = held + tiny.base_ids(9, seed=turn)
         found = store.checkout(prompt, OWN)
-        held = prompt + keeping.greedy("zip", found.cache, prompt[found.base_tokens :])[1]
+        held = prompt + keeping.greedy(kind, found.cache, prompt[found.base_tokens :])[1]
         store.put(found.cache, pack_key=OWN, name=found.name)
         store.flush()
         store.note_answer(name, f"turn {turn}", [3, 4, turn])
         store.flush()
     assert [file.stem for file in files(folder)] == [name]
     store.close()
-    again = keeping.store(folder=folder)
+    again = keeping.store(kind, folder=folder)
     assert set(again.answers()) == {"turn 0", "turn 1", "turn 2"}
     assert again.checkout(held + NEXT, OWN).base_tokens == len(held)
 
 
-def test_a_session_that_a_request_took_is_still_on_disk_if_the_request_is_lost(folder):
-    store = keeping.store(folder=folder)
-    _, held = keeping.conversation("zip", store)
+@both_engines
+def test_a_session_that_a_request_took_is_still_on_disk_if_the_request_is_lost(folder, kind):
+    store = keeping.store(kind, folder=folder)
+    _, held = keeping.conversation(kind, store)
     store.flush()
     first = store.checkout(held + NEXT, OWN)
     store.release(first.name)
     again = store.checkout(held + NEXT, OWN)
     assert again.base_tokens == len(held)
-    assert keeping.continued("zip", again, held + NEXT) == keeping.continued("zip", first, held + NEXT)
+    assert keeping.continued(kind, again, held + NEXT) == keeping.continued(kind, first, held + NEXT)
 
 
-def test_a_session_evicted_from_memory_is_found_on_disk(folder):
-    store = keeping.store(folder=folder, max_bytes=1)
-    held = [keeping.conversation("zip", store, seed)[1] for seed in range(3)]
+@both_engines
+def test_a_session_evicted_from_memory_is_found_on_disk(folder, kind):
+    store = keeping.store(kind, folder=folder, max_bytes=1)
+    held = [keeping.conversation(kind, store, seed)[1] for seed in range(3)]
     store.flush()
     assert [(one.bytes, one.on_disk) for one in store.sessions()] == [(0, True)] * 3
     assert [store.checkout(ids + NEXT, OWN).base_tokens for ids in held] == [len(ids) for ids in held]
 
 
-def test_the_least_recently_used_files_are_deleted_when_the_disk_bound_is_reached(folder):
-    one = len(files_of_one(folder / "one"))
-    store = keeping.store(folder=folder / "three", max_disk_bytes=3 * one + one // 2)
+@both_engines
+def test_the_least_recently_used_files_are_deleted_when_the_disk_bound_is_reached(folder, kind):
+    one = len(files_of_one(folder / "one", kind))
+    store = keeping.store(kind, folder=folder / "three", max_disk_bytes=3 * one + one // 2)
     held = []
     for seed in range(5):
-        held.append(keeping.conversation("zip", store, seed)[1])
+        held.append(keeping.conversation(kind, store, seed)[1])
         store.flush()
     assert len(files(folder / "three")) == 3
     assert store.figures()["disk_bytes"] <= 3 * one + one // 2
     store.close()
-    again = keeping.store(folder=folder / "three")
+    again = keeping.store(kind, folder=folder / "three")
     assert [again.checkout(ids + NEXT, OWN) is None for ids in held] == [True, True, False, False, False]
 
 
-def files_of_one(folder):
-    saved(folder)
+def files_of_one(folder, kind):
+    saved(folder, kind)
     return files(folder)[0].read_bytes()
 
 
-def test_files_and_folder_are_for_their_owner_only(folder):
-    saved(folder)
+@both_engines
+def test_files_and_folder_are_for_their_owner_only(folder, kind):
+    saved(folder, kind)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [stat.S_IMODE(file.stat().st_mode) for file in files(folder)] == [0o600]
 
@@ -155,18 +162,20 @@ def test_folders_that_are_made_for_sessions_are_for_their_owner_only(tmp_path):
     assert modes == [0o700, 0o700]
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog):
+@both_engines
+def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog, kind):
     folder.mkdir()
     folder.chmod(0o777)
-    saved(folder)
+    saved(folder, kind)
     assert files(folder) == []
     assert "other users can write to it" in caplog.text
 
 
-def test_a_purge_deletes_the_files_too(folder):
-    store = keeping.store(folder=folder)
-    _, held = keeping.conversation("zip", store)
-    keeping.conversation("zip", store, 1)
+@both_engines
+def test_a_purge_deletes_the_files_too(folder, kind):
+    store = keeping.store(kind, folder=folder)
+    _, held = keeping.conversation(kind, store)
+    keeping.conversation(kind, store, 1)
     store.checkout(held + NEXT, OWN)
     store.flush()
     store.purge()
@@ -176,10 +185,11 @@ def test_a_purge_deletes_the_files_too(folder):
     assert store.figures()["disk_bytes"] == 0
 
 
-def test_a_dropped_session_leaves_no_file_even_if_it_is_being_written(folder):
-    store = keeping.store(folder=folder)
+@both_engines
+def test_a_dropped_session_leaves_no_file_even_if_it_is_being_written(folder, kind):
+    store = keeping.store(kind, folder=folder)
     for seed in range(3):
-        name, _ = keeping.conversation("zip", store, seed)
+        name, _ = keeping.conversation(kind, store, seed)
         store.drop(name)
     store.close()
     assert files(folder) == []
@@ -244,57 +254,61 @@ def saved_with_own_pack(folder):
 # ---- what a disk can do
 
 
-def test_a_full_disk_ends_no_conversation_and_warns_once(folder, monkeypatch, caplog):
-    store = keeping.store(folder=folder)
+@both_engines
+def test_a_full_disk_ends_no_conversation_and_warns_once(folder, monkeypatch, caplog, kind):
+    store = keeping.store(kind, folder=folder)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(session_format, "_write_all", full)
-        held = [keeping.conversation("zip", store, seed)[1] for seed in range(3)]
+        held = [keeping.conversation(kind, store, seed)[1] for seed in range(3)]
         store.flush()
     assert caplog.text.count("No space left on device") == 1
     assert list(folder.iterdir()) == []
     assert [store.checkout(ids + NEXT, OWN, share=True).base_tokens for ids in held] == [len(ids) for ids in held]
-    keeping.conversation("zip", store, 3)
+    keeping.conversation(kind, store, 3)
     store.close()
     assert len(files(folder)) == 1
 
 
-def test_a_full_disk_leaves_the_older_state_of_a_session_on_disk(folder, monkeypatch):
-    store = keeping.store(folder=folder)
-    _, held = keeping.conversation("zip", store)
+@both_engines
+def test_a_full_disk_leaves_the_older_state_of_a_session_on_disk(folder, monkeypatch, kind):
+    store = keeping.store(kind, folder=folder)
+    _, held = keeping.conversation(kind, store)
     store.flush()
     found = store.checkout(held + NEXT, OWN)
-    keeping.read("zip", found.cache, NEXT)
+    keeping.read(kind, found.cache, NEXT)
     monkeypatch.setattr(session_format, "_write_all", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     store.put(found.cache, pack_key=OWN, name=found.name)
     store.close()
-    assert keeping.store(folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
+    assert keeping.store(kind, folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
     assert store.checkout([*held, *NEXT, 3], OWN).base_tokens == len(held) + len(NEXT)
 
 
-def test_two_stores_with_one_folder_do_not_overwrite_each_others_files(folder):
-    held = saved(folder)
-    stores, lengths = [keeping.store(folder=folder) for _ in range(2)], []
+@both_engines
+def test_two_stores_with_one_folder_do_not_overwrite_each_others_files(folder, kind):
+    held = saved(folder, kind)
+    stores, lengths = [keeping.store(kind, folder=folder) for _ in range(2)], []
     for number, store in enumerate(stores):
         prompt = [*held, 5 + number, *NEXT]
         found = store.checkout(prompt, OWN)
-        keeping.read("zip", found.cache, prompt[found.base_tokens :])
+        keeping.read(kind, found.cache, prompt[found.base_tokens :])
         store.put(found.cache, pack_key=OWN, name=found.name)
         store.flush()
-    again = keeping.store(folder=folder)
+    again = keeping.store(kind, folder=folder)
     for number in range(2):
         lengths.append(again.checkout([*held, 5 + number, *NEXT, 3], OWN).base_tokens)
     assert lengths == [len(held) + 1 + len(NEXT)] * 2
     stores[0].purge()
-    assert keeping.store(folder=folder).sessions()[0].base_tokens == lengths[1]
+    assert keeping.store(kind, folder=folder).sessions()[0].base_tokens == lengths[1]
 
 
-def test_a_file_that_another_process_deleted_is_a_session_less(folder, caplog):
-    held = saved(folder)
-    store = keeping.store(folder=folder)
+@both_engines
+def test_a_file_that_another_process_deleted_is_a_session_less(folder, caplog, kind):
+    held = saved(folder, kind)
+    store = keeping.store(kind, folder=folder)
     files(folder)[0].unlink()
     assert store.checkout(held + NEXT, OWN) is None
     assert store.sessions() == []
@@ -306,25 +320,27 @@ import sys
 import threading
 from pathlib import Path
 from support import keeping, tiny
-store = keeping.store(folder=Path(sys.argv[1]))
-name, held = keeping.conversation("zip", store)
+kind = sys.argv[2]
+store = keeping.store(kind, folder=Path(sys.argv[1]))
+name, held = keeping.conversation(kind, store)
 print("began", flush=True)
 for turn in range(10000):
     prompt = held + tiny.base_ids(3, seed=turn)
     found = store.checkout(prompt[:300], keeping.OWN)
     if found is None or len(prompt) > 300:
-        name, held = keeping.conversation("zip", store, seed=turn + 1)
+        name, held = keeping.conversation(kind, store, seed=turn + 1)
         continue
-    held = prompt + keeping.greedy("zip", found.cache, prompt[found.base_tokens:], 2)[1]
+    held = prompt + keeping.greedy(kind, found.cache, prompt[found.base_tokens:], 2)[1]
     store.put(found.cache, pack_key=keeping.OWN, name=found.name)
 """
 
 
+@both_engines
 @pytest.mark.parametrize("after_s", [0.03, 0.11, 0.23, 0.37])
-def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s):
+def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s, kind):
     tests = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"}
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, env=env)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, folder, kind], stdout=subprocess.PIPE, env=env)
     try:
         assert writer.stdout.readline() == b"began\n"
         time.sleep(after_s)
@@ -332,12 +348,13 @@ def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s):
         os.kill(writer.pid, signal.SIGKILL)
         writer.wait(30)
         writer.stdout.close()
-    store = keeping.store(folder=folder)
+    store = keeping.store(kind, folder=folder)
     assert len(store.sessions()) == len(files(folder))
     for file in files(folder):
-        state = find_state(load_prompt_cache(str(file)))
-        assert state.offset > 0
-        assert keeping.store().load(file).base_tokens == state.books[0].base_length
+        held = keeping.store(kind).load(file).base_tokens
+        assert held > 0
+        if kind == "zip":
+            assert find_state(load_prompt_cache(str(file))).books[0].base_length == held
 
 
 def test_unfinished_files_of_killed_processes_are_removed_if_nobody_else_uses_the_folder(folder):
@@ -444,16 +461,18 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
     assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
 
-def test_a_session_cannot_be_saved_where_there_is_no_folder(tmp_path):
-    store = keeping.store()
-    name, _ = keeping.conversation("zip", store)
+@both_engines
+def test_a_session_cannot_be_saved_where_there_is_no_folder(tmp_path, kind):
+    store = keeping.store(kind)
+    name, _ = keeping.conversation(kind, store)
     with pytest.raises(EngineError, match=r"no/chat.safetensors: cannot be written: No such file"):
         store.save(name, tmp_path / "no" / "chat.safetensors")
 
 
-def test_what_is_written_is_bounded_by_the_room_on_disk(folder, caplog):
-    store = keeping.store(folder=folder, max_disk_bytes=100)
-    _, held = keeping.conversation("zip", store)
+@both_engines
+def test_what_is_written_is_bounded_by_the_room_on_disk(folder, caplog, kind):
+    store = keeping.store(kind, folder=folder, max_disk_bytes=100)
+    _, held = keeping.conversation(kind, store)
     with caplog.at_level(logging.WARNING):
         store.close()
     assert files(folder) == []
@@ -461,25 +480,27 @@ def test_what_is_written_is_bounded_by_the_room_on_disk(folder, caplog):
     assert store.checkout(held + NEXT, OWN).base_tokens == len(held)
 
 
-def test_a_write_that_fails_in_an_unforeseen_way_loses_that_write_only(folder, monkeypatch, caplog):
-    store = keeping.store(folder=folder, max_bytes=1)
+@both_engines
+def test_a_write_that_fails_in_an_unforeseen_way_loses_that_write_only(folder, monkeypatch, caplog, kind):
+    store = keeping.store(kind, folder=folder, max_bytes=1)
 
     def fails(*_):
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(session_format, "_write_all", fails)
-        keeping.conversation("zip", store)
+        keeping.conversation(kind, store)
         store.flush()
     assert "no memory" in caplog.text
     assert store.sessions() == []
-    keeping.conversation("zip", store)
+    keeping.conversation(kind, store)
     store.close()
     assert len(files(folder)) == 1
 
 
-def test_a_dropped_session_whose_file_cannot_be_deleted_is_warned_of(folder, monkeypatch, caplog):
-    store, begun, go = keeping.store(folder=folder), threading.Event(), threading.Event()
+@both_engines
+def test_a_dropped_session_whose_file_cannot_be_deleted_is_warned_of(folder, monkeypatch, caplog, kind):
+    store, begun, go = keeping.store(kind, folder=folder), threading.Event(), threading.Event()
     write = session_format._write_all
 
     def slow(*arguments):
@@ -492,7 +513,7 @@ def test_a_dropped_session_whose_file_cannot_be_deleted_is_warned_of(folder, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(session_format, "_write_all", slow)
-        name, _ = keeping.conversation("zip", store)
+        name, _ = keeping.conversation(kind, store)
         assert begun.wait(30)
         store.drop(name)
         patch.setattr(Slot, "delete", refuse)
@@ -503,10 +524,11 @@ def test_a_dropped_session_whose_file_cannot_be_deleted_is_warned_of(folder, mon
     store.close()
 
 
-def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeypatch):
-    store = keeping.store(folder=folder)
+@both_engines
+def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeypatch, kind):
+    store = keeping.store(kind, folder=folder)
     for seed in range(3):
-        keeping.conversation("zip", store, seed)
+        keeping.conversation(kind, store, seed)
     store.flush()
     delete, refused = Slot.delete, []
 
@@ -535,3 +557,76 @@ def test_a_file_that_vanishes_while_the_folder_is_read_hides_no_other(folder, mo
 
     monkeypatch.setattr(session_folder, "found_in", vanishing)
     assert keeping.store(folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
+
+
+# ---- one folder for both engines
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize(("writer", "reader"), [("zip", "torch zip"), ("torch zip", "zip")])
+def test_a_file_of_the_other_engine_is_not_used_and_stays_as_it_is(folder, caplog, writer, reader):
+    held = saved(folder, writer)
+    (file,) = files(folder)
+    before = file.read_bytes()
+    store = keeping.store(reader, folder=folder, max_disk_bytes=1)
+    assert store.checkout(held + NEXT, OWN) is None
+    assert store.sessions() == []
+    names = {"zip": "--engine mlx", "torch zip": "--engine cuda"}
+    assert f"{names[writer]} wrote it, and {names[reader]} cannot go on from it" in caplog.text
+    with pytest.raises(EngineError, match=f"{names[writer]} wrote it"):
+        store.load(file)
+    store.purge()
+    store.close()
+    assert file.read_bytes() == before
+    assert keeping.store(writer, folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
+
+
+@NEEDS_TORCH
+def test_the_bytes_on_disk_are_the_keys_and_values_in_the_models_type(folder):
+    from safetensors.torch import load_file
+
+    saved(folder, "torch bfloat16")
+    found = load_file(files(folder)[0])
+    store = keeping.store("torch bfloat16")
+    _, held = keeping.conversation("torch bfloat16", store)
+    (kept,) = store._list
+    assert str(found["keys_values"].dtype) == "torch.bfloat16"
+    assert found["keys_values"].equal(kept.cache.keys_values)
+    assert found["base_ids"].tolist() == held
+
+
+@NEEDS_TORCH
+def test_a_session_of_a_model_that_runs_in_another_type_is_not_used(folder, caplog):
+    held = saved(folder, "torch zip")
+    store = keeping.store("torch bfloat16", folder=folder)
+    assert store.checkout(held + NEXT, OWN) is None
+    assert "another type of numbers than the one that is loaded" in caplog.text
+
+
+@NEEDS_TORCH
+def test_a_tuned_pack_of_a_request_is_found_again_on_pytorch(folder):
+    kind, start, held = "torch zip", tuned_start(0), tiny.base_ids(60)
+    store, prompt = keeping.store(kind, folder=folder), list(held)
+    seat = keeping.new_cache(kind, start)
+    held += keeping.greedy(kind, seat, held)[1]
+    store.put(seat, pack_key="tuned")
+    store.flush()
+    wanted = keeping.greedy(kind, store.checkout(held + NEXT, "tuned", start=start).cache, NEXT)
+    again = keeping.store(kind, folder=folder)
+    assert again.checkout(held + NEXT, "", start=start) is None
+    with pytest.raises(ModelError, match="began with another pack"):
+        again.checkout(held + NEXT, "tuned", start=tuned_start(1))
+    found = again.checkout(held + NEXT, "tuned", start=tuned_start(0))
+    assert found.base_tokens == len(held) > len(prompt)
+    assert keeping.greedy(kind, found.cache, NEXT) == wanted
+
+
+@NEEDS_TORCH
+def test_a_session_longer_than_a_requests_room_is_used_as_far_as_there_is_room(folder):
+    held = saved(folder, "torch zip")
+    store = keeping.store("torch zip", folder=folder)
+    store.caches.room = lambda ids: min(ids, 20)
+    found = store.checkout(held + NEXT, OWN)
+    assert (found.ids, found.cache.book.mark()) == (20, 20)
+    assert 20 <= found.base_tokens < len(held)
+    assert len(store.sessions()) == 1

@@ -91,9 +91,9 @@ def store(kind="zip", **options):
     return open_store(model(kind), generating.TOKENIZER, SessionOptions(**options))
 
 
-def new_cache(kind):
+def new_cache(kind, start=None):
     if is_torch(kind):
-        return _torch().new_cache(model(kind))
+        return _torch().new_cache(model(kind), start)
     return model(kind).make_cache() if is_zip(model(kind)) else make_prompt_cache(model(kind))
 
 

@@ -54,8 +54,8 @@ def store(model, tokenizer, **options):
     return SessionStore(CudaCaches(model, tokenizer, seats(model)), SessionOptions(**options))
 
 
-def new_cache(model):
-    return seats(model).add(None)
+def new_cache(model, start=None):
+    return seats(model).add(start)
 
 
 def read(seat, base_ids, batch):

@@ -48,7 +48,7 @@ def reference(
     """Returns what `decode_attention` returns, in plain PyTorch; float64 inputs give float64 results."""
     batch, heads, width = q.shape
     places = keys.shape[2]
-    grouped = wide(q).view(batch, keys.shape[1], -1, width)
+    grouped = wide(q).view(batch, keys.shape[1], heads // keys.shape[1], width)
     place, end = torch.arange(places, device=q.device), lengths.clamp(0, places)[:, None]
     seen = (place < end) & (place >= end - window)
     k, v = (wide(part).masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))

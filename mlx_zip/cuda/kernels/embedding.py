@@ -1,4 +1,10 @@
-"""Hyper embedding: rows of the base table or of a request's hyper rows, chosen by id, gathered in one pass."""
+"""Hyper embedding: rows of the base table or of a request's hyper rows, chosen by id, gathered in one pass.
+
+The newest entry is not expanded here: the head gives its slot -inf until the entry's rows are in the tables, and an id
+that is read earlier all the same (LZW's KwKwK) is read a second time, alone, after its rows were made. Expanding it
+here would save no launch either: its base rows are gathered by `encoder.entry_rows`, and an encoder needs all of them
+before it can make the one row that this pass would add.
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def small_attention(
 def reference_attention(qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str) -> torch.Tensor:
     """Returns what `small_attention` returns, in plain PyTorch."""
     count, length, columns = qkv.shape
-    q, k, v = wide(qkv).view(count, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    q, k, v = wide(qkv).view(count, length, 3, heads, columns // 3 // heads).permute(2, 0, 3, 1, 4)
     place = torch.arange(length, device=qkv.device)
     real = place < lengths[:, None]
     seen = real[:, None, :].expand(count, length, length)

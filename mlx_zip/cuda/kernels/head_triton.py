@@ -26,7 +26,7 @@ def _sizes(*choices: tuple[int, int, int]) -> list[Sizes]:
 
 
 DENSE = _sizes((512, 1, 8), (512, 1, 4), (256, 1, 4), (1024, 1, 8), (256, 3, 4), (512, 3, 8))
-PACKED = _sizes((1024, 1, 8), (512, 1, 4), (2048, 1, 8), (512, 3, 4), (1024, 3, 4), (1024, 3, 8))
+PACKED = _sizes((512, 1, 4), (512, 3, 4), (1024, 1, 8), (1024, 2, 8), (1024, 3, 8), (256, 4, 2))
 MANY = _sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
 
 
@@ -100,7 +100,7 @@ def _hyper(
     at, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, plane,
     STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Does block `at % high` of the hyper rows of row `at // high`; rows that are not installed are not read."""
+    """Computes block `at % high` of the hyper rows of row `at // high`; rows that are not installed are not read."""
     row = (at // high).to(tl.int64)
     slot = (at % high) * IDS + tl.arange(0, IDS)
     lines = row * capacity + slot

@@ -41,14 +41,14 @@ def dense_sums(
 
 @triton.jit
 def one_plus_levels(packed, BITS: tl.constexpr):
-    """Returns 1 + level / 2**BITS, float32 [A, B, 32 / BITS], of words [A, B].
+    """Returns 1 + level / 2**BITS, float32 [A, B, 32 / BITS], of words [A, B, 1].
 
     A level is moved to where a float has its fraction: three operations a weight, where a conversion takes more.
     """
     place = tl.arange(0, 32 // BITS) * BITS
     up = tl.maximum(23 - BITS - place, 0)[None, None, :]
     down = tl.maximum(place - (23 - BITS), 0)[None, None, :]
-    moved = (packed[:, :, None] << up) >> down
+    moved = (packed << up) >> down
     mask: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
     return ((moved & mask) | 0x3F800000).to(tl.float32, bitcast=True)
 
@@ -58,28 +58,39 @@ def packed_sums(
     x, norm, words, scales, biases, lines, width, BITS: tl.constexpr, GROUP: tl.constexpr,
     NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns W x [LINES] of packed rows `lines` (int64) and one vector, and the sum of x's squares."""
+    """Returns W x [LINES] of packed rows `lines` (int64) and one vector, and the sum of x's squares.
+
+    All is [words, LINES, weights of a word], also what is loaded: so values stay with their threads, and a thread has
+    several lines for each of its words. The bits of a level are used as a float as they lie, that is level * 2**(place
+    - 149), and x is scaled to it: two operations a weight, where moving and converting each level takes many more.
+    """
     PER: tl.constexpr = 32 // BITS  # weights in a word
     WORDS: tl.constexpr = COLUMNS // PER
-    TIMES: tl.constexpr = 1 << BITS
-    total = tl.zeros((LINES, WORDS), tl.float32)
-    squares = tl.zeros((WORDS,), tl.float32)
+    LOW: tl.constexpr = 23 // BITS  # levels of a word that lie within a float's fraction; the others are moved there
+    number = tl.arange(0, PER)
+    down = tl.where(number < LOW, 0, 32 - LOW * BITS)
+    place = number * BITS - down
+    down, mask = down[None, None, :], (((1 << BITS) - 1) << place)[None, None, :]
+    factor = ((127 + 64 - place) << 23).to(tl.float32, bitcast=True)[None, None, :]  # 2**(64 - place)
+    scaled, shifted = tl.zeros((WORDS, LINES, 1), tl.float32), tl.zeros((WORDS, LINES, 1), tl.float32)
+    squares = tl.zeros((WORDS, 1, 1), tl.float32)
+    line = lines[None, :, None]
     for start in tl.range(0, width // PER, WORDS, num_stages=STAGES):
-        word = start + tl.arange(0, WORDS)
-        inside = word < width // PER
-        seen = inside[None, :] & (lines >= 0)[:, None]
-        at = words + lines[:, None] * (width // PER) + word[None, :]
+        word = (start + tl.arange(0, WORDS))[:, None, None]
+        seen = (word < width // PER) & (line >= 0)
+        at = words + line * (width // PER) + word
         packed = tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
-        group = lines[:, None] * (width // GROUP) + (word * PER // GROUP)[None, :]
+        group = line * (width // GROUP) + word * PER // GROUP
         scale = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32)
         bias = tl.load(biases + group, mask=seen, other=0.0).to(tl.float32)
-        columns = word[:, None] * PER + tl.arange(0, PER)[None, :]
+        columns = word * PER + number[None, None, :]
         plain, value = normed(x, norm, columns, columns < width, NORM)
-        dots = tl.sum(one_plus_levels(packed, BITS) * value[None, :, :], axis=2)
-        sums = tl.sum(value, axis=1)[None, :]
-        total += scale * TIMES * (dots - sums) + bias * sums
-        squares += tl.sum(plain * plain, axis=1)
-    return tl.sum(total, axis=1), tl.sum(squares, axis=0)
+        level = ((packed >> down) & mask).to(tl.float32, bitcast=True)
+        scaled += scale * tl.sum(level * (value * factor), axis=2, keep_dims=True)
+        shifted += bias * tl.sum(value, axis=2, keep_dims=True)
+        squares += tl.sum(plain * plain, axis=2, keep_dims=True)
+    total = scaled * 38685626227668133590597632.0 + shifted  # 2**(149 - 64)
+    return tl.sum(tl.sum(total, axis=2), axis=0), tl.sum(squares)
 
 
 @triton.jit
@@ -136,5 +147,5 @@ def unpacked(
     group = lines[:, None] * (width // GROUP) + (word * PER // GROUP)[None, :]
     scale = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32) * TIMES
     bias = tl.load(biases + group, mask=seen, other=0.0).to(tl.float32)
-    weight = (one_plus_levels(packed, BITS) - 1.0) * scale[:, :, None] + bias[:, :, None]
+    weight = (one_plus_levels(packed[:, :, None], BITS) - 1.0) * scale[:, :, None] + bias[:, :, None]
     return tl.reshape(weight, (LINES, COLUMNS))

@@ -67,7 +67,7 @@ def reference(
     """Returns and writes what `rope_and_cache` does, in plain PyTorch; float64 inputs give float64 results."""
     batch, length, _ = qkv.shape
     kv_heads, width = keys.shape[1], keys.shape[3]
-    q, k, v = qkv.view(batch, length, -1, width).split([heads, kv_heads, kv_heads], dim=2)
+    q, k, v = qkv.view(batch, length, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=2)
     b, at = ((slots >= 0) & (slots < keys.shape[2])).nonzero(as_tuple=True)
     rotated = _rotated(_normed(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
     keys[b, :, slots[b, at]] = rotated[b, at]

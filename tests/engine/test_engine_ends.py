@@ -1,0 +1,213 @@
+"""How an engine ends, whatever goes wrong then: everybody is told, once, and nothing is kept."""
+
+import gc
+import logging
+import threading
+import weakref
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from mlx_zip.engine import Failed, Finished, Progress, Submission
+from mlx_zip.engine.interface import Emitted
+from mlx_zip.engine.no_sessions import NoSessions
+from mlx_zip.errors import EngineStoppedError
+from support.fake_parts import FakePartsEngine, FakeServed
+from support.serving import WAIT_S, Watch, ask, both, tiny_engine
+
+
+def engine(change=lambda served: None, make_store=None):
+    """An engine of fake parts. change: called with what serves before the engine begins."""
+    served = FakeServed()
+    change(served)
+    return FakePartsEngine(lambda: served, "fake", None, make_store)
+
+
+def running(made, count=3):
+    """Submits requests without end; returns their watches when all of them have begun to answer."""
+    watches, begun = [], []
+    for n in range(count):
+        watch, answers = Watch(), threading.Event()
+
+        def deliver(event, watch=watch, answers=answers):
+            watch(event)
+            if isinstance(event, Emitted):
+                answers.set()
+
+        made.submit(Submission([5 + n], -1), deliver)
+        watches.append(watch)
+        begun.append(answers)
+    assert all(answers.wait(WAIT_S) for answers in begun)
+    return watches
+
+
+def raises(*_):
+    raise RuntimeError("the device has gone")
+
+
+# ---- a device that has gone
+
+
+def test_everybody_is_told_when_even_giving_up_the_caches_fails():
+    told = threading.Event()
+    made = engine()
+    made.on_death(lambda fault: told.set())
+    watches = running(made)
+
+    def goes():
+        made._scheduler.served.free = raises
+        made._scheduler.groups[0].launch = raises
+
+    made._inbox.post(goes)
+    for watch in watches:
+        assert isinstance(watch.wait().end, Failed)
+    assert told.wait(WAIT_S)
+    made.close()
+    assert not made._open
+    ends = [sum(isinstance(event, Finished | Failed) for event in watch.events) for watch in watches]
+    assert ends == [1, 1, 1]
+
+
+def test_everybody_is_told_when_a_step_fails_and_its_group_cannot_be_dropped():
+    told = threading.Event()
+    made = engine()
+    made.on_death(lambda fault: told.set())
+    watches = running(made)
+
+    def goes():
+        first = made._scheduler.groups[0]
+        first.begin = first.drop = raises
+
+    made._inbox.post(goes)
+    assert all(isinstance(watch.wait().end.error, EngineStoppedError) for watch in watches)
+    assert told.wait(WAIT_S)
+    made.close()
+
+
+def test_a_store_that_cannot_be_closed_does_not_hide_why_the_engine_ended(caplog):
+    class Store(NoSessions):
+        def close(self):
+            raise OSError("no space left")
+
+    told = []
+    made = engine(make_store=lambda served: Store())
+    made.on_death(told.append)
+    with caplog.at_level(logging.CRITICAL, "mlx_zip"):
+        made._inbox.post(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        made._thread.join(WAIT_S)
+    assert [type(fault) for fault in told] == [KeyboardInterrupt]
+
+
+# ---- calls that nobody waits for
+
+
+def test_a_call_that_fails_and_that_nobody_waits_for_is_in_the_log(caplog):
+    with engine() as made, caplog.at_level(logging.ERROR, "mlx_zip"):
+        made._inbox.post(raises)
+        made.sessions()  # comes after it
+    assert "the device has gone" in caplog.text
+
+
+def test_an_answer_that_the_store_cannot_note_is_not_kept_for_ever():
+    class Store(NoSessions):
+        def put(self, cache, **facts):
+            return "one"
+
+        def note_answer(self, name, key, base_ids):
+            raise OSError("no space left")
+
+    with engine(make_store=lambda served: Store()) as made:
+        ticket, watch = ask(made, [5], max_tokens=3)
+        watch.wait()
+        made.sessions()  # the session is there by now
+        made.note_answer(ticket, "some text", [1, 1, 1])
+        made.sessions()
+        assert not made._noted
+        assert dict(made.answers()) == {}
+
+
+# ---- what is left
+
+
+@both
+def test_an_engine_that_has_been_closed_keeps_no_model(kind):
+    kept = []
+    made = tiny_engine(kind=kind, change=lambda model: kept.append(weakref.ref(model)))
+    ask(made, [5, 6, 7], max_tokens=3)[1].wait()
+    made.close()
+    gc.collect()
+    assert kept[0]() is None
+    with pytest.raises(EngineStoppedError):
+        ask(made, [5])
+
+
+def test_a_model_that_fails_after_it_was_loaded_leaves_no_thread_and_no_open_store():
+    closed = []
+
+    class Store(NoSessions):
+        def answers(self):
+            raise OSError("the folder has gone")
+
+        def close(self):
+            closed.append(True)
+
+    with pytest.raises(OSError, match="the folder has gone"):
+        engine(make_store=lambda served: Store())
+    assert closed == [True]
+    assert not [thread for thread in threading.enumerate() if thread.name == "fake"]
+
+
+# ---- many threads
+
+
+class Asking:
+    """Threads that submit requests to an engine until it is closed. asked: those taken; ends: last events of each."""
+
+    def __init__(self, made):
+        self.made, self.asked, self.ends, self.go = made, [], Counter(), threading.Barrier(5)
+        self.threads = [threading.Thread(target=self.submit, args=(n,)) for n in range(4)]
+        for thread in self.threads:
+            thread.start()
+        self.go.wait(WAIT_S)
+
+    def submit(self, n):
+        self.go.wait(WAIT_S)
+        for i in range(10):
+            try:
+                ticket = self.made.submit(Submission([5 + n] * (1 + i), -1 if i % 2 else 3), partial(self.end, (n, i)))
+            except EngineStoppedError:
+                return
+            self.asked.append((n, i))
+            if i % 3 == 0:
+                self.made.cancel(ticket)
+
+    def end(self, key, event):  # in the engine's thread only
+        self.ends[key] += isinstance(event, Finished | Failed)
+
+
+def test_threads_that_submit_cancel_and_close_leave_no_request_without_an_end():
+    for seed in range(20):
+        made = engine()
+        asking = Asking(made)
+        made.close(0.001 * seed)
+        for thread in asking.threads:
+            thread.join(WAIT_S)
+        assert +asking.ends == Counter(asking.asked)
+        assert not made._open
+        assert not made._thread.is_alive()
+
+
+def test_a_receiver_may_close_the_engine_that_calls_it():
+    made = engine()
+    watch = Watch()
+
+    def deliver(event):
+        watch(event)
+        if isinstance(event, Progress):
+            made.close()
+
+    made.submit(Submission([5] * 3, -1), deliver)
+    assert watch.wait().end.reason == "cancelled"
+    made._thread.join(WAIT_S)
+    assert not made.alive
