@@ -7,6 +7,7 @@ measured here. Forced ids (replay) still wait for the sampler's choice, so that 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,9 +71,9 @@ class MlxEngine(Engine):
         run.peak_bytes = own + max(0, mx.get_peak_memory() - before)
         return run
 
+    @abstractmethod
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """Runs a request as `run` does, without waiting for the device and without peak_bytes."""
-        raise NotImplementedError
 
 
 class MlxLm(MlxEngine):

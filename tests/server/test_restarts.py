@@ -34,6 +34,8 @@ def serving(kind, folder):
     timer = threading.Timer(START_S, process.kill)
     timer.start()
     try:
+        assert process.stdout is not None
+        assert process.stderr is not None
         line = process.stdout.readline()
         assert line.startswith("serving stories on "), process.stderr.read()
         yield process, line.split()[3]
