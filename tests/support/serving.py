@@ -162,6 +162,11 @@ def ask(engine: MlxEngine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:
     return engine.submit(Submission(prompt, **fields), watch), watch
 
 
+def at_once(engine: Any, submit: Any) -> Any:
+    """Calls `submit` between two rounds of the engine, so that its requests come together; returns what it returns."""
+    return engine._inbox.ask(submit)
+
+
 def alone(model: Any, prompt: Any, max_tokens: int = 40, tokenizer: Any = ENDLESS, **options: Any) -> list[Any]:
     """What `stream_generate` yields."""
     return list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
