@@ -249,6 +249,21 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
         assert ids == alone[row][: len(ids)]
 
 
+def test_a_row_that_moves_takes_its_tables_along_and_one_taken_back_gives_up_its_slots(model):
+    batch = Batch(model, 3, CAPACITY)
+    for prompt in (PROMPTS[3], PROMPTS[0], [5, 6, 7, 5, 6, 7, 5, 6, 7]):
+        batch.read(batch.add(), prompt)
+    tables = batch.tables
+    parts = (tables.outputs, tables.inputs, tables.installed, tables.spans)
+    tables.spans[2, -1] = 3  # as of an entry that only this row has
+    last = [part[2].clone() for part in parts]
+    batch.remove(0)
+    assert all(torch.equal(part[0], one) for part, one in zip(parts, last, strict=True))
+    assert int(tables.installed[0].sum()) == len(batch.book(0)) > 0
+    batch.trim(0, 1)
+    assert int(tables.installed[0].sum()) == len(batch.book(0)) == 0
+
+
 def refuses(*arguments):
     raise RuntimeError("out of memory")
 
