@@ -68,6 +68,18 @@ def test_without_a_card_one_line_says_so_and_names_the_cpu():
     assert "MLX_ZIP_DEVICE=cpu" in line
 
 
+@needs_torch
+def test_a_card_may_be_asked_for_by_name_where_mlx_has_no_gpu():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    done = run(*SHORT, "--engine", "cuda", device="gpu")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "no usable CUDA card" in line
+
+
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
