@@ -21,7 +21,7 @@ from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.progress import ProgressBar
 
 from .batch_table import KINDS, batch_table
-from .engines import MlxEngine, MlxZip, settle
+from .engines import MlxEngine, MlxLm, MlxZip, settle
 from .ratios import of_samples
 from .record import header, load_before, summary, surroundings
 from .shape_table import Models
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     models = from_folders(args.model, args.base)
     asked = chats(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)
     prompts = [list(one.turns[0].prompt) for one in asked]
-    engines = {"base": MlxEngine(models, models.plain), "zip": _zip_engine(models)}
+    engines = {"base": MlxLm(models, models.plain), "zip": _zip_engine(models)}
     device = engines["zip"].device
     header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
     record = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.errors import MlxZipError
 
 from . import machine
 
@@ -59,15 +61,17 @@ class Run:
             self.first_base = len(self.base_ids)
 
 
-class Engine:
+class Engine(ABC):
     """The interface of an engine.
 
     weight_bytes: bytes of weights that every step reads. kv_bytes: bytes of one id's keys and values in all layers.
+    kv_dtype: their numbers' dtype.
     """
 
     name = ""
     weight_bytes = 0
     kv_bytes = 0
+    kv_dtype = ""
 
     @property
     def device(self) -> dict[str, Any]:
@@ -80,18 +84,22 @@ class Engine:
 
     def fresh(self) -> None:
         """Drops what earlier requests left in the model, such as encoded hyper rows."""
+        return
 
     def start(self) -> Any:
-        """Returns the state of a new conversation, which `run` takes as `held`."""
-        raise NotImplementedError
+        """Returns the state of a new conversation, which `run` takes as `held`.
 
+        Raises `MlxZipError` if the engine runs single requests only.
+        """
+        raise MlxZipError(f"{self.name} runs single requests only, no conversations")
+
+    @abstractmethod
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """Reads prompt [n] base ids, emits at most `tokens` base ids, and returns the timed run.
 
         replay [m]: base ids to emit instead, exactly these. held: state of the conversation to continue, from `start`;
         None begins a new one.
         """
-        raise NotImplementedError
 
 
 def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from mlx_zip.loading import load
 from mlx_zip.progress import ProgressBar
 
 from .dialects import CHAT
-from .engines import MlxEngine, settle
+from .engines import MlxLm, settle
 from .http_client import Reply, ask
 from .record import header, load_before, summary, surroundings
 from .served import Served, ours
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 2, "streams", "max_tokens")
     load_before()
     models = from_folders(args.model, args.base)
-    device = MlxEngine(models, models.plain).device
+    device = MlxLm(models, models.plain).device
     header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))

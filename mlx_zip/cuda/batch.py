@@ -83,7 +83,7 @@ class Batch:
             spans = np.fromiter(map(len, begin.params.start or ()), np.int64)
             self.tables.put_run(row, begin.rows, ids_to_device(spans, self.model.device))
         self.kv.trim(row, 0)
-        self.kv.which[row], self._used[row] = 0, 0
+        self.kv.which[row] = 0
         self._sequences.append(one)
         return row
 

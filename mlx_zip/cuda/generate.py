@@ -12,6 +12,7 @@ from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.canonical import best_canonical
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.starts import PackOrEntries
+from mlx_zip.errors import GenerationError
 from mlx_zip.exclusions import CanonicalIds
 
 CHUNK = 512  # ids of a prompt that are read at once
@@ -32,8 +33,10 @@ def generate(
 
     max_tokens: base ids; the last id may stand for more than are left. eos_ids: base ids that end the text. pack: as in
     `CudaModel.begin_with`. capacity: ids that the caches have room for; None: as many as may be needed. chunk: ids of
-    the prompt that are read at once. Raises `CodecError` and `ModelError`.
+    the prompt that are read at once. Raises `GenerationError` for an empty prompt, `CodecError` and `ModelError`.
     """
+    if not len(base_ids):
+        raise GenerationError("the prompt is empty; give at least one id")
     room = len(base_ids) + max_tokens if capacity is None else capacity
     batch = Batch(model, 1, room)
     row = batch.add(pack)

@@ -173,13 +173,13 @@ class SplitEngine(MlxEngine):
 
     def _gather(self) -> list[News]:
         """Returns the news on the first machine; waits for some if there is nothing to do."""
-        scheduler = self._scheduler
-        self._inbox.take(0 if scheduler.busy or self._closing else HEARTBEAT_S)
-        if self._closing and time.monotonic() >= self._deadline:
+        scheduler, closing = self._scheduler, self._closing  # what was submitted before closing is in the inbox now
+        self._inbox.take(0 if scheduler.busy or closing else HEARTBEAT_S)
+        if closing and time.monotonic() >= self._deadline:
             scheduler.cancel_all()
         asked = [["cancel", n] for n, job in self._jobs.items() if job.handle.asked and not job.handle.cancelled]  # type: ignore[attr-defined]
         news, self._news = [*self._news, *asked], []
-        over = self._closing and not (news or scheduler.busy)
+        over = closing and not (news or scheduler.busy)
         return [["end"]] if over else news
 
     def _begin(self, number: int, facts: Mapping[str, Any]) -> None:

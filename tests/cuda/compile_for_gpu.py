@@ -91,6 +91,12 @@ def report(kernel: Any) -> str:
     return " ".join(str(part) for part in [*parts, kernel.metadata.shared, wide, loads - wide, ",".join(constants)])
 
 
+def check_small_floats(kernel: Any) -> None:
+    """Ends the program if products of packed weights treat very small floats, such as unmoved levels, as 0."""
+    if kernel.name == "_one" and (found := re.search(r"\b(mul|fma)\S*\.ftz\S*", kernel.asm["ptx"])):
+        raise SystemExit(f"{kernel.name} has {found.group()}, which treats very small floats as 0")
+
+
 def usage(binary: bytes) -> dict[str, int]:
     """Returns the resources of a compiled kernel: REG registers of a thread, STACK bytes that it spills them to, ..."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -114,6 +120,7 @@ def main(capability: int, every: bool) -> None:
         compiled_cases.step()
     done = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in found]
     for kernel in {kernel.hash: kernel for kernel in done}.values():
+        check_small_floats(kernel)
         print(report(kernel))
 
 

@@ -249,6 +249,61 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
         assert ids == alone[row][: len(ids)]
 
 
+def refuses(*arguments):
+    raise RuntimeError("out of memory")
+
+
+def test_ids_whose_rows_cannot_be_made_are_not_read(model, alone, monkeypatch):
+    batch = Batch(model, 1, CAPACITY)
+    join(batch, PROMPTS[0])
+    made, log = [step(batch)[0] for _ in range(4)], batch.log(0).tolist()
+    model.store.forget()
+    with monkeypatch.context() as broken:
+        broken.setattr(model, "encode", refuses)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.read(0, [20, 21, 22, 23])
+    assert batch.log(0).tolist() == log
+    batch.choose()
+    batch.begin()
+    assert batch.follow(batch.ids()) == {}
+    assert batch.log(0).tolist() == log  # it cannot choose before it has read
+    batch.trim(0, len(log) - 1)
+    batch.read(0, log[-1:])
+    assert made + [step(batch)[0] for _ in range(4)] == alone[0][:8]
+
+
+def test_a_snapshot_that_cannot_be_restored_takes_no_row(model, alone, monkeypatch):
+    batch = Batch(model, 2, CAPACITY)
+    join(batch, PROMPTS[1])
+    kept = batch.snapshot(0)
+    model.store.forget()
+    with monkeypatch.context() as broken:
+        broken.setattr(model, "encode", refuses)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.restore(kept)
+    with pytest.raises(ModelError, match="room for 4"):
+        Batch(model, 1, 4).restore(kept)
+    assert (len(batch), repr(batch)) == (1, f"<Batch: 1 of 2 sequences, {CAPACITY} ids each>")
+    assert batch.restore(kept) == 1
+    assert [step(batch) for _ in range(5)] == [[one, one] for one in alone[1][:5]]
+
+
+def test_an_id_that_cannot_be_read_again_fails_its_own_sequence(model, monkeypatch):
+    if model.config.policy != "freeze":
+        pytest.skip("slots are given again")
+    batch = Batch(model, 2, CAPACITY)
+    for _ in range(2):
+        batch.read(batch.add(), [7, 8, 9, 5])
+    kwkwk = model.layout.hyper_id(len(batch.book(0)))
+    batch.choose(lambda head: torch.tensor([6, kwkwk]))
+    batch.begin()
+    monkeypatch.setattr(batch._reader, "run", refuses)
+    failed = batch.follow(batch.ids())
+    assert {row: str(error) for row, error in failed.items()}[1] == "out of memory"
+    assert batch.log(1).tolist() == [7, 8, 9, 5]
+    assert not batch._sequences[1].ready
+
+
 # ---- what a CUDA graph would hold
 
 

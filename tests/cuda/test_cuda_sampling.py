@@ -6,13 +6,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import sample_utils
 
 torch = pytest.importorskip("torch", reason="not installed: torch")
 
-from mlx_zip.codec import Codebook, compress  # noqa: E402
+from mlx_zip.codec import Codebook, CodecParams, compress  # noqa: E402
 from mlx_zip.cuda.sampling import BasePenalties, Draws  # noqa: E402
 from mlx_zip.engine import draws as mlx_draws  # noqa: E402
 from mlx_zip.sampling import BasePenalties as MlxPenalties  # noqa: E402
+from mlx_zip.sampling import make_processors, make_sampler  # noqa: E402
 from mlx_zip.sampling_options import Sampling  # noqa: E402
 from support import tiny  # noqa: E402
 
@@ -46,6 +50,34 @@ def test_the_kept_ids_and_their_probabilities_are_those_of_the_mlx_sampler(name,
     assert np.array_equal(np.isneginf(got), np.isneginf(expected))
     assert np.array_equal(got, expected)
     assert name == "nothing" or np.isneginf(got).sum() > 50
+
+
+OPTIONS = st.fixed_dictionaries(
+    {"temp": st.floats(0.1, 3)},
+    optional={
+        "top_p": st.floats(0.05, 1),
+        "min_p": st.floats(0.001, 1),
+        "min_tokens_to_keep": st.integers(1, 40),
+        "top_k": st.integers(1, 60),
+        "xtc_probability": st.just(1.0),
+        "xtc_threshold": st.floats(0.001, 0.5),
+    },
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(OPTIONS, st.integers(0, 50), st.floats(0.3, 4))
+def test_whatever_the_options_each_id_has_the_probability_that_mlx_lm_gives_it(chosen, seed, sharpness):
+    options, logprobs = Sampling(seed=1, **chosen), some_logprobs(seed, sharpness)
+    got = Draws(options, SPECIAL, CPU).cut(torch.from_numpy(logprobs))
+    probabilities = (got / options.temp).softmax(1).numpy()
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:  # what mlx-lm draws from, after its filters
+        patch.setattr(
+            sample_utils, "categorical_sampling", lambda kept, temp: drawn.append(mx.softmax(kept / temp, -1))
+        )
+        make_sampler(options, WIDTH, SPECIAL)(mx.array(logprobs))
+    np.testing.assert_allclose(probabilities, np.array(drawn[0]), atol=1e-6)
 
 
 def test_xtc_leaves_all_ids_as_often_as_its_probability_says():
@@ -119,3 +151,16 @@ def test_penalties_of_base_ids_and_hypertokens_are_those_of_mlx(name):
             expected = np.array(theirs(mx.array([0]), mx.array(row)))
             np.testing.assert_allclose(ours(torch.from_numpy(row)).numpy(), expected, rtol=2e-6)
     assert len(book) > 3
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_of_a_model_without_hypertokens_are_those_of_mlx_lm(name):
+    options, logits = Sampling(**PENALTIES[name]), np.random.default_rng(4).normal(0, 3, (1, 48)).astype(np.float32)
+    ids = tiny.base_ids(80)
+    book = Codebook(CodecParams(48, 0, 1))
+    book.push(ids)
+    ours = BasePenalties(options, State(book), 0)(torch.from_numpy(logits))  # type: ignore[arg-type]
+    expected = mx.array(logits)
+    for processor in make_processors(options, 48, None):
+        expected = processor(mx.array(ids), expected)
+    np.testing.assert_allclose(ours.numpy(), np.array(expected), rtol=2e-6)

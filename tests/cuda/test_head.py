@@ -63,6 +63,13 @@ def test_a_packed_head_is_that_of_its_matrix_in_float64(guard, bits, height, bou
     compare(x, base, rows, installed, boundary, exact)
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (4, 128)])
+def test_a_packed_head_of_one_row_is_that_of_its_matrix_in_float64(guard, random_packed, bits, group):
+    x, rows, installed = inputs(guard, torch.float32, 1, 19, 3, 384)
+    base, exact = random_packed(19, 384, bits, group, torch.float32)
+    compare(x, base, rows, installed, 17, exact)
+
+
 def test_more_rows_than_share_a_reading_of_the_matrix(guard):
     x, rows, installed = inputs(guard, torch.float32, 18, 35, 20, 24)
     base = guard(torch.randn(35, 24))

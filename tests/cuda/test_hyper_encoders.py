@@ -120,3 +120,12 @@ def test_rows_that_could_not_be_encoded_are_not_in_the_store():
     calls: list[int] = []
     store.rows(ids, lengths, counting(calls))
     assert calls == [len(ids)]
+
+
+def test_the_row_that_was_used_last_stays_longest():
+    store = RowStore(1, 1, torch.float32, torch.device("cpu"), limit=0)
+    keys = [bytes([one % 256, one // 256]) for one in range(store.places)]
+    places, _ = store.find(keys)
+    assert store.find(keys[:1]) == (places[:1], [])
+    assert store.find([b"new"]) == (places[1:2], [0])  # in the place of the one that was not asked for again
+    assert store.find([keys[0], keys[1]])[1] == [1]

@@ -19,7 +19,7 @@ pytest.importorskip("mlx.core")
 import mlx_zip  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
-from mlx_zip.errors import ConfigError, ModelError  # noqa: E402
+from mlx_zip.errors import ConfigError, GenerationError, ModelError  # noqa: E402
 from mlx_zip.vocab.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
 
 NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
@@ -136,6 +136,11 @@ def test_longrope_switches_within_a_prompt_as_in_mlx(mode, tmp_path):
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(90)
     for chunk in (16, 512):
         assert ours(model, prompt, 20, chunk=chunk) == greedy(mlx, prompt, 20, chunk=chunk)
+
+
+def test_an_empty_prompt_is_refused(stories):
+    with pytest.raises(GenerationError, match="the prompt is empty"):
+        next(generate(stories[2], [], 5))
 
 
 def test_a_pack_that_a_request_names_is_used(tmp_path):

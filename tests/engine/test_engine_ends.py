@@ -3,18 +3,21 @@
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections import Counter
 from functools import partial
 
 import pytest
 
-from mlx_zip.engine import Failed, Finished, Progress, Submission
-from mlx_zip.engine.interface import Emitted
+from mlx_zip import RowStore
+from mlx_zip.engine import Emitted, Failed, Finished, Progress, Submission
+from mlx_zip.engine.mlx_engine import open_engine
 from mlx_zip.engine.no_sessions import NoSessions
-from mlx_zip.errors import EngineStoppedError
+from mlx_zip.errors import EngineStoppedError, ModelError
+from support import tiny
 from support.fake_parts import FakePartsEngine, FakeServed
-from support.serving import WAIT_S, Watch, ask, both, tiny_engine
+from support.serving import WAIT_S, Broken, Watch, ask, both, tiny_engine
 
 
 def engine(change=lambda served: None, make_store=None):
@@ -211,3 +214,114 @@ def test_a_receiver_may_close_the_engine_that_calls_it():
     assert watch.wait().end.reason == "cancelled"
     made._thread.join(WAIT_S)
     assert not made.alive
+
+
+# ---- closing, and faults of the thread
+
+
+@both
+def test_closing_lets_requests_go_on_for_a_while(kind):
+    engine = tiny_engine(kind=kind)
+    _, watch = ask(engine, tiny.base_ids(9), max_tokens=50)
+    engine.close(drain_s=30)
+    assert watch.end.reason == "length"
+    assert not engine.alive
+    with pytest.raises(EngineStoppedError):
+        ask(engine, tiny.base_ids(9))
+
+
+@both
+def test_closing_cancels_what_is_left(kind):
+    engine = tiny_engine(kind=kind, max_running=1)
+    asked = [ask(engine, tiny.base_ids(9), max_tokens=-1)[1] for _ in range(3)]
+    while not asked[0].emitted:
+        time.sleep(0.001)
+    engine.close(drain_s=0.05)
+    assert [watch.end.reason for watch in asked] == ["cancelled"] * 3
+    engine.close()
+    with pytest.raises(EngineStoppedError):
+        engine.sessions()
+
+
+@both
+def test_closing_again_with_less_patience_ends_sooner(kind):
+    engine = tiny_engine(kind=kind)
+    _, watch = ask(engine, tiny.base_ids(9), max_tokens=-1)
+    first = threading.Thread(target=engine.close, args=(600,))
+    first.start()
+    while engine.alive:
+        time.sleep(0.001)
+    engine.close()
+    first.join(60)
+    assert not first.is_alive()
+    assert watch.end.reason == "cancelled"
+
+
+def test_a_request_that_came_just_before_closing_is_answered(monkeypatch):
+    asked, go = [], threading.Event()
+    engine = tiny_engine()
+
+    def between_two_rounds():
+        if go.is_set() and not asked:
+            asked.append(ask(engine, tiny.base_ids(9), max_tokens=5)[1])
+            engine.close(drain_s=60)
+
+    monkeypatch.setattr(engine._scheduler.served, "free_unused", between_two_rounds)
+    go.set()
+    engine.sessions()
+    engine._thread.join(60)
+    assert asked[0].wait().end.reason == "length"
+
+
+def test_a_function_that_fails_when_told_of_the_end_keeps_nobody_else_from_being_told():
+    told = []
+    with tiny_engine() as engine:
+        engine.on_death(lambda fault: 1 / 0)
+        engine.on_death(told.append)
+        ask(engine, tiny.base_ids(9), constraint=Broken("mask", 2, KeyboardInterrupt))
+        engine._thread.join(60)
+    assert [type(fault) for fault in told] == [KeyboardInterrupt]
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit])
+def test_a_fault_of_the_thread_ends_all_requests_and_is_told(fault):
+    told = []
+    with tiny_engine(max_running=3) as engine:
+        engine.on_death(told.append)
+        ask(engine, tiny.base_ids(9), constraint=Broken("mask", 2, fault))
+        others = [ask(engine, tiny.base_ids(9), max_tokens=-1)[1] for _ in range(3)]
+        ends = [watch.wait().end for watch in others]
+        assert all(isinstance(end.error, EngineStoppedError) for end in ends)
+        while not told:
+            time.sleep(0.001)
+        assert isinstance(told[0], fault)
+        assert not engine.alive
+        with pytest.raises(EngineStoppedError):
+            ask(engine, tiny.base_ids(9))
+        late = []
+        engine.on_death(late.append)
+        assert late == told
+
+
+def test_a_model_that_cannot_be_loaded_is_told_by_open_engine(tmp_path):
+    with pytest.raises(ModelError, match="no such model folder"):
+        open_engine(tmp_path / "nothing")
+
+
+def test_rows_of_a_prompt_whose_reading_is_cut_off_are_kept_when_the_engine_closes():
+    store = RowStore()
+
+    def with_store(model):
+        model.session.store = store
+
+    engine = tiny_engine(
+        change=with_store, run={"prefill_step_size": 4}, model={"fingerprint": {"input": "1" * 64, "output": "2" * 64}}
+    )
+    begun = threading.Event()
+    engine.submit(
+        Submission(tiny.base_ids(400, 3), max_tokens=4), lambda e: begun.set() if isinstance(e, Progress) else None
+    )
+    assert begun.wait(30)
+    engine.close(0)
+    assert not store.pending
+    store.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import pytest
 from mlx_zip import generate, load
 from mlx_zip.engine.mlx_engine import open_engine
 from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.split_engine import open_split_engine
 from mlx_zip.vocab.packs import Pack
 from support import tiny
 from support.processes import Command, wait_all
+from support.serving import ask
 from support.several_machines import LIMIT_S, PROMPT, answered, losing, ring, serve_on, write_model
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
@@ -102,6 +105,22 @@ def test_a_machine_that_is_lost_ends_the_others_engine_soon_also_when_nothing_is
     assert (status, took < 30) == (2, True), said
     assert "error: another machine of this run has ended" in said
     assert "Traceback" not in said
+
+
+def test_a_request_that_came_just_before_closing_is_answered_on_one_machine_of_a_run_too(tmp_path, monkeypatch):
+    engine = open_split_engine(mx.distributed.init(), write_model(tmp_path / "model", "llama"), sessions=None)
+    take, asked, go = engine._inbox.take, [], threading.Event()
+
+    def then_closes(wait_s):
+        take(wait_s)
+        if go.is_set() and not asked:
+            asked.append(ask(engine, tiny.base_ids(9), max_tokens=5)[1])
+            engine.close(drain_s=LIMIT_S)
+
+    monkeypatch.setattr(engine._inbox, "take", then_closes)
+    go.set()
+    engine._thread.join(LIMIT_S)
+    assert asked[0].wait().end.reason == "length"
 
 
 # ---- mlx_zip serve

@@ -69,6 +69,28 @@ class Watch:
         return self.events[-1]
 
 
+class Broken:
+    """A constraint that fails at one of its methods after some steps."""
+
+    def __init__(self, method: str, after: int = 3, error: type[BaseException] = ValueError) -> None:
+        self.method, self.left, self.error = method, after, error
+
+    def _count(self, method: str) -> None:
+        self.left -= 1
+        if method == self.method and self.left < 0:
+            raise self.error("broken")
+
+    def mask(self) -> np.ndarray:
+        self._count("mask")
+        return np.ones(tiny.VOCAB, bool)
+
+    def accepts(self, base_ids: Any) -> bool:
+        return True
+
+    def push(self, base_ids: Any) -> None:
+        self._count("push")
+
+
 def tiny_engine(
     family: str = "llama",
     sessions: SessionOptions | None = None,
@@ -138,6 +160,11 @@ def ask(engine: MlxEngine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:
     watch = Watch()
     fields.setdefault("max_tokens", 40)
     return engine.submit(Submission(prompt, **fields), watch), watch
+
+
+def at_once(engine: Any, submit: Any) -> Any:
+    """Calls `submit` between two rounds of the engine, so that its requests come together; returns what it returns."""
+    return engine._inbox.ask(submit)
 
 
 def alone(model: Any, prompt: Any, max_tokens: int = 40, tokenizer: Any = ENDLESS, **options: Any) -> list[Any]:
