@@ -5,7 +5,6 @@ Both run the same code over the same weights, on a GPU if torch finds one, else 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.ceiling import copy_speed, step_weight_bytes, wait
+from mlx_zip.cuda.ceiling import copy_speed, step_weight_bytes
 from mlx_zip.cuda.generate import Steps, read_prompt
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
@@ -26,7 +25,7 @@ from mlx_zip.layout import Layout
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .record import processor
+from .device_clock import torch_device, wait
 from .runs import Engine, Run, zip_ids
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, zip_config
 
@@ -117,6 +116,7 @@ class TorchEngine(Engine):
         if name == "torch-base" and models.folder is not None and models.zip_folder is not None:
             self.model = open_model(models.folder, hypertokens=False)
         self.weight_bytes, self.kv_bytes = step_weight_bytes(self.model), id_bytes(self.model)
+        self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self.batch: Batch | None = None
 
     @property
@@ -223,13 +223,6 @@ def installed_bytes(batch: Batch) -> int:
     """Returns the bytes of the output rows of all installed entries of a batch of one."""
     model = batch.model
     return len(batch.book(0)) * model.width * model.dtype.itemsize if model.hypertokens else 0
-
-
-def torch_device(device: torch.device) -> dict[str, Any]:
-    """Returns a device of torch as the records' section `device`."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    threads = {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ}
-    return {"device": device.type, "chip": chip, "threads": threads}
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .record import summary
+from .record import processor, summary
 
 
 @dataclass
@@ -78,3 +79,10 @@ def wait(device: torch.device) -> None:
     """Waits until a device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def torch_device(device: torch.device) -> dict[str, Any]:
+    """Returns a device of torch as the records' section `device`."""
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    threads = {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ}
+    return {"device": device.type, "chip": chip, "threads": threads}

@@ -40,7 +40,12 @@ def check_engines(names: Sequence[str]) -> None:
 
 
 def needs_mlx(names: Sequence[str]) -> bool:
-    """Returns whether one of these engines, or what it shares with others, needs MLX."""
+    """Returns whether one of these engines, or what it shares with others, needs MLX.
+
+    transformers and the published package take the model from MLX where it is installed, and do without elsewhere.
+    """
+    if find_spec("mlx") is None:
+        return any(name.startswith("mlx-") for name in names)
     return any(not name.startswith("torch-") for name in names)
 
 

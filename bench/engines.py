@@ -43,7 +43,8 @@ class MlxEngine(Engine):
         self.make, self.tokenizer = make, models.tokenizer
         self.model = make()
         self.weight_bytes = weight_bytes(self.model)
-        self.kv_bytes = kv_bytes(models.base_config, activation_bytes(self.model))
+        self.kv_bytes = kv_bytes(models.base_config, activation_dtype(self.model).size)
+        self.kv_dtype = str(activation_dtype(self.model)).removeprefix("mlx.core.")
 
     def fresh(self) -> None:
         """Makes a new model object over the same weights, so that nothing of earlier requests is left."""
@@ -157,9 +158,9 @@ def weight_bytes(model: Any) -> int:
     return sum(value.nbytes for name, value in weights if not name.startswith(skipped))
 
 
-def activation_bytes(model: Any) -> int:
-    """Returns the bytes per number of a model's activations, which is that of its norms: they are never quantized."""
-    return next(value for name, value in parameters(model) if name.endswith("norm.weight")).itemsize
+def activation_dtype(model: Any) -> mx.Dtype:
+    """Returns the dtype of a model's activations, which is that of its norms: they are never quantized."""
+    return next(value for name, value in parameters(model) if name.endswith("norm.weight")).dtype
 
 
 def settle() -> None:

@@ -370,6 +370,7 @@ class EngineComparison:
             "counts": counts(prompts, [of_one[0].runs[turn] for of_one in entrant.trials]),
             "figures": figures(read, runs, joules, tops),
             "ceiling": ceiling_record(tops),
+            "kv_dtype": engine.kv_dtype,
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
             **surroundings(*PACKAGES),

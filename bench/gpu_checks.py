@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from mlx_zip.cuda.generate import generate
+from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.generate import generate, read_prompt
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 
 RECORDED = Path(__file__).parent / "greedy-ids.json"  # what MLX wrote, in float32
 MODELS = ("stories", "stories-base")
+LOGITS, MOST_ERROR = "stories-base", 1e-2  # model whose logits are compared; relative error of bfloat16
 PROMPTS = ("Once upon a time there was a little dog who", "Tom and his sister found a big red box in the")
 TOKENS = 96  # base tokens that are recorded
 
@@ -55,7 +58,30 @@ def check(device: str | None, tokens: int = TOKENS) -> list[dict[str, Any]]:
             lines.append(
                 _line(f"CUDA graphs of {name} give what eager work gives", eager == found, _first(found, eager))
             )
-    return lines
+    error = logits_error(open_model(LOGITS, device, "bfloat16"), open_model(LOGITS, device, "float32"))
+    line = _line(f"logits of {LOGITS}, bfloat16", error <= MOST_ERROR, f"relative error {error:.2g}")
+    return [*lines, {**line, "value": error}]
+
+
+def logits_error(model: CudaModel, exact: CudaModel) -> float:
+    """Returns the norm of the difference of two models' logits after `PROMPTS`, over the norm of the second's."""
+    ours, theirs = (torch.cat([last_logits(one, text) for text in PROMPTS]) for one in (model, exact))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def last_logits(model: CudaModel, text: str) -> torch.Tensor:
+    """Returns the logits [V] float64 of the base ids after a text."""
+    ids = np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.uint32)
+    batch, kept = Batch(model, 1, len(ids) + 1), []
+
+    def keep(head: Any) -> torch.Tensor:
+        kept.append(head.logits[0, : model.layout.vocab_size].double().cpu())
+        return head.logits.argmax(-1)
+
+    batch.add()
+    read_prompt(batch, 0, ids, len(ids))
+    batch.choose(keep)
+    return kept[0]
 
 
 def _line(name: str, holds: bool, said: str) -> dict[str, Any]:

@@ -1,20 +1,41 @@
-"""The targets of the PyTorch engine, and which of them a run's records meet."""
+"""The targets of the PyTorch engine, and which of them a run's records meet.
+
+A target's cases are what it must hold for, such as shapes and texts; the worst one counts. A target is not met as long
+as one of its cases is missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
+Cases = dict[str, float]
 UNMEASURED = "not measured"
+SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # with precisions, of the steps
+TEXTS = tuple(
+    f"{shape} {size}" for shape in ("phi-3.5-mini", "llama-3.2-1b", "phi-3-medium") for size in ("512+256", "2048+256")
+)
+ENCODERS = tuple(
+    f"{shape} encoder {piece}, {count} entries"
+    for shape in ("phi-3.5-mini", "llama-3.2-1b")
+    for piece in ("rows", "attention", "pooling")
+    for count in (1, 64)
+)
+LOGITS_ERROR = 1e-2  # relative, of bfloat16
 
 
 class Target(NamedTuple):
-    """A target. value: of the records, None if they lack it. bound: the least that is wanted; if `most`, the most."""
+    """A target. rule: how the figure is computed. values: of the records, by case. bound: the least that is wanted.
+
+    most: the bound is the most that is wanted. needed: the cases, all of which must be there for it to be met.
+    """
 
     name: str
-    value: Callable[[Sequence[Record]], float | None]
+    rule: str
+    values: Callable[[Sequence[Record]], Cases]
     bound: float
+    needed: Sequence[str]
     most: bool = False
 
     def met(self, value: float) -> bool:
@@ -22,125 +43,291 @@ class Target(NamedTuple):
         return value <= self.bound if self.most else value >= self.bound
 
 
-def step_ms(
-    records: Sequence[Record], engine: str, shape: str, precision: str = "16", rows: str = "warm"
-) -> float | None:
-    """Returns the median time of a step in ms, None if it was not measured."""
-    found = _steps(records, engine, shape, precision, rows)
-    return None if found is None else found["step"]["device_ms"]["median"]
+# ---- steps
 
 
-def _steps(records: Sequence[Record], engine: str, shape: str, precision: str, rows: str) -> Record | None:
-    wanted = (engine, shape, precision, rows)
-    named = lambda one: (one["engine"], one["model"]["name"], one["model"]["precision"], one["rows"])
-    return next((one for one in records if one["bench"] == "nvidia-steps" and named(one) == wanted), None)
+def steps(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
+    """Returns the records of an engine's steps by shape and precision."""
+    named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
+    return {named(one): one for one in _kind(records, "nvidia-steps") if (one["engine"], one["rows"]) == (engine, rows)}
 
 
-def share(shape: str) -> Callable[[Sequence[Record]], float | None]:
-    """Returns a function of the share of the copy bandwidth that a step of torch-base reaches at a shape."""
-
-    def value(records: Sequence[Record]) -> float | None:
-        found = _steps(records, "torch-base", shape, "16", "warm")
-        return None if found is None else found["share_of_copy"]
-
-    return value
+def step_ms(record: Record) -> float:
+    """Returns the median time of a step in ms."""
+    return record["step"]["device_ms"]["median"]
 
 
-def ratio(rows: str) -> Callable[[Sequence[Record]], float | None]:
-    """Returns a function of torch-zip's step over torch-base's, the most over all shapes."""
-
-    def value(records: Sequence[Record]) -> float | None:
-        shapes = {one["model"]["name"] for one in records if one["bench"] == "nvidia-steps"}
-        pairs = [(step_ms(records, "torch-zip", s, rows=rows), step_ms(records, "torch-base", s)) for s in shapes]
-        known = [a / b for a, b in pairs if a is not None and b is not None]
-        return max(known, default=None)
-
-    return value
+def share(records: Sequence[Record]) -> Cases:
+    """Returns the share of the copy bandwidth that a step of torch-base reaches."""
+    return {case: one["share_of_copy"] for case, one in steps(records, "torch-base").items()}
 
 
-def kernels(start: str) -> Callable[[Sequence[Record]], float | None]:
-    """Returns a function of the least share of the copy bandwidth of the kernels whose names begin so."""
+def ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of torch-zip's step over torch-base's."""
 
-    def value(records: Sequence[Record]) -> float | None:
-        return min((k["share_of_copy"] for k in _kernels(records, start)), default=None)
+    def values(records: Sequence[Record]) -> Cases:
+        base = steps(records, "torch-base")
+        zipped = steps(records, "torch-zip", rows)
+        return {case: step_ms(zipped[case]) / step_ms(base[case]) for case in zipped.keys() & base.keys()}
 
-    return value
-
-
-def faster(start: str) -> Callable[[Sequence[Record]], float | None]:
-    """Returns a function of the least ratio of the reference's time to the kernel's, of kernels that begin so."""
-
-    def value(records: Sequence[Record]) -> float | None:
-        found = [k["reference_us"] / k["us"] for k in _kernels(records, start) if k["reference_us"] is not None]
-        return min(found, default=None)
-
-    return value
+    return values
 
 
-def _kernels(records: Sequence[Record], start: str) -> Iterator[Record]:
-    return (one for one in records if one["bench"] == "nvidia-kernels" and one["kernel"].startswith(start))
+def int4(records: Sequence[Record]) -> Cases:
+    """Returns torch-base's steps per second with 4-bit weights over those with 16 bits."""
+    base = steps(records, "torch-base")
+    names = [case.removesuffix(" 4") for case in base if case.endswith(" 4")]
+    return {n: step_ms(base[f"{n} 16"]) / step_ms(base[f"{n} 4"]) for n in names if f"{n} 16" in base}
 
 
-def int4(records: Sequence[Record]) -> float | None:
-    """Returns torch-base's steps per second with 4-bit weights over those with 16 bits, at phi-3.5-mini."""
-    four, sixteen = (step_ms(records, "torch-base", "phi-3.5-mini", bits) for bits in ("4", "16"))
-    return None if four is None or sixteen is None else sixteen / four
+# ---- kernels
 
 
-def end_to_end(records: Sequence[Record]) -> float | None:
-    """Returns decoding in base tokens/s of torch-zip over (compression x torch-base's), the least over all texts."""
-    return _against_base(records, "base_tokens_per_s", lambda zipped, base: _per_step(zipped) / _per_step(base))
+def kernels(start: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of the share of the copy bandwidth of the kernels whose names begin so."""
+    return lambda records: {case: one["share_of_copy"] for case, one in _kernels(records, start)}
 
 
-def prefill(records: Sequence[Record]) -> float | None:
-    """Returns the speed of torch-zip's prefill over torch-base's on the same text, the least over all texts."""
-    return _against_base(records, "prefill_tokens_per_s", lambda zipped, base: 1.0)
+def faster(start: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of the reference's time over the kernel's, of kernels whose names begin so."""
+    return lambda records: {
+        case: one["reference_us"] / one["us"] for case, one in _kernels(records, start) if one["reference_us"]
+    }
 
 
-def _per_step(record: Record) -> float:
-    return record["figures"]["base_tokens_per_step"]["median"]
+def _kernels(records: Sequence[Record], start: str) -> Iterator[tuple[str, Record]]:
+    for one in _kind(records, "nvidia-kernels"):
+        if one["kernel"].startswith(start):
+            yield f"{one['model']['name']} {one['kernel']}", one
 
 
-def _against_base(records: Sequence[Record], figure: str, scale: Callable[[Record, Record], float]) -> float | None:
-    """Returns the least ratio, divided by `scale`, of torch-zip's figure to torch-base's on the same workload."""
-    found = []
-    for zipped in _of(records, "torch-zip"):
-        same = [b for b in _of(records, "torch-base") if all(b[n] == zipped[n] for n in ("model", "workload"))]
-        for base in same[:1]:
-            a, b = (one["figures"][figure] for one in (zipped, base))
+# ---- whole requests
+
+
+def end_to_end(records: Sequence[Record]) -> Cases:
+    """Returns decoding in base tokens/s of torch-zip over (its base tokens per step x torch-base's)."""
+    per_step = lambda one: one["figures"]["base_tokens_per_step"]["median"]
+    return _against("torch-base", "base_tokens_per_s", records, lambda zipped, base: per_step(zipped) / per_step(base))
+
+
+def prefill(records: Sequence[Record]) -> Cases:
+    """Returns the speed of torch-zip's prefill over torch-base's on the same text."""
+    return _against("torch-base", "prefill_tokens_per_s", records)
+
+
+def published(records: Sequence[Record]) -> Cases:
+    """Returns base tokens over the time of a whole request, of torch-zip over those of the published package."""
+    return _against("zip2zip", "end_to_end_tokens_per_s", records)
+
+
+def _against(
+    other: str, figure: str, records: Sequence[Record], scale: Callable[[Record, Record], float] = lambda a, b: 1.0
+) -> Cases:
+    """Returns torch-zip's figure over (`scale` x another engine's) on the same workload of the same card."""
+    found = {}
+    for zipped in _whole(records, "torch-zip"):
+        fields = [zipped[name] for name in ("workload", "device")] + [_weights(zipped)]
+        same = [one for one in _whole(records, other) if [one["workload"], one["device"], _weights(one)] == fields]
+        for one in same[:1]:
+            a, b = (each["figures"][figure] for each in (zipped, one))
             if a is not None and b is not None:
-                found.append(a["median"] / b["median"] / scale(zipped, base))
-    return min(found, default=None)
+                size = f"{zipped['workload']['prompt_tokens']}+{zipped['workload']['tokens']}"
+                found[f"{zipped['model']['name']} {size}"] = a["median"] / b["median"] / scale(zipped, one)
+    return found
 
 
-def _of(records: Sequence[Record], engine: str) -> list[Record]:
+def _weights(record: Record) -> list[Any]:
+    return [record["model"][name] for name in ("name", "precision", "weights")]
+
+
+def _whole(records: Sequence[Record], engine: str) -> list[Record]:
     return [
-        one for one in records if one["bench"] == "generate" and one["engine"] == engine and one["mode"] == "replay"
+        one
+        for one in _kind(records, "generate")
+        if one["engine"] == engine and one["mode"] == "replay" and one["setting"]["rows"] == "warm"
     ]
 
 
+# ---- agreement
+
+
+def agreeing(start: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of the checks whose names begin so: 1 for one that holds, else 0."""
+    return lambda records: {
+        one["check"]: float(one["holds"]) for one in _kind(records, "nvidia-checks") if one["check"].startswith(start)
+    }
+
+
+def logits_error(records: Sequence[Record]) -> Cases:
+    """Returns the relative error of the bfloat16 logits."""
+    return {one["check"]: one["value"] for one in _kind(records, "nvidia-checks") if one.get("value") is not None}
+
+
+def float64(records: Sequence[Record]) -> Cases:
+    """Returns the share of the kernels' tests against float64 references that passed; skipped ones do not count."""
+    found = _kind(records, "nvidia-float64")
+    passed, failed = (sum(one[name] for one in found) for name in ("passed", "failed"))
+    return {"tests": passed / (passed + failed)} if passed + failed else {}
+
+
+# ---- counted
+
+
+def layer_launches(records: Sequence[Record]) -> Cases:
+    """Returns the launches of a warm step over the layers, rounded down: those outside of layers are fewer."""
+    return {
+        f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
+        for one in _kind(records, "nvidia-trace")
+    }
+
+
+def added_launches(records: Sequence[Record]) -> Cases:
+    """Returns the launches that a warm step of torch-zip has more than torch-base's."""
+    found = {one["engine"]: one["launches"]["launches"] for one in _kind(records, "nvidia-trace")}
+    both = {"torch-zip", "torch-base"} <= found.keys()
+    return {"phi-3.5-mini": found["torch-zip"] - found["torch-base"]} if both else {}
+
+
+def added_bytes(records: Sequence[Record]) -> Cases:
+    """Returns the bytes that a warm step of torch-zip moves more than torch-base's, over those of the weights."""
+    found = {one["engine"]: one for one in _kind(records, "nvidia-trace")}
+    if not {"torch-zip", "torch-base"} <= found.keys():
+        return {}
+    more = found["torch-zip"]["launches"]["bytes"] - found["torch-base"]["launches"]["bytes"]
+    return {"phi-3.5-mini": more / found["torch-base"]["weight_bytes"]}
+
+
+def _kind(records: Iterable[Record], bench: str) -> list[Record]:
+    return [one for one in records if one["bench"] == bench]
+
+
+SHARE = "bytes of weights, keys and values over the median time of a step, over the copy bandwidth of the same run"
+STEP = "median time of a step over torch-base's, at the same shape"
+CALLS = "bytes over the median time of a call, over the copy bandwidth of the same run"
 TARGETS = (
-    Target("torch-base reaches 78 % of the copy bandwidth at phi-3.5-mini", share("phi-3.5-mini"), 0.78),
-    Target("torch-base reaches 55 % of the copy bandwidth at llama-3.2-1b", share("llama-3.2-1b"), 0.55),
-    Target("a warm step of torch-zip takes at most 1.05 x torch-base's", ratio("warm"), 1.05, most=True),
-    Target("a cold step of torch-zip takes at most 1.15 x torch-base's", ratio("cold"), 1.15, most=True),
-    Target("end to end, torch-zip keeps 0.95 of its compression", end_to_end, 0.95),
-    Target("prefill of torch-zip is faster than torch-base's", prefill, 1.0),
-    Target("the joint head reaches 80 % of the copy bandwidth", kernels("joint head, dense"), 0.8),
-    Target("the hyper embedding reaches 80 % of the copy bandwidth", kernels("hyper embedding"), 0.8),
-    Target("the encoders' pieces are 2 x as fast as eager PyTorch", faster("encoder"), 2.0),
-    Target("4-bit weights give 2 x the steps of 16-bit ones", int4, 2.0),
+    Target("torch-base reaches 78 % of the copy bandwidth at phi-3.5-mini", SHARE, share, 0.78, SHAPES[:1]),
+    Target("torch-base reaches 55 % of the copy bandwidth at llama-3.2-1b", SHARE, share, 0.55, SHAPES[1:2]),
+    Target("a warm step of torch-zip takes at most 1.05 x torch-base's", STEP, ratio("warm"), 1.05, SHAPES, most=True),
+    Target("a cold step of torch-zip takes at most 1.15 x torch-base's", STEP, ratio("cold"), 1.15, SHAPES, most=True),
+    Target(
+        "end to end, torch-zip keeps 0.95 of its compression",
+        "base tokens/s of decoding over (base tokens per step x torch-base's base tokens/s), same text",
+        end_to_end,
+        0.95,
+        TEXTS,
+    ),
+    Target(
+        "torch-zip is 5 x as fast as the published package",
+        "base tokens over the time of the whole request, over the package's, same text and card",
+        published,
+        5.0,
+        TEXTS[:2],
+    ),
+    Target(
+        "prefill of torch-zip is faster than torch-base's",
+        "base tokens of the prompt over the time to the first id, over torch-base's, same text",
+        prefill,
+        1.0,
+        TEXTS,
+    ),
+    Target(
+        "the joint head reaches 80 % of the copy bandwidth",
+        CALLS,
+        kernels("joint head, dense"),
+        0.8,
+        ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
+    ),
+    Target(
+        "the hyper embedding reaches 80 % of the copy bandwidth",
+        CALLS,
+        kernels("hyper embedding"),
+        0.8,
+        ("phi-3.5-mini hyper embedding, 2048 ids", "llama-3.2-1b hyper embedding, 2048 ids"),
+    ),
+    Target(
+        "the encoders' pieces are 2 x as fast as eager PyTorch",
+        "time of the eager reference over the kernel's",
+        faster("encoder"),
+        2.0,
+        ENCODERS,
+    ),
+    Target(
+        "4-bit weights give 2 x the steps of 16-bit ones",
+        "steps/s of torch-base with 4 bits over those with 16",
+        int4,
+        2.0,
+        ("phi-3.5-mini",),
+    ),
+    Target(
+        "greedy ids of the bundled models are MLX's, in float32",
+        "1 if every id is the recorded one, else 0",
+        agreeing("greedy ids"),
+        1.0,
+        tuple(f"greedy ids of {name}, float32, equal MLX's" for name in ("stories", "stories-base")),
+    ),
+    Target(
+        "CUDA graphs change no id",
+        "1 if graphs and eager work give the same ids, else 0",
+        agreeing("CUDA graphs"),
+        1.0,
+        tuple(f"CUDA graphs of {name} give what eager work gives" for name in ("stories", "stories-base")),
+    ),
+    Target(
+        "logits in bfloat16 are within 1e-2",
+        "norm of the difference from the model in float32, over the norm of that one's",
+        logits_error,
+        LOGITS_ERROR,
+        ("logits of stories-base, bfloat16",),
+        most=True,
+    ),
+    Target("kernels agree with float64 references", "tests that passed over those that ran", float64, 1.0, ("tests",)),
+    Target(
+        "a step launches at most 8 kernels per layer",
+        "launches of a warm step over layers, rounded down",
+        layer_launches,
+        8,
+        ("phi-3.5-mini torch-base", "phi-3.5-mini torch-zip"),
+        most=True,
+    ),
+    Target(
+        "a warm step of torch-zip launches at most 8 more",
+        "launches of a warm step, less torch-base's",
+        added_launches,
+        8,
+        ("phi-3.5-mini",),
+        most=True,
+    ),
+    Target(
+        "a warm step of torch-zip moves at most 1.5 % more bytes",
+        "bytes of a warm step less torch-base's, over those of the weights",
+        added_bytes,
+        0.015,
+        ("phi-3.5-mini",),
+        most=True,
+    ),
 )
 
 
 def judged(records: Sequence[Record], on_gpu: bool) -> list[Record]:
-    """Returns each target with its figure and "met", "missed" or "not measured"; without a GPU none is measured."""
+    """Returns each target with its rule, its worst case's figure, and "met", "missed" or "not measured".
+
+    Without a GPU none is measured. missing: cases that were not measured.
+    """
     lines = []
     for target in TARGETS:
-        value = target.value(records) if on_gpu else None
+        values = target.values(records) if on_gpu else {}
+        known = {case: values[case] for case in target.needed if case in values}
+        missing = [case for case in target.needed if case not in known]
+        worst = (max if target.most else min)(known, key=known.__getitem__, default=None)
+        if worst is not None and missing and target.met(known[worst]):
+            worst = None  # a case that is missing may be worse
+        value = None if worst is None else known[worst]
         verdict = UNMEASURED if value is None else "met" if target.met(value) else "missed"
-        limit = {"bound": target.bound, "kind": "at most" if target.most else "at least"}
-        lines.append(
-            {"target": target.name, **limit, "value": None if value is None else round(value, 4), "verdict": verdict}
-        )
+        limit = {"bound": target.bound, "kind": "at most" if target.most else "at least", "rule": target.rule}
+        figure = {"value": None if value is None else round(value, 4), "worst": worst, "cases": _rounded(known)}
+        lines.append({"target": target.name, **limit, **figure, "missing": missing, "verdict": verdict})
     return lines
+
+
+def _rounded(values: Cases) -> Cases:
+    return {case: round(value, 4) for case, value in values.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from mlx_zip.cuda.step_cost import step_costs
 
-from .cuda_engines import TorchEngine, copy_bandwidth, wait
+from .cuda_engines import TorchEngine, copy_bandwidth
+from .device_clock import wait
 
 MOST_ROWS = 40
 
@@ -42,6 +43,8 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
         "launches": cost.record(),
         "step_us": round(1e6 * step_s, 1),
         "step_bytes": round(moved),
+        "weight_bytes": engine.weight_bytes,
+        "layers": engine.model.folder.decoder.layers,
         "copy_bytes_per_s": round(bandwidth),
         "roof_us": round(1e6 * moved / bandwidth, 1),
         "share_of_copy": round(moved / step_s / bandwidth, 4),
@@ -64,25 +67,57 @@ def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
 
 
 def roofline_page(records: Sequence[dict[str, Any]]) -> str:
-    """Returns a Markdown page of the records of kernels and traces."""
-    out = ["# Roofline", ""]
-    kernels = [one for one in records if one["bench"] == "nvidia-kernels"]
-    if kernels:
-        out += ["| shape | kernel | us | MB | GB/s | of copy |", "| --- | --- | --- | --- | --- | --- |"]
-        out += [
-            f"| {k['model']['name']} | {k['kernel']} | {k['us']:.1f} | {k['bytes'] / 1e6:.2f} | {k['gb_per_s']:.0f} "
-            f"| {k['share_of_copy']:.0%} |"
-            for k in kernels
-        ]
+    """Returns a Markdown page of the records of kernels, steps and traces."""
+    out = [
+        "# Roofline",
+        "",
+        "The roof is the time that the bytes alone would take at the bandwidth of a copy in the same run. What is left "
+        "is the time above it.",
+    ]
+    out += _table("Kernels alone", "kernel", records, "nvidia-kernels", _kernel_cells)
+    out += _table("Steps", "step", records, "nvidia-steps", _step_cells)
     for one in (record for record in records if record["bench"] == "nvidia-trace"):
-        out += ["", f"## {one['engine']}, {one['model']['name']}", ""]
+        out += ["", f"## A request of {one['engine']}, {one['model']['name']}", ""]
         out += [
-            f"A step took {one['step_us']:.0f} us. It reads {one['step_bytes'] / 1e6:.0f} MB, which takes "
-            f"{one['roof_us']:.0f} us at the copy bandwidth: {one['share_of_copy']:.0%}. "
-            f"Launches: {one['launches']['launches']}.",
+            f"A step took {one['step_us']:.0f} us and moves {one['step_bytes'] / 1e6:.0f} MB, which take "
+            f"{one['roof_us']:.0f} us at the copy bandwidth: {one['share_of_copy']:.0%} is reached, "
+            f"{one['step_us'] - one['roof_us']:.0f} us are left. "
+            f"Launches: {one['launches']['launches']}, in {one['layers']} layers.",
             "",
-            "| kernel | calls | us |",
-            "| --- | --- | --- |",
-            *(f"| `{row['name'][:90]}` | {row['calls']} | {row['us']:.0f} |" for row in one["kernels"][:15]),
+            "| kernel | calls | us | us per call |",
+            "| --- | --- | --- | --- |",
+            *(
+                f"| `{row['name'][:90]}` | {row['calls']} | {row['us']:.0f} | {row['us'] / row['calls']:.1f} |"
+                for row in one["kernels"][:15]
+            ),
         ]
     return "\n".join(out) + "\n"
+
+
+def _table(
+    title: str, what: str, records: Sequence[dict[str, Any]], bench: str, cells: Callable[[Any], tuple[str, float, int]]
+) -> list[str]:
+    """Returns the lines of a table of bytes, achieved bandwidth and what is left; none without such records.
+
+    cells: returns the name, the time in us and the bytes of a record.
+    """
+    lines = []
+    for one in (record for record in records if record["bench"] == bench):
+        name, us, moved = cells(one)
+        roof = 1e6 * moved / one["copy_bytes_per_s"]
+        rate = moved / us / 1e3
+        lines.append(
+            f"| {one['model']['name']} | {name} | {moved / 1e6:.2f} | {us:.1f} | {rate:.0f} "
+            f"| {roof / us:.0%} | {roof:.1f} | {max(0.0, us - roof):.1f} |"
+        )
+    heads = f"| shape | {what} | MB moved | us | GB/s | of copy | roof, us | left, us |"
+    return ["", f"## {title}", "", heads, "| --- | --- | --- | --- | --- | --- | --- | --- |", *lines] if lines else []
+
+
+def _kernel_cells(record: dict[str, Any]) -> tuple[str, float, int]:
+    return record["kernel"], record["us"], record["bytes"]
+
+
+def _step_cells(record: dict[str, Any]) -> tuple[str, float, int]:
+    name = f"{record['engine']}, {record['model']['precision']} bit, {record['rows']} rows"
+    return name, 1e3 * record["step"]["device_ms"]["median"], sum(record["bytes"].values())

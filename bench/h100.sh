@@ -1,82 +1,141 @@
 #!/usr/bin/env bash
 # Checks and times mlx_zip on one NVIDIA card in under nine minutes; builds nothing and downloads nothing.
 #
-#   bench/h100.sh [--cpu-rehearsal] [FOLDER]
+#   bench/h100.sh [--cpu-rehearsal] [--pack] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
 #
 # The parts that $PARTS names run, or all: float64 sanitizer checks kernels steps generate free trace summary.
-# FOLDER (else $OUT, else ./nvidia-records) receives the records. It needs Python with torch, triton, numpy, cffi,
-# safetensors, transformers and pytest, and mlx_zip: installed, or as wheels in the folder $WHEELS. $PYTHON names the
-# Python.
+# FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet, unless $PARTS names the parts to
+# replace. --pack leaves one file there instead, nvidia-records.tar.gz, which holds them all and is renewed after every
+# part. The other flags are those of `mlx_zip bench nvidia`.
+# It needs Python with torch, triton, numpy, cffi, safetensors, transformers and pytest, and mlx_zip: installed, or as
+# wheels in the folder $WHEELS. $PYTHON names the Python.
 # Every part is bounded by a timeout; a part that fails or runs out of time is named at the end, and the others still run.
 # --cpu-rehearsal runs every part at tiny sizes on the CPU, so that only the device's own branches are left untried.
 set -uo pipefail
 
+fail() { # fail MESSAGE...
+    echo "error: $*" >&2
+    exit 2
+}
+
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-rehearsal=0
-folder=
-for word in "$@"; do
-    case $word in
+rehearsal=0 pack=0 folder= flags=() scale=1
+while [ $# -gt 0 ]; do
+    case $1 in
         --cpu-rehearsal) rehearsal=1 ;;
-        -*) echo "error: unknown flag $word" >&2; exit 2 ;;
-        *) folder=$word ;;
+        --pack) pack=1 ;;
+        --code | --tokenizer | --published | --engines)
+            [ $# -gt 1 ] || fail "$1 needs a value"
+            value=$2
+            if [ "$1" = --engines ]; then
+                read -ra value <<<"$2"
+            elif [ -e "$2" ]; then
+                value=$(realpath "$2") # the parts run in another folder
+            fi
+            flags+=("$1" "${value[@]}")
+            shift
+            ;;
+        -*) fail "unknown flag $1" ;;
+        *)
+            [ -z "$folder" ] || fail "two folders are named: $folder and $1"
+            folder=$1
+            ;;
     esac
+    shift
+done
+names=(float64 sanitizer checks kernels steps generate free trace summary)
+for name in ${PARTS:-}; do
+    [[ " ${names[*]} " == *" $name "* ]] || fail "PARTS: $name is not one of ${names[*]}"
 done
 folder=${folder:-${OUT:-nvidia-records}}
-mkdir -p "$folder" || exit 2
+mkdir -p "$folder" 2>/dev/null && [ -w "$folder" ] || fail "$folder is no folder that can be written to"
 folder=$(cd "$folder" && pwd)
-scratch=$(mktemp -d)
+exec 9<"$folder"
+flock -n 9 || fail "another run writes to $folder"
+scratch=$(mktemp -d) || exit 2
 trap 'rm -rf "$scratch"' EXIT
+out=$folder
+if [ $pack = 1 ]; then
+    out=$scratch/nvidia-records
+    mkdir "$out"
+    [ -z "${PARTS:-}" ] || [ ! -e "$folder/nvidia-records.tar.gz" ] || tar -xzf "$folder/nvidia-records.tar.gz" -C "$scratch" || exit 2
+fi
+if [ -z "${PARTS:-}" ] && { compgen -G "$folder/*.jsonl" || compgen -G "$folder/nvidia-records.tar.gz"; } >/dev/null; then
+    fail "$folder holds records of an earlier run: name another folder, or the parts to replace with PARTS"
+fi
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$scratch/triton}
 
 if [ -n "${WHEELS:-}" ]; then
+    compgen -G "$WHEELS/*.whl" >/dev/null || fail "WHEELS: there is no wheel in $WHEELS"
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$scratch/site" "$WHEELS"/*.whl || exit 2
     export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 fi
-cd "$scratch" || exit 2  # so that the checkout's own folder does not hide what is installed
-if ! "$python" -c 'import torch, triton, cffi, safetensors, transformers, mlx_zip.codec, mlx_zip.bench.nvidia' >&2; then
-    echo "error: $python lacks a library; install mlx_zip, or name its wheels with WHEELS=FOLDER" >&2
-    exit 2
+cd "$scratch" || exit 2 # so that the checkout's own folder does not hide what is installed
+if ! "$python" -c 'import torch, triton, cffi, safetensors, transformers, pytest, mlx_zip.codec, mlx_zip.bench.nvidia' \
+    >"$scratch/import" 2>&1; then
+    fail "$python cannot import what is needed ($(tail -n 1 "$scratch/import")); install it, or name wheels with WHEELS=FOLDER"
 fi
-flags=()
-scale=1
 if [ $rehearsal = 1 ]; then
-    flags=(--rehearse)
+    flags+=(--rehearse)
     scale=12 # a CPU, perhaps a busy one
     export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-elif ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
-    echo "error: torch finds no CUDA card; --cpu-rehearsal runs every part on the CPU" >&2
-    exit 2
+elif ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    fail "torch finds no CUDA card; --cpu-rehearsal runs every part on the CPU"
+elif [[ "${TRITON_INTERPRET:-0}" != 0 ]]; then
+    fail "TRITON_INTERPRET is set: Triton's interpreter measures nothing; unset it"
 fi
 
+child=
+interrupted() {
+    [ -z "$child" ] || kill "$child" 2>/dev/null && wait "$child" 2>/dev/null
+    keep
+    echo "interrupted; no target was judged" >&2
+    exit 130
+}
+keep() { # packs what there is, whole or not at all
+    [ $pack = 1 ] || return 0
+    tar -czf "$folder/.partial" -C "$scratch" nvidia-records && mv "$folder/.partial" "$folder/nvidia-records.tar.gz"
+}
+trap interrupted INT TERM
+
 failed=()
-part() {  # part NAME SECONDS COMMAND...: runs a command for at most SECONDS and keeps what it prints
-    local name=$1 limit=$((scale * $2)) begun=$SECONDS status
+part() { # part NAME SECONDS COMMAND...: runs a command for at most SECONDS; shows and keeps what it prints
+    local name=$1 limit=$((scale * $2)) begun=$SECONDS status shown
     shift 2
     [[ " ${PARTS:-$name} " == *" $name "* ]] || return 0
     echo "== $name (at most $limit s)"
-    timeout -k 5 "$limit" "$@" 2>&1 | tee "$folder/$name.log"
-    status=${PIPESTATUS[0]}
-    echo "-- $name: exit status $status after $((SECONDS - begun)) s"
+    : >"$out/$name.log"
+    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 9<&- &
+    child=$!
+    tail -n +1 -f -s 0.1 --pid="$child" "$out/$name.log" 9<&- &
+    shown=$!
+    wait "$child"
+    status=$?
+    child=
+    wait "$shown"
+    echo "-- $name: $([ "$status" = 124 ] || [ "$status" = 137 ] && echo "out of time" || echo "exit status $status") after $((SECONDS - begun)) s"
     [ "$status" = 0 ] || failed+=("$name")
+    keep
 }
-bench() {  # bench PART SECONDS
-    part "$1" "$2" "$python" -m mlx_zip.bench nvidia --out "$folder" ${flags[@]+"${flags[@]}"} --parts "$1"
+bench() { # bench PART SECONDS
+    part "$1" "$2" "$python" -m mlx_zip.bench nvidia --out "$out" ${flags[@]+"${flags[@]}"} --parts "$1"
 }
 
-{ "$python" -m torch.utils.collect_env || true; } >"$folder/environment.txt" 2>&1
+{ "$python" -m torch.utils.collect_env || true; } >"$out/environment.txt" 2>&1 9<&-
 # kernels against float64, with fresh inputs, poisoned outputs and guarded borders
 tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_norm_and_gate test_rope test_unpack)
 [ $rehearsal = 1 ] && tests=(test_embedding)
 several=() # every test compiles kernels of its own
-"$python" -c 'import xdist' 2>/dev/null && several=(-n 8)
+[ $rehearsal = 0 ] && "$python" -c 'import xdist' 2>/dev/null && several=(-n 8)
 files=("${tests[@]/#/$root/tests/cuda/}")
 files=("${files[@]/%/.py}")
-part float64 110 "$python" -m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.toml" \
+pytest=(-m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.toml" -o "pythonpath=$root/tests")
+[[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$out/float64.xml"
+part float64 110 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
     ${several[@]+"${several[@]}"} "${files[@]}"
 if [ $rehearsal = 0 ] && command -v compute-sanitizer >/dev/null; then
-    part sanitizer 45 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider \
-        --rootdir "$root" -c "$root/pyproject.toml" "$root/tests/cuda/test_embedding.py"
+    part sanitizer 45 compute-sanitizer --error-exitcode 9 "$python" "${pytest[@]}" -x "$root/tests/cuda/test_embedding.py"
 else
     echo "== sanitizer: not run ($([ $rehearsal = 1 ] && echo "no GPU" || echo "compute-sanitizer is not installed"))"
 fi

@@ -14,7 +14,8 @@ from typing import Any
 from .shape_table import SHAPES
 
 Record = Mapping[str, Any]
-TYPES = {"float32": "f32", "16": "bf16", "8": "q8_0", "4": "q4_0", "as stored": "f32"}
+TYPES = {"float32": "F32", "16": "BF16", "8": "Q8_0", "4": "Q4_0", "as stored": "as stored"}  # of weights
+KV_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 UNSET: dict[str, Any] = {
     "cpu_mask": "0x0",
     "cpu_strict": False,
@@ -54,7 +55,7 @@ def _line(record: Record, prompt: int, written: int, depth: int, samples_ms: Seq
     """Returns one object. samples_ms: the time of each trial."""
     device, model = record["device"], record["model"]
     on_gpu = "cpu" not in device["device"].lower()
-    kv = "f32" if model["precision"] in ("float32", "as stored") else "bf16"
+    kv = KV_TYPES.get(record.get("kv_dtype", ""), "unknown")  # older records do not say
     shape = SHAPES.get(model["name"])
     backend = {"cuda": "CUDA"}.get(device["device"], "Metal" if on_gpu else "CPU")
     return {
@@ -64,7 +65,7 @@ def _line(record: Record, prompt: int, written: int, depth: int, samples_ms: Seq
         "gpu_info": device["chip"] if on_gpu else "",
         "backends": f"{backend} ({record['engine']})",
         "model_filename": model["name"],
-        "model_type": f"{model['name']} {TYPES[model['precision']].upper()}",
+        "model_type": f"{model['name']} {TYPES[model['precision']]}",
         "model_size": model.get("bytes") or round(record["ceiling"]["step_bytes"]),
         "model_n_params": parameters(shape) if shape else 0,
         "n_batch": 2048,

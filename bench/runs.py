@@ -65,11 +65,13 @@ class Engine(ABC):
     """The interface of an engine.
 
     weight_bytes: bytes of weights that every step reads. kv_bytes: bytes of one id's keys and values in all layers.
+    kv_dtype: their numbers' dtype.
     """
 
     name = ""
     weight_bytes = 0
     kv_bytes = 0
+    kv_dtype = ""
 
     @property
     def device(self) -> dict[str, Any]:

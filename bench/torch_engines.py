@@ -7,8 +7,9 @@ detokenized there by the code of the other engines. Replay raises the score of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.errors import MlxZipError
 
 from . import machine
+from .device_clock import torch_device, wait
 from .runs import Engine, Run, kv_bytes, zip_ids
 from .shape_table import Models
 
+HAS_MLX = find_spec("mlx") is not None
 DTYPES = {"float32": torch.float32, "16": torch.bfloat16, "as stored": "auto"}
 
 
@@ -45,24 +48,24 @@ class _TorchEngine(Engine):
         self.tokenizer, self.model, self.torch_device = models.tokenizer, model.eval(), decoder.device
         self.weight_bytes = _weight_bytes(decoder)
         self.kv_bytes = kv_bytes(models.base_config, next(decoder.parameters()).element_size())
+        self.kv_dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
 
     @property
     def device(self) -> dict[str, Any]:
         """The device that torch runs on."""
         gpu = self.torch_device.type == "cuda"
-        found = {"device": "cuda", "chip": torch.cuda.get_device_name(self.torch_device)} if gpu else {}
-        return {**super().device, **found}
+        return torch_device(self.torch_device) if gpu or not HAS_MLX else super().device
 
     def bandwidth(self) -> float:
-        """See `Engine.bandwidth`. A GPU is measured by torch, the CPU by MLX."""
-        if self.torch_device.type != "cuda":
+        """See `Engine.bandwidth`. A GPU is measured by torch, the CPU by MLX where that is installed."""
+        if self.torch_device.type != "cuda" and HAS_MLX:
             return super().bandwidth()
         matrix = torch.ones((machine.BANDWIDTH_SIDE, machine.BANDWIDTH_SIDE), device=self.torch_device)
         vector = matrix[0].clone()
 
         def read() -> None:
             torch.mv(matrix, vector)
-            torch.cuda.synchronize(self.torch_device)
+            wait(self.torch_device)
 
         return matrix.nbytes / machine.fastest(read)
 
@@ -208,6 +211,7 @@ class Published(_TorchEngine):
             raise MlxZipError(f"--published {folder}: no such folder")
         model: Any = Zip2ZipModel.from_pretrained(folder, dtype="auto", attn_implementation="eager").to(_device())
         super().__init__(models, model, model.base_model)
+        _check_sizes(folder, model.base_model.config, models.base_config)
         manager, sizes = model.codebook_manager, model.zip2zip_config.compression
         self.params = CodecParams(
             sizes.initial_vocab_size,
@@ -234,6 +238,14 @@ class Published(_TorchEngine):
 
         watch = _Watch(self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, expand, tokens, forced)
         return self._generate(Run(len(ids)), begun, ids.tolist(), tokens, watch, suppress_tokens=self.barred or None)
+
+
+def _check_sizes(folder: str, config: Any, wanted: Mapping[str, Any]) -> None:
+    """Raises `MlxZipError` if a checkpoint's sizes are not those of the model that the records name."""
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
+        found, asked = getattr(config, name, None), wanted.get(name)
+        if None not in (found, asked) and found != asked:
+            raise MlxZipError(f"--published {folder} is another model: its {name} is {found}, not {asked}")
 
 
 def _plain_model(models: Models, name: str) -> Any:

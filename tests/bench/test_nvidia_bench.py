@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.bench import cuda_engines, gpu_checks, nvidia, report
-from mlx_zip.bench.gpu_targets import TARGETS, judged
+from mlx_zip.bench.gpu_targets import TARGETS
 from mlx_zip.bench.llama_bench import exported, parameters
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
@@ -67,6 +67,7 @@ def test_steps_and_prefill_are_timed_apart_for_each_engine(folder):
 def test_whole_requests_are_records_that_report_reads(folder, capsys):
     lines = rehearsed(folder, "generate")
     assert [one["engine"] for one in lines] == ["torch-base", "torch-zip"] * 2
+    assert {one["kv_dtype"] for one in lines} == {"float32"}  # on a CPU
     capsys.readouterr()
     assert tiny_bench.run("report", folder / "generate.jsonl", "--table", "6") == 0
     assert "torch-zip, against torch-base" in capsys.readouterr().out
@@ -85,8 +86,10 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     lines = rehearsed(folder, "summary")
     assert {one["verdict"] for one in lines} == {"not measured"}
     assert "met" not in capsys.readouterr().out.split()
-    assert (folder / "roofline.md").read_text().startswith("# Roofline")
-    json.loads((folder / "llama-bench.json").read_text())
+    page = (folder / "roofline.md").read_text()
+    for said in ("| shape | step | MB moved | us | GB/s | of copy | roof, us | left, us |", "us are left. Launches: "):
+        assert said in page
+    assert {one["type_k"] for one in json.loads((folder / "llama-bench.json").read_text())} == {"f32"}
 
 
 def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
@@ -102,54 +105,7 @@ def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monk
     )
 
 
-# ---- targets
-
-
-def step_record(engine, ms, shape="phi-3.5-mini", precision="16", rows="warm", share=0.8):
-    return {
-        "bench": "nvidia-steps",
-        "engine": engine,
-        "rows": rows,
-        "model": {"name": shape, "precision": precision},
-        "step": {"device_ms": {"median": ms}},
-        "share_of_copy": share,
-    }
-
-
-def test_targets_are_met_missed_or_not_measured():
-    records = [
-        step_record("torch-base", 3.0, share=0.77),
-        step_record("torch-base", 1.4, precision="4"),
-        step_record("torch-base", 1.0, "llama-3.2-1b", share=0.6),
-        step_record("torch-zip", 3.1),
-        step_record("torch-zip", 1.06, "llama-3.2-1b"),
-        step_record("torch-zip", 3.3, rows="cold"),
-        {"bench": "nvidia-kernels", "kernel": "joint head, dense", "share_of_copy": 0.9, "us": 1, "reference_us": None},
-        {
-            "bench": "nvidia-kernels",
-            "kernel": "encoder rows, 1 entries",
-            "share_of_copy": 0,
-            "us": 2,
-            "reference_us": 5,
-        },
-        tiny_bench.record("torch-base", **H100),
-        tiny_bench.record("torch-zip", **H100),
-    ]
-    found = {one["target"]: (one["verdict"], one["value"]) for one in judged(records, on_gpu=True)}
-    assert list(found.values()) == [
-        ("missed", 0.77),
-        ("met", 0.6),
-        ("missed", 1.06),  # the worst shape counts
-        ("met", 1.1),
-        ("met", 1.0),
-        ("met", 1.0),
-        ("met", 0.9),
-        ("not measured", None),
-        ("met", 2.5),
-        ("met", pytest.approx(3.0 / 1.4, abs=1e-4)),
-    ]
-    assert {one["verdict"] for one in judged(records, on_gpu=False)} == {"not measured"}
-    assert len(found) == len(TARGETS)
+# ---- tables
 
 
 def test_torch_zip_is_compared_with_torch_base_where_other_bases_ran_too():
@@ -216,9 +172,19 @@ def test_a_record_becomes_two_lines_of_llama_bench():
     assert (prompt["avg_ts"], prompt["stddev_ts"]) == (16.0, 0.0)
     assert decoding["samples_ts"] == [pytest.approx(1 / s, rel=1e-5) for s in (0.1, 0.11, 0.12)]
     assert decoding["avg_ts"] == pytest.approx(sum(decoding["samples_ts"]) / 3, rel=1e-5)
-    assert (prompt["type_k"], prompt["backends"], prompt["gpu_info"]) == ("bf16", "CUDA (torch-base)", "NVIDIA H100")
+    assert (prompt["backends"], prompt["gpu_info"]) == ("CUDA (torch-base)", "NVIDIA H100")
     assert prompt["test_time"] == "2026-01-02T03:04:05Z"
     assert prompt["model_n_params"] == 3_821_079_552
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f16"), (None, "unknown")]
+)
+def test_llama_bench_names_the_dtype_that_keys_and_values_have(dtype, name):
+    for precision in ("as stored", "16", "4", "float32"):
+        model = {"name": "stories", "precision": precision, "weights": "trained"}
+        record = tiny_bench.record("torch-zip", model=model, **({} if dtype is None else {"kv_dtype": dtype}))
+        assert {(one["type_k"], one["type_v"]) for one in exported([record])} == {(name, name)}
 
 
 def test_parameters_are_those_of_published_models():
@@ -250,7 +216,7 @@ def test_the_script_runs_chosen_parts_into_a_folder_and_says_which_target_is_met
     assert "not measured  torch-base reaches 78 %" in done.stdout
     assert "== sanitizer: not run (no GPU)" in done.stdout
     assert len(read_lines(tmp_path / "out" / "summary.jsonl")) == len(TARGETS)
-    assert (tmp_path / "out" / "summary.log").exists()
+    assert "not measured" in (tmp_path / "out" / "summary.log").read_text()
 
 
 def test_a_part_that_fails_is_named_at_the_end(tmp_path):
@@ -273,4 +239,4 @@ def test_the_scripts_parts_take_less_than_nine_minutes_together():
     words = [line.split() for line in text.splitlines()]
     limits = [int(line[2]) for line in words if len(line) > 2 and line[0] in ("part", "bench") and line[2].isdigit()]
     assert len(limits) == 9
-    assert sum(limits) <= 525
+    assert sum(limits) <= 515  # installing wheels and importing torch take the rest

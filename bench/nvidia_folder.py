@@ -1,0 +1,123 @@
+"""The folder of `bench nvidia`: what may be in it, and how its records are written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from mlx_zip.errors import MlxZipError, reason
+from mlx_zip.files import whole_file
+
+from .records import read_lines
+
+Record = dict[str, Any]
+ONE_RUN = ("machine", "python", "commit", "mlx_zip", "torch", "triton", "device", "chip")  # equal in all records
+FAILED = ("failures", "errors")  # of pytest's XML
+MADE = {  # files that a part writes beside its records
+    "trace": ("trace-torch-base.json.gz", "trace-torch-zip.json.gz"),
+    "summary": ("llama-bench.json", "roofline.md"),
+}
+
+
+def open_folder(folder: Path) -> None:
+    """Makes a folder, with its parents. Raises `MlxZipError` if that fails, or if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MlxZipError(f"--out {folder} cannot be written to: {reason(error)}") from error
+
+
+def check_new(folder: Path, parts: Sequence[str]) -> None:
+    """Raises `MlxZipError` if a folder holds records of these parts already."""
+    if found := [part for part in parts if records_file(folder, part).exists()]:
+        raise MlxZipError(
+            f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder, "
+            "or the parts to replace with --parts"
+        )
+
+
+def forget(folder: Path, part: str) -> None:
+    """Removes what a part wrote in an earlier run, so that nothing of it reads as a result of this one."""
+    for path in (records_file(folder, part), *(folder / name for name in MADE.get(part, ()))):
+        path.unlink(missing_ok=True)
+
+
+def records_file(folder: Path, part: str) -> Path:
+    """Returns the file of a part's records."""
+    return folder / f"{part}.jsonl"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all. Raises `MlxZipError`."""
+    try:
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MlxZipError(f"{path} cannot be written: {reason(error)}") from error
+
+
+def write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
+    """Writes a part's records in place of those that are there. Raises `MlxZipError`."""
+    write_text(records_file(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def all_records(folder: Path, parts: Sequence[str]) -> list[Record]:
+    """Returns the records of these parts. Raises `MlxZipError` if they are of different machines, cards or versions."""
+    files = [file for part in parts if (file := records_file(folder, part)).exists()]
+    found = [(file.name, line) for file in files for line in read_lines(file)]
+    for name, line in found:
+        first, run = found[0]
+        if different := [field for field in ONE_RUN if not _same(_stated(run, field), _stated(line, field))]:
+            raise MlxZipError(
+                f"{folder}: {first} and {name} are not of one run: {different[0]} is "
+                f"{_stated(run, different[0])} and {_stated(line, different[0])}"
+            )
+    return [line for _, line in found]
+
+
+def float64_records(folder: Path) -> list[Record]:
+    """Returns a record of the tests of kernels that pytest wrote to float64.xml; none if they did not run to the end.
+
+    Raises `MlxZipError` for a file that cannot be read.
+    """
+    path = folder / "float64.xml"
+    if not path.exists():
+        return []
+    try:
+        suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+        count = {name: sum(int(one.attrib[name]) for one in suites) for name in ("tests", "skipped", *FAILED)}
+    except (OSError, ElementTree.ParseError, KeyError, ValueError) as error:
+        raise MlxZipError(f"{path} cannot be read: {reason(error)}") from error
+    failed = sum(count[name] for name in FAILED)
+    passed = count["tests"] - count["skipped"] - failed
+    return [{"bench": "nvidia-float64", "passed": passed, "failed": failed, "skipped": count["skipped"]}]
+
+
+def _stated(record: Record, field: str) -> Any:
+    """Returns a field of a record, of its versions, or of its device; None without it."""
+    for section in (record, record.get("versions", {}), record.get("device", {})):
+        if isinstance(section, dict) and isinstance(value := section.get(field), str):
+            return value
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, or one is not known."""
+    return a is None or b is None or a == b
+
+
+def read_text(path: Path, what: str) -> str:
+    """Returns the text of a UTF-8 file. Raises `MlxZipError`; what: the flag that names the file."""
+    try:
+        if not path.is_file():
+            raise MlxZipError(f"{what} {os.fspath(path)}: there is no such file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MlxZipError(f"{what} {path} cannot be read: {reason(error)}") from error
