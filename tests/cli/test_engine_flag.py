@@ -97,6 +97,15 @@ def test_flags_that_only_mlx_has_are_refused(command, flag):
     assert f"{flag} cannot be used with --engine cuda" in line
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("flag", ["--kv-bits", "--kv-group-size", "--quantized-kv-start"])
+def test_flags_of_quantized_kv_caches_are_refused_each_alone(command, flag):
+    done = run(command, "--engine", "cuda", flag, "8")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{flag} cannot be used with --engine cuda: its KV caches are not quantized" in line
+
+
 @pytest.mark.parametrize("command", [SHORT, ("serve",), ("app", "--no-open", "--no-history")])
 def test_mlx_launch_is_told_that_one_machine_is_all(command):
     done = run(*command, "--engine", "cuda", MLX_RANK="0")

@@ -50,6 +50,12 @@ def test_an_id_that_does_not_exist_gives_a_row_of_nan_and_reads_nothing(guard, i
     assert got[0].isnan().all(-1).tolist() == [True, False, True, True]
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_an_id_beyond_the_boundary_is_no_base_id_although_the_table_has_such_a_row(guard, impl):
+    got = hyper_embedding(guard(torch.tensor([[2, 3]])), guard(torch.ones(4, 3)), guard(torch.ones(1, 0, 3)), 3, impl)
+    assert got[0].isnan().all(-1).tolist() == [False, True]
+
+
 def test_a_boundary_above_the_table_is_refused(guard):
     with pytest.raises(ValueError, match="boundary 5 lies outside"):
         hyper_embedding(torch.zeros(1, 1, dtype=torch.long), torch.ones(4, 3), torch.ones(1, 2, 3), 5)

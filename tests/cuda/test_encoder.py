@@ -53,3 +53,9 @@ def test_pooling_takes_the_places_that_its_kind_names(guard, close, dtype, kind)
 def test_more_than_sixteen_places_are_refused():
     with pytest.raises(ValueError, match="17 places, at most 16"):
         encoder.small_attention(torch.zeros(1, 17, 3), torch.ones(1, dtype=torch.long), 1, "both")
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_an_id_beyond_the_matrix_gives_nan_and_not_what_follows_it_in_memory(impl):
+    got = encoder.entry_rows(torch.tensor([[-1, 2, 3]]), torch.ones(5, 4)[1:4], None, impl=impl)
+    assert got[0].isnan().all(-1).tolist() == [True, False, True]
