@@ -13,7 +13,7 @@ from mlx_zip.config import config_of
 from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.folder import Folder, Weight
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import check_dtype, find_device
+from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.register import MODEL_TYPE
 
 
@@ -59,11 +59,22 @@ def random_folder(
     """Returns a folder for the config.json of a converted model or a plain one.
 
     made_on: device whose numbers are taken, which differ between kinds of devices; None for the same device. Raises
-    `ConfigError`, `ModelError`.
+    `ConfigError`, and `ModelError`, with needed and free bytes where the decoder's weights do not fit.
     """
     where = find_device(device)
     check_dtype(dtype, where)
     section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
+    check_room("random weights of the decoder", decoder_bytes(decoder, dtype, bits, group), where)
     numbers = torch.Generator(where if made_on is None else made_on).manual_seed(seed)
     return RandomFolder(Path("random"), config, section, decoder, dtype, where, {}, {}, bits, group, numbers)
+
+
+def decoder_bytes(decoder: DecoderConfig, dtype: torch.dtype, bits: int | None, group: int) -> int:
+    """Returns the bytes of a decoder's matrices, embedding and head included. bits, group: packing, None for none."""
+    attention = (2 * decoder.heads + 2 * decoder.kv_heads) * decoder.head_width * decoder.width
+    layer = attention + 3 * decoder.width * decoder.inner
+    numbers = decoder.layers * layer + decoder.rows * decoder.width * (1 if decoder.tied else 2)
+    if bits is None:
+        return numbers * dtype.itemsize
+    return numbers * bits // 8 + 2 * dtype.itemsize * numbers // group

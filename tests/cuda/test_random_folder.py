@@ -9,10 +9,15 @@ from support.tiny import tiny_config
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
+from mlx_zip.bench.llama_bench import parameters  # noqa: E402
+from mlx_zip.bench.shape_table import SHAPES  # noqa: E402
+from mlx_zip.cuda import memory  # noqa: E402
+from mlx_zip.cuda.decoder_config import DecoderConfig  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
-from mlx_zip.cuda.random_folder import random_folder  # noqa: E402
+from mlx_zip.cuda.random_folder import decoder_bytes, random_folder  # noqa: E402
+from mlx_zip.errors import ModelError  # noqa: E402
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
@@ -36,3 +41,12 @@ def test_packed_random_matrices_are_spread_as_dense_ones_are():
         assert abs(dense.mean()) < 0.001
         found.append(float(dense.std()))
     assert found == pytest.approx([1 / 16] * 3, rel=0.02)
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_made(monkeypatch):
+    needed = decoder_bytes(DecoderConfig.from_dict(SHAPES["phi-3.5-mini"]), torch.bfloat16, None, 64)
+    assert needed == pytest.approx(2 * parameters(SHAPES["phi-3.5-mini"]), rel=1e-3)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 7_000_000_000)
+    with pytest.raises(ModelError, match=rf"random weights of the decoder: {needed} bytes needed .* 7000000000 bytes"):
+        random_folder(SHAPES["phi-3.5-mini"], "cpu")
+    random_folder(SHAPES["phi-3.5-mini"], "cpu", bits=4)
