@@ -284,6 +284,19 @@ def test_of_two_new_entries_the_one_that_is_not_in_the_store_is_made(model):
             torch.testing.assert_close(table[row, slot], wanted[side], rtol=1e-5, atol=1e-6)
 
 
+def test_slots_that_hold_other_entries_again_after_a_cut_get_their_rows_again(model):
+    one, fresh = Batch(model, 1, CAPACITY), Batch(model, 1, CAPACITY)
+    log = base_ids(60, 9)
+    one.read(one.add(), log)
+    one.trim(0, 20)
+    one.read(0, log[20:21])
+    fresh.read(fresh.add(), log[:21])
+    count = len(fresh.book(0))
+    assert len(one.book(0)) == count > 0
+    for ours, theirs in zip(one.tables.sides, fresh.tables.sides, strict=True):
+        torch.testing.assert_close(ours[0, :count], theirs[0, :count], rtol=1e-5, atol=1e-6)
+
+
 def refuses(*arguments):
     raise RuntimeError("out of memory")
 
