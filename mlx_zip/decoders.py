@@ -6,6 +6,7 @@ Rotary positions, windows and biases are read as transformers 5 reads them. An o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def check_options(config: Mapping[str, Any]) -> None:
             _check_size(key, config[key])
     if config["num_hidden_layers"] > MAX_LAYERS:
         raise ConfigError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}, at most {MAX_LAYERS}")
+    if (eps := config.get("rms_norm_eps")) is not None and not (_is_number(eps) and 0 <= eps < math.inf):
+        raise ConfigError(f"config.json: rms_norm_eps must be a number of at least 0, got {eps!r}")
     _check_size("max_position_embeddings", config.get("max_position_embeddings", 1))
     for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         if not isinstance(config.get(key), bool | None):
@@ -82,6 +85,11 @@ def _check_size(key: str, value: Any) -> None:
         raise ConfigError(f"config.json: {key} must be a positive integer below 2^31, got {value!r}")
 
 
+def _is_number(value: Any) -> bool:
+    """Returns whether a value of config.json is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Returns whether the head uses the embedding's weights."""
     return bool(config.get("tie_word_embeddings", FAMILIES[config["model_type"]].tied))
@@ -102,7 +110,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
     full, sliding = "full_attention", "sliding_attention"
     if kind in ("llama", "gemma"):
         declared = config.get("layer_types")
-        if declared and set(declared) != {full}:
+        if declared and (not isinstance(declared, list) or any(one != full for one in declared)):
             raise ConfigError(f"layer_types other than {full} are not supported for {kind}")
         return [full] * layers
     if kind in ("mistral", "phi3"):
@@ -131,8 +139,8 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def _declared_types(types: Any, layers: int) -> list[str]:
     """Returns the config's `layer_types`. Raises `ConfigError` unless it names a known kind for each layer."""
-    known = {"full_attention", "sliding_attention"}
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= known:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(one not in known for one in types):
         raise ConfigError(f"layer_types must name {' or '.join(sorted(known))} for each of {layers} layers")
     return types
 
@@ -174,6 +182,9 @@ def layer_rope(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
     parameters = rope_parameters(config, layer_type, family.theta)
     if kind == "phi3" and parameters["rope_type"] == "yarn":  # transformers reads Phi-3's "yarn" as LongRoPE too
         parameters["rope_type"] = "longrope"
+    theta = parameters["rope_theta"]
+    if _is_number(theta) and not 0 < theta < math.inf:
+        raise ConfigError(f"config.json: rope_theta must be a positive number, got {theta!r}")
     if parameters["rope_type"] not in family.ropes:
         raise ConfigError(f"rope_type {parameters['rope_type']!r} is not supported for {kind}")
     return parameters

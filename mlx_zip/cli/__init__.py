@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a check failed, 2 a bad request or input (one line on std
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import mlx_zip
 from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import printable
+from mlx_zip.cli.engines import MLX
 from mlx_zip.device import choose_device
 from mlx_zip.errors import MlxZipError, explained_imports, reason
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `mlx_zip` command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] in (["bench"], ["vocab"]):  # have commands of their own
-        return _guarded(lambda: import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
+        return _guarded(lambda: _own_commands(argv[0], argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run(argv[0], f"mlx_zip {argv[0]}", argv[1:])
     if not argv:
@@ -91,7 +93,20 @@ def command_parser(name: str, prog: str) -> Parser:
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     """Parses the words of one command and runs it; returns the exit status. prog: the command's name in messages."""
-    return _guarded(lambda: import_module(COMMANDS[name][0]).run(command_parser(name, prog).parse_args(argv)))
+    return _guarded(lambda: _parsed(name, command_parser(name, prog).parse_args(argv)))
+
+
+def _parsed(name: str, args: argparse.Namespace) -> int | None:
+    """Runs a command; `mlx_zip.cuda` chooses its device by itself."""
+    if getattr(args, "engine", MLX) == MLX:
+        choose_device()
+    return import_module(COMMANDS[name][0]).run(args)
+
+
+def _own_commands(name: str, argv: Sequence[str]) -> int | None:
+    """Runs a command that has commands of its own."""
+    choose_device()
+    return import_module(COMMANDS[name][0]).main(argv)
 
 
 def _guarded(command: Callable[[], int | None]) -> int:
@@ -101,7 +116,6 @@ def _guarded(command: Callable[[], int | None]) -> int:
     quiet_libraries()
     try:
         with _signals_as_exit(), explained_imports():
-            choose_device()
             return command() or 0
     except MlxZipError as error:
         return _failed(error)

@@ -15,12 +15,14 @@ LIBRARIES = ("torch", "triton")
 REFUSED = {  # flags that --engine cuda has no use for, and what to do
     "adapter_path": "merge the adapter with mlx_zip convert",
     "kv_bits": "its KV caches are not quantized",
+    "kv_group_size": "its KV caches are not quantized",
+    "quantized_kv_start": "its KV caches are not quantized",
     "prompt_cache_file": "its prompt caches are not kept in files",
     "row_cache": "its rows are kept in memory only",
     "row_cache_bytes": "its rows are kept in memory only",
 }
 RANK = "MLX_RANK"  # what mlx.launch tells each process
-_OFF = {"row_cache": "off"}  # values that ask for nothing
+_OFF = {"row_cache": "off", "kv_group_size": 64, "quantized_kv_start": 5000}  # values that ask for nothing
 
 
 def add_flag(add: Any) -> None:

@@ -118,7 +118,7 @@ def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: Entry) -
     mode, bits, group = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
     if mode != "affine":
         raise ModelError(f"{where}: {name} is quantized in the mode {mode!r}; supported: affine")
-    if bits not in (4, 8) or group not in (32, 64, 128):
+    if type(bits) is not int or type(group) is not int or bits not in (4, 8) or group not in (32, 64, 128):
         raise ModelError(
             f"{where}: {name} is quantized to {bits} bits in groups of {group}; supported: 4 or 8 bits, groups of 32, "
             "64 or 128"

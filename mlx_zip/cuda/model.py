@@ -115,6 +115,7 @@ class CudaModel:
         self.params = CodecParams(vocab, 0, 1) if config is None else config.codec_params
         self._take_encoders(config)
         self._check_all_taken()
+        self._ends = _ends(folder)
         self.store = None if config is None else RowStore(self.sides, self.width, self.dtype, self.device, store_bytes)
         self.begin = Begin(self.params, None, None)
         self._begins: dict[int, Begin] = {}
@@ -260,7 +261,7 @@ class CudaModel:
         """The folder's tokenizer, with the ids that end a text. Raises `DataError`, `ConfigError`."""
         found = load_tokenizer(self.folder.path)
         self.layout.check_tokenizer(len(found))
-        found.eos_token_ids.update(_ends(self.folder))
+        found.eos_token_ids.update(self._ends)
         return found
 
     @property
@@ -270,11 +271,15 @@ class CudaModel:
 
 
 def _ends(folder: Folder) -> list[int]:
-    """Returns the ids that end a text by generation_config.json, else by config.json."""
+    """Returns the ids that end a text by generation_config.json, else by config.json. Raises `ConfigError`."""
     path = folder.path / "generation_config.json"
     try:
         own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     found = folder.config.get("eos_token_id") if own is None else own
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(one) is not int for one in ends):
+        where = folder.path / ("config.json" if own is None else path.name)
+        raise ConfigError(f"{where}: eos_token_id must be an id, a list of ids or null, got {found!r}")
+    return ends

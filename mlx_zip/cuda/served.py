@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +13,11 @@ from mlx_zip.cuda.memory import check_room, free_bytes
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sampling import BasePenalties, Draws
 from mlx_zip.cuda.seats import Seat, Seats
-from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.engine.submissions import ModelFacts
+from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.errors import ModelError
 from mlx_zip.sampling_options import Sampling
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 SHARE = 0.7  # of a card's free memory, for the KV caches of all requests
 WITHOUT_CARD = 256 << 20  # bytes of KV caches on a CPU
@@ -51,8 +47,8 @@ class CudaServed:
         self.seats = Seats(Batch(model, options.max_running, capacity))
         self.group = CudaGroup(self.seats, 0 if config is None else config.pad_id)
         self.weight_bytes = 0  # groups are never merged, which this figure is for
-        self.facts = self._facts(name)
-        self.info = self._info(name)
+        self.facts = self._facts()
+        self.info = engine_info(name, model.fingerprint, self.facts)
         self._try_out()
 
     def _capacity(self, options: ServeOptions, context: int | None) -> int:
@@ -85,7 +81,7 @@ class CudaServed:
         for seat in seats:
             self.free(seat)
 
-    def _facts(self, name: str) -> ModelFacts:
+    def _facts(self) -> ModelFacts:
         model, config = self.model, self.model.config
         return ModelFacts(
             vocab_size=self.vocab_size,
@@ -94,25 +90,9 @@ class CudaServed:
             by_base=self.by_base,
             params=None if config is None else model.begin.params,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=self._start_check(),
+            check_start=start_check(model.fingerprint, model.sides == 1, model.width),
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
-
-    def _start_check(self) -> Callable[[Any], None]:
-        """Returns a function, for any thread, that raises `ModelError` for rows that were tuned for another model."""
-        known = self.model.fingerprint, self.model.sides == 1, self.model.width
-
-        def check(start: Any) -> None:
-            if isinstance(start, TunedStart):
-                check_tuned(start, *known)
-
-        return check
-
-    def _info(self, name: str) -> EngineInfo:
-        config = self.model.config
-        both = hashlib.sha256(f"{self.model.fingerprint} {self.facts.tokenizer}".encode()).hexdigest()
-        sizes = (0, 0) if config is None else (config.merge_size, config.codebook_size)
-        return EngineInfo(name, self.vocab_size, self.context, *sizes, both)
 
     # ---- what the engine's thread asks for
 

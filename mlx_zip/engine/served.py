@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -13,9 +12,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.engine.draws import Draws
-from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.submissions import ModelFacts
+from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.generate import check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
@@ -24,7 +22,6 @@ from mlx_zip.request import base_config
 from mlx_zip.sampling import Sampling, make_processors
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 
 class Served:
@@ -52,7 +49,7 @@ class Served:
         self.kv_bytes_per_id, self.batches = self._try_out()
         self.weight_bytes = sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
         self.facts = self._facts()
-        self.info = self._info(name)
+        self.info = engine_info(name, name_of(model), self.facts)
 
     @property
     def quantize(self) -> Callable[[list[Any]], None]:
@@ -107,32 +104,16 @@ class Served:
         return per_id, len(plain) == len(kv) and self.options.kv_bits is None
 
     def _facts(self) -> ModelFacts:
+        model = self.model
         return ModelFacts(
             vocab_size=self.vocab_size,
             width=self.width,
             context=self.context,
             by_base=self.by_base,
-            params=self.model.config.codec_params if self.hyper else None,
+            params=model.config.codec_params if self.hyper else None,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=self._start_check(),
+            check_start=start_check(model.fingerprint, model.sides_are_one, model.config.encoder.model_size)
+            if self.hyper
+            else lambda start: None,
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
-
-    def _start_check(self) -> Callable[[Any], None]:
-        """Returns a function, for any thread, that raises `ModelError` for rows that were tuned for another model."""
-        if not self.hyper:
-            return lambda start: None
-        model = self.model
-        known = model.fingerprint, model.sides_are_one, model.config.encoder.model_size
-
-        def check(start: Any) -> None:
-            if isinstance(start, TunedStart):
-                check_tuned(start, *known)
-
-        return check
-
-    def _info(self, name: str) -> EngineInfo:
-        model = self.model
-        both = hashlib.sha256(f"{name_of(model)} {self.facts.tokenizer}".encode()).hexdigest()
-        sizes = (model.config.merge_size, model.layout.codebook_size) if self.hyper else (0, 0)
-        return EngineInfo(name, self.vocab_size, self.context, *sizes, both)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections import OrderedDict
@@ -13,12 +14,13 @@ import numpy as np
 
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.engine.interface import Submission
+from mlx_zip.engine.interface import EngineInfo, Submission
 from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
 from mlx_zip.files import at_home
 from mlx_zip.sampling_options import Sampling
 from mlx_zip.vocab.packs import Pack, as_pack
 from mlx_zip.vocab.starts import with_starts
+from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 PACKS_KEPT = 16
 UNLIMITED_IDS = 2048  # ids of answer that room is kept for when a request names no limit
@@ -42,6 +44,26 @@ class ModelFacts:
     tokenizer: str
     check_start: Callable[[Any], None]
     kv_bytes_per_id: int
+
+
+def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], None]:
+    """Returns a function, for any thread, that raises `ModelError` for rows that were tuned for another model.
+
+    model: fingerprint of the weights. sides_are_one: whether an entry's input row is its output row. width: of rows.
+    """
+
+    def check(start: Any) -> None:
+        if isinstance(start, TunedStart):
+            check_tuned(start, model, sides_are_one, width)
+
+    return check
+
+
+def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
+    """Returns what fronts know of a model. name: as it was asked for. model: fingerprint of the weights."""
+    both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
+    sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
+    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both)
 
 
 @dataclass(frozen=True)

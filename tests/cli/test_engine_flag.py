@@ -68,6 +68,18 @@ def test_without_a_card_one_line_says_so_and_names_the_cpu():
     assert "MLX_ZIP_DEVICE=cpu" in line
 
 
+@needs_torch
+def test_a_card_may_be_asked_for_by_name_where_mlx_has_no_gpu():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    done = run(*SHORT, "--engine", "cuda", device="gpu")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "no usable CUDA card" in line
+
+
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
@@ -83,6 +95,15 @@ def test_flags_that_only_mlx_has_are_refused(command, flag):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"{flag} cannot be used with --engine cuda" in line
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("flag", ["--kv-bits", "--kv-group-size", "--quantized-kv-start"])
+def test_flags_of_quantized_kv_caches_are_refused_each_alone(command, flag):
+    done = run(command, "--engine", "cuda", flag, "8")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{flag} cannot be used with --engine cuda: its KV caches are not quantized" in line
 
 
 @pytest.mark.parametrize("command", [SHORT, ("serve",), ("app", "--no-open", "--no-history")])

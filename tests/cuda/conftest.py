@@ -51,35 +51,35 @@ class Guard:
 
     def __init__(self) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.whole: list[torch.Tensor] = []
+        self.whole: list[tuple[torch.Tensor, int]] = []
         self.empty_in_torch = torch.empty
 
-    def empty(self, shape, dtype=None, device=None) -> torch.Tensor:
+    def empty(self, shape, dtype=None, device=None, other=0) -> torch.Tensor:
         """Returns a poisoned tensor between two borders, in place of `torch.empty`."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         size = torch.Size(shape).numel()
         dtype = dtype or torch.float32
         whole = self.empty_in_torch(size + 2 * BORDER, dtype=dtype, device=device or self.device)
         if dtype.is_floating_point:
-            whole.view(BITS[dtype.itemsize]).fill_(OUR_NAN[dtype])
+            whole.view(BITS[dtype.itemsize]).fill_(OUR_NAN[dtype] + other)
         else:
             whole.fill_(True if dtype == torch.bool else CANARY)
-        self.whole.append(whole)
+        self.whole.append((whole, other))
         return whole[BORDER : BORDER + size].view(shape)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """Returns a copy of values between two borders."""
-        copy = self.empty(values.shape, values.dtype)
+        copy = self.empty(values.shape, values.dtype, other=1)  # its NaN is told from a result's
         copy.copy_(values)
         return copy
 
     def check(self) -> None:
         """Fails if a border was written to."""
-        for whole in self.whole:
+        for whole, other in self.whole:
             for border in (whole[:BORDER], whole[-BORDER:]):
                 floats = whole.is_floating_point()
                 bits = border.view(BITS[whole.itemsize]) if floats else border
-                wanted = OUR_NAN[whole.dtype] if floats else True if whole.dtype == torch.bool else CANARY
+                wanted = OUR_NAN[whole.dtype] + other if floats else True if whole.dtype == torch.bool else CANARY
                 assert (bits == wanted).all(), f"a border of {whole.shape} was overwritten"
 
 

@@ -239,6 +239,7 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
         failed = batch.follow(made[-1])
     monkeypatch.setattr(model, "encode", encode)
     assert all("out of memory" in str(error) for error in failed.values())
+    assert len(model.store) == 0  # it has no places of rows that were not written
     for row in failed:
         log = batch.log(row)
         batch.trim(row, len(log) - 1)
@@ -247,6 +248,40 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
     for row in range(2):
         ids = [one[row] for one in (made[:-1] if row in failed else made)] + [one[row] for one in rest]
         assert ids == alone[row][: len(ids)]
+
+
+def test_a_row_that_moves_takes_its_tables_along_and_one_taken_back_gives_up_its_slots(model):
+    batch = Batch(model, 3, CAPACITY)
+    for prompt in (PROMPTS[3], PROMPTS[0], [5, 6, 7, 5, 6, 7, 5, 6, 7]):
+        batch.read(batch.add(), prompt)
+    tables = batch.tables
+    parts = (tables.outputs, tables.inputs, tables.installed, tables.spans)
+    tables.spans[2, -1] = 3  # as of an entry that only this row has
+    last = [part[2].clone() for part in parts]
+    batch.remove(0)
+    assert all(torch.equal(part[0], one) for part, one in zip(parts, last, strict=True))
+    assert int(tables.installed[0].sum()) == len(batch.book(0)) > 0
+    batch.trim(0, 1)
+    assert int(tables.installed[0].sum()) == len(batch.book(0)) == 0
+
+
+def test_of_two_new_entries_the_one_that_is_not_in_the_store_is_made(model):
+    if model.config.policy != "freeze":
+        pytest.skip("slots are given again")
+    model.store.forget()
+    for chosen in ([6], [6, 10]):
+        batch = Batch(model, 2, CAPACITY)
+        for _ in chosen:
+            batch.read(batch.add(), [7, 8, 9, 5])
+        batch.choose(lambda head, chosen=chosen: torch.tensor(chosen))
+        batch.begin()
+        assert batch.follow(batch.ids()) == {}
+    for row, one in enumerate([6, 10]):
+        entry = torch.tensor([[5, one] + [model.config.pad_id] * (model.config.merge_size - 2)])
+        wanted = model.encode(entry, torch.tensor([2]))[0]
+        slot = len(batch.book(row)) - 1
+        for side, table in enumerate(batch.tables.sides):
+            torch.testing.assert_close(table[row, slot], wanted[side], rtol=1e-5, atol=1e-6)
 
 
 def refuses(*arguments):

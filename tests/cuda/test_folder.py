@@ -261,6 +261,12 @@ def test_a_converted_model_without_its_section_is_refused(folder):
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_type 'linear': a parameter is not a number"),
         ({"partial_rotary_factor": 3.0}, "partial_rotary_factor rotates 48 of 16 dimensions"),
         ({"hidden_act": "gelu"}, "hidden activation 'gelu' is not supported for llama"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number of at least 0, got 'x'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number of at least 0, got nan"),
+        ({"layer_types": 1}, "layer_types other than full_attention are not supported for llama"),
+        ({"layer_types": [[]]}, "layer_types other than full_attention are not supported for llama"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf"),
     ],
 )
 def test_an_option_that_is_not_supported_is_named(folder, changes, message):
@@ -280,6 +286,7 @@ def test_long_factors_of_a_wrong_number_are_named(tmp_path):
         (None, "is quantized, but config.json has no quantization section"),
         ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "is quantized in the mode 'mxfp4'; supported: affine"),
         ({"bits": 3, "group_size": 32}, "is quantized to 3 bits in groups of 32; supported: 4 or 8 bits"),
+        ({"bits": 4.0, "group_size": 32}, "is quantized to 4.0 bits in groups of 32; supported: 4 or 8 bits"),
         ({"bits": 4, "group_size": 16}, "is quantized to 4 bits in groups of 16; supported: 4 or 8 bits"),
         ({"bits": 4, "group_size": 64}, "scales has shape"),
     ],
@@ -295,6 +302,19 @@ def test_a_quantization_that_is_not_supported_is_named_with_file_and_tensor(pack
 def test_a_packed_matrix_without_scales_is_named(packed_folder):
     edit_tensors(packed_folder, **{f"{DOWN}.scales": None})
     assert f"{DOWN}.weight is quantized, but its scales or biases are missing" in error_of(packed_folder)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (1, 64, 8)])
+def test_a_packed_tensor_that_is_no_matrix_is_named(packed_folder, shape):
+    edit_tensors(packed_folder, **{f"{DOWN}.weight": torch.zeros(shape, dtype=torch.uint32)})
+    assert f"{packed_folder / 'model.safetensors'}: {DOWN}.weight: words" in error_of(packed_folder)
+
+
+@pytest.mark.parametrize("ends", ["x", 0.5, True, [1, "x"], {"a": 1}])
+def test_ids_that_end_a_text_and_are_no_ids_are_named(folder, ends):
+    edit_config(folder, eos_token_id=ends)
+    with pytest.raises(ConfigError, match="eos_token_id must be an id, a list of ids or null"):
+        open_model(folder, "cpu")
 
 
 def test_a_packed_norm_is_refused(packed_folder):

@@ -31,12 +31,12 @@ class Packed(NamedTuple):
         """Raises ValueError if the parts do not fit together."""
         if self.bits not in (4, 8):
             raise ValueError(f"{self.bits} bits: only 4 and 8 are supported")
+        check_shape("words", self.words, None, None)
         if self.words.dtype != torch.int32:
             raise ValueError(f"words are {self.words.dtype}, expected int32 (view uint32 as int32)")
         height, width = self.shape
         if width % self.group_size or self.group_size % (32 // self.bits):
             raise ValueError(f"{width} columns are not made of groups of {self.group_size}")
-        check_shape("words", self.words, None, None)
         check_shape("scales", self.scales, height, width // self.group_size)
         check_shape("biases", self.biases, height, width // self.group_size)
 
