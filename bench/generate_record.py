@@ -50,7 +50,7 @@ SECTIONS: dict[str, tuple[type, ...]] = {  # fields that every record has, with 
     "versions": (dict,),
     "commit": (str, type(None)),
 }
-SINCE = ("load_average", "idle_share", "preloaded", "blas")  # fields that older records lack
+SINCE = ("load_average", "idle_share", "preloaded", "blas", "kv_dtype")  # fields that older records lack
 KEY = ("model", "workload")  # sections that are equal in two measurements of one thing, with mode, rows and engine
 
 
