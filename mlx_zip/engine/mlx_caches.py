@@ -19,10 +19,12 @@ from mlx_zip.engine.session_files import check_held
 from mlx_zip.engine.session_format import BadFileError, Contents
 from mlx_zip.engine.session_marks import Marks, codec_mark, own_pack_key
 from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.session_positions import positions_mark
 from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
+from mlx_zip.request import base_config
 from mlx_zip.state import find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -47,8 +49,10 @@ class MlxCaches:
     @cached_property
     def marks(self) -> Marks:
         model, name = self.model, f"{name_of(self.model)} {self._share}".strip()
-        params = model.config.codec_params if is_zip(model) else None
-        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec_mark(params))
+        config = model.config if is_zip(model) else None
+        codec = codec_mark(None if config is None else config.codec_params)
+        positions = positions_mark(base_config(model), config)
+        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec, positions)
 
     @cached_property
     def own_pack(self) -> str:
