@@ -300,8 +300,8 @@ class Batch:
 
     def _may_switch(self, one: SequenceState) -> bool:
         """Returns whether a sequence's next id may need another set of rotary frequencies than it has."""
-        rope, used = self.model.decoder.rope, one.used(self._by_base_ids)
-        return any(rope.which(last) != one.which for last in (used, used + self._longest - 1))
+        furthest = one.used(self._by_base_ids) + self._longest - 1  # last position of the longest id
+        return self.model.decoder.rope.which(furthest) != one.which
 
     def _size(self, count: int) -> int:
         """Returns the number of rows that a piece of work is done for: 1, 2, 4, 8, ... or all."""
