@@ -35,6 +35,11 @@ def open_store(model: Any, tokenizer: Any, options: SessionOptions | None = None
     return SessionStore(MlxCaches(model, tokenizer, options.share), options)
 
 
+def positions_of(model: Any) -> str:
+    """Returns the settings, beside the weights, that the keys of a model on MLX depend on, as text."""
+    return positions_mark(base_config(model), model.config if is_zip(model) else None)
+
+
 class MlxCaches:
     """The caches of one model. share: name of the part of the model that is here, "" for a whole model.
 
@@ -49,10 +54,8 @@ class MlxCaches:
     @cached_property
     def marks(self) -> Marks:
         model, name = self.model, f"{name_of(self.model)} {self._share}".strip()
-        config = model.config if is_zip(model) else None
-        codec = codec_mark(None if config is None else config.codec_params)
-        positions = positions_mark(base_config(model), config)
-        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec, positions)
+        codec = codec_mark(model.config.codec_params if is_zip(model) else None)
+        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec, positions_of(model))
 
     @cached_property
     def own_pack(self) -> str:
