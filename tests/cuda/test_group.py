@@ -130,6 +130,19 @@ def test_a_request_that_fails_for_another_reason_is_not_kept(seats, group, part)
     assert seats.batch.rows == []
 
 
+def test_a_request_of_which_no_snapshot_can_be_taken_is_not_kept_from_another_row(seats, group):
+    jobs = [Job(seats, name) for name in ("one", "other")]
+    for job in jobs:
+        group.take_in(job)
+    group.settle()
+    group.launch()
+    jobs[0].handle.cancelled = True
+    seats.batch.snapshot = lambda row: [][row]
+    group.read()
+    assert group.settle() == jobs[:1]
+    assert (jobs[0].whole, jobs[0].cache.row, jobs[1].whole) == (False, -1, True)
+
+
 def test_a_step_that_fails_gives_all_rows_back(seats, group):
     jobs = [Job(seats, name) for name in ("a", "b")]
     for job in jobs:

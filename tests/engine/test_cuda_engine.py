@@ -321,3 +321,62 @@ def test_an_engine_without_hypertokens_shares_the_weights():
         assert ours.data_ptr() == theirs.data_ptr()
         with pytest.raises(EngineError, match="cannot be run"):
             plain.without_hypertokens("again")
+
+
+# ---- sessions on disk
+
+
+def kept_on_disk(folder, prompt, family="llama", **options):
+    """Answers a prompt with an engine of its own that keeps the session in a folder; returns the whole text."""
+    with engine(family, sessions=SessionOptions(folder=folder), **options) as made:
+        return [*prompt, *ask(made, prompt, max_tokens=10)[1].wait().base_ids]
+
+
+def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_being_read_again(tmp_path, monkeypatch):
+    from mlx_zip.cuda.reading import Reader
+
+    whole, begins = Reader._part, []
+    text = kept_on_disk(tmp_path, tiny.base_ids(80), "phi3")
+
+    def noting(self, row, one, begin, end):
+        begins.append(begin)
+        return whole(self, row, one, begin, end)
+
+    with engine("phi3", sessions=SessionOptions(folder=tmp_path)) as made:
+        monkeypatch.setattr(Reader, "_part", noting)
+        watch = ask(made, [*text, 9, 8, 7], max_tokens=10)[1].wait()
+    assert watch.end.counts.cached_tokens > 60
+    assert begins[0] > 32
+
+
+def test_a_session_longer_than_this_engine_has_room_for_gives_the_usual_error(tmp_path):
+    text = kept_on_disk(tmp_path, tiny.base_ids(200, 3), model=BY_BASE["model"], max_running=2)
+    with engine(**BY_BASE, sessions=SessionOptions(folder=tmp_path)) as made:
+        end = ask(made, [*text, 9, 8, 7])[1].wait().end
+        assert isinstance(end.error, PromptTooLongError)
+        assert "there is room for" in str(end.error)
+        assert ask(made, tiny.base_ids(5), max_tokens=3)[1].wait().end.reason == "length"
+
+
+# ---- how it is opened
+
+
+def test_a_device_that_the_variable_names_wrongly_and_a_missing_card_are_one_line(monkeypatch):
+    import torch
+
+    from mlx_zip.cuda.engine import chosen_device
+    from mlx_zip.errors import ConfigError
+
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "tpu")
+    with pytest.raises(ConfigError, match=r"^MLX_ZIP_DEVICE=tpu: it is one of cpu, gpu$"):
+        chosen_device()
+    assert chosen_device("cpu").type == "cpu"
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "cpu")
+    assert chosen_device().type == "cpu"
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "gpu")
+    if torch.cuda.is_available():
+        pytest.skip("a card is here")
+    with pytest.raises(
+        ModelError, match=r"no usable CUDA card here: .* \(MLX_ZIP_DEVICE=cpu computes on the CPU, slowly\)$"
+    ):
+        chosen_device()
