@@ -28,7 +28,8 @@ def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
     """Returns the ids that a model emits after each of `PROMPTS`, of at most so many base tokens."""
     encode = model.tokenizer.encode
     prompts = [encode(text, add_special_tokens=False) for text in PROMPTS]
-    return [[one for one, _ in generate(model, prompt, tokens, model.eos_ids)] for prompt in prompts]
+    batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # one for all, so that its graphs are captured once
+    return [[one for one, _ in generate(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts]
 
 
 def recorded() -> dict[str, list[list[int]]]:

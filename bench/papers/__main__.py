@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from mlx_zip.bench.__main__ import run_named
 
@@ -67,4 +68,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_module("mlx_zip.cli").guarded(main))  # errors and Ctrl-C end as in the command

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `mlx_zip` command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] in (["bench"], ["vocab"]):  # have commands of their own
-        return _guarded(lambda: _own_commands(argv[0], argv[1:]))
+        return guarded(lambda: _own_commands(argv[0], argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run(argv[0], f"mlx_zip {argv[0]}", argv[1:])
     if not argv:
@@ -93,7 +93,7 @@ def command_parser(name: str, prog: str) -> Parser:
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     """Parses the words of one command and runs it; returns the exit status. prog: the command's name in messages."""
-    return _guarded(lambda: _parsed(name, command_parser(name, prog).parse_args(argv)))
+    return guarded(lambda: _parsed(name, command_parser(name, prog).parse_args(argv)))
 
 
 def _parsed(name: str, args: argparse.Namespace) -> int | None:
@@ -109,7 +109,7 @@ def _own_commands(name: str, argv: Sequence[str]) -> int | None:
     return import_module(COMMANDS[name][0]).main(argv)
 
 
-def _guarded(command: Callable[[], int | None]) -> int:
+def guarded(command: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit status; prints an `MlxZipError` or a failure to write output as one line."""
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)

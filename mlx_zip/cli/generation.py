@@ -65,6 +65,10 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
         )
         if chosen is not None:
             packs.check(chosen, model, tokenizer)
+        if saved is not None:
+            from mlx_zip.engine.mlx_caches import positions_of
+
+            saved.check_positions(positions_of(model))
         add_eos_tokens(tokenizer, args.extra_eos_token)
         responses = stream_generate(
             model,

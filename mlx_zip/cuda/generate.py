@@ -12,7 +12,7 @@ from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.canonical import best_canonical
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.starts import PackOrEntries
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, ModelError
 from mlx_zip.exclusions import CanonicalIds
 
 CHUNK = 512  # ids of a prompt that are read at once
@@ -28,20 +28,28 @@ def generate(
     pack: PackOrEntries | None = None,
     capacity: int | None = None,
     chunk: int = CHUNK,
+    batch: Batch | None = None,
 ) -> Iterator[Emitted]:
     """Yields the ids that follow a prompt of base ids, each the most likely one, with the base ids they stand for.
 
     max_tokens: base ids; the last id may stand for more than are left. eos_ids: base ids that end the text. pack: as in
     `CudaModel.begin_with`. capacity: ids that the caches have room for; None: as many as may be needed. chunk: ids of
-    the prompt that are read at once. Raises `GenerationError` for an empty prompt, `CodecError` and `ModelError`.
+    the prompt that are read at once. batch: an empty one of this model, which is empty again at the end; a step that it
+    has captured as a CUDA graph is not captured again. None lays out a batch for this call, with `capacity`. Raises
+    `GenerationError` for an empty prompt, `CodecError` and `ModelError`.
     """
     if not len(base_ids):
         raise GenerationError("the prompt is empty; give at least one id")
-    room = len(base_ids) + max_tokens if capacity is None else capacity
-    batch = Batch(model, 1, room)
+    if batch is None:
+        batch = Batch(model, 1, len(base_ids) + max_tokens if capacity is None else capacity)
+    if len(batch) or batch.model is not model:
+        raise ModelError("the batch holds a sequence, or is another model's")
     row = batch.add(pack)
-    read_prompt(batch, row, compress_next(batch.book(row), np.asarray(base_ids)), chunk)
-    yield from Steps(batch, max_tokens, eos_ids)
+    try:
+        read_prompt(batch, row, compress_next(batch.book(row), np.asarray(base_ids)), chunk)
+        yield from Steps(batch, max_tokens, eos_ids)
+    finally:
+        batch.remove(row)
 
 
 def read_prompt(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUNK) -> None:

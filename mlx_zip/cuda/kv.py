@@ -8,6 +8,7 @@ import torch
 
 from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.memory import check_room
+from mlx_zip.cuda.transfers import copy_to, to_host
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class KV:
 
     def save(self, row: int, length: int) -> tuple[torch.Tensor, int]:
         """Returns a sequence's first `length` keys and values [layers, 2, K, length, E] on the host, and its set."""
-        return self.whole[:, :, row, :, :length].to("cpu", copy=True), int(self.which[row])
+        return to_host(self.whole[:, :, row, :, :length]), int(self.which[row])
 
     def load(self, row: int, saved: torch.Tensor, which: int) -> None:
         """Makes a sequence hold what `save` returned."""
         length = saved.shape[3]
-        self.whole[:, :, row, :, :length].copy_(saved)
+        copy_to(self.whole[:, :, row, :, :length], saved)
         self.lengths[row], self.which[row] = length, which
 
 

@@ -25,6 +25,7 @@ from mlx_zip.engine.kept_session import Ids, Kept
 from mlx_zip.engine.session_files import check_held
 from mlx_zip.engine.session_format import FACTS, BadFileError, Contents, Tensor
 from mlx_zip.engine.session_marks import TORCH, Marks, codec_mark, own_pack_key
+from mlx_zip.engine.session_positions import positions_mark
 from mlx_zip.errors import ModelError
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.starts import tuned_fingerprint
@@ -47,8 +48,9 @@ class CudaCaches:
     def marks(self) -> Marks:
         model = self._model
         codec = codec_mark(model.params if model.hypertokens else None)
+        positions = positions_mark(model.folder.config, model.config)
         dtype = str(model.dtype).removeprefix("torch.")
-        return Marks(model.fingerprint, tokenizer_fingerprint(self._tokenizer), codec, dtype, TORCH)
+        return Marks(model.fingerprint, tokenizer_fingerprint(self._tokenizer), codec, positions, dtype, TORCH)
 
     @cached_property
     def own_pack(self) -> str:

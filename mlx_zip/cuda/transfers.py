@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import cycle
+
 import numpy as np
 import torch
+
+PIECE_BYTES = 16 << 20  # of a large tensor that passes through pinned memory
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -57,3 +62,89 @@ class Download:
         if self._done is not None:
             self._done.synchronize()
         return self._host[:count].tolist()
+
+
+# ---- large tensors
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy of a tensor on the host. Waits for the device."""
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu", copy=True)
+    return Staging(tensor.device, tensor.nbytes).download(tensor)
+
+
+def copy_to(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a tensor on the host to one of its shape and dtype on a device, in stream order."""
+    if target.device.type != "cuda":
+        target.copy_(source)
+    else:
+        Staging(target.device, source.nbytes).upload(source, target)
+
+
+class Staging:
+    """Two pinned buffers that a tensor passes through in pieces, so that neither side needs memory for a second one.
+
+    While the device copies one piece, the host copies the other. size: bytes of the tensor.
+    """
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._buffers = [_Buffer(device, min(size, PIECE_BYTES)) for _ in range(2)]
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor of the device on the host."""
+        host, last = torch.empty(source.shape, dtype=source.dtype), None
+        for piece, target, buffer in zip(_pieces(source), _pieces(host), cycle(self._buffers), strict=False):
+            staged = buffer.like(piece).copy_(piece, non_blocking=True)
+            buffer.mark()
+            if last is not None:
+                _arrive(*last)
+            last = buffer, staged, target
+        if last is not None:
+            _arrive(*last)
+        return host
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies a tensor of the host to one on the device. Does not wait for the last two pieces."""
+        for piece, place, buffer in zip(_pieces(source), _pieces(target), cycle(self._buffers), strict=False):
+            buffer.wait()
+            place.copy_(buffer.like(piece).copy_(piece), non_blocking=True)
+            buffer.mark()
+
+
+class _Buffer:
+    """Pinned memory, and an event that tells when the device has read or written it."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._device, self._done = device, torch.cuda.Event()
+
+    def like(self, piece: torch.Tensor) -> torch.Tensor:
+        """Returns the memory as a tensor of a piece's shape and dtype."""
+        return self._memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
+
+    def mark(self) -> None:
+        """Notes that the device has been given work on the memory."""
+        self._done.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Waits until the device has done that work."""
+        self._done.synchronize()
+
+
+def _arrive(buffer: _Buffer, staged: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies a piece from pinned memory to its place, once it is there."""
+    buffer.wait()
+    target.copy_(staged)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields views of at most `PIECE_BYTES` bytes, in the same order for all tensors of one shape and dtype."""
+    if tensor.nbytes <= PIECE_BYTES or not tensor.dim():
+        yield tensor
+        return
+    if (count := PIECE_BYTES // tensor[0].nbytes) > 0:
+        yield from tensor.split(count)
+        return
+    for item in tensor:
+        yield from _pieces(item)

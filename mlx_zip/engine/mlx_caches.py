@@ -19,10 +19,12 @@ from mlx_zip.engine.session_files import check_held
 from mlx_zip.engine.session_format import BadFileError, Contents
 from mlx_zip.engine.session_marks import Marks, codec_mark, own_pack_key
 from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.session_positions import positions_mark
 from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
+from mlx_zip.request import base_config
 from mlx_zip.state import find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -31,6 +33,11 @@ def open_store(model: Any, tokenizer: Any, options: SessionOptions | None = None
     """Returns a new store of a model's sessions."""
     options = options or SessionOptions()
     return SessionStore(MlxCaches(model, tokenizer, options.share), options)
+
+
+def positions_of(model: Any) -> str:
+    """Returns the settings, beside the weights, that the keys of a model on MLX depend on, as text."""
+    return positions_mark(base_config(model), model.config if is_zip(model) else None)
 
 
 class MlxCaches:
@@ -47,8 +54,8 @@ class MlxCaches:
     @cached_property
     def marks(self) -> Marks:
         model, name = self.model, f"{name_of(self.model)} {self._share}".strip()
-        params = model.config.codec_params if is_zip(model) else None
-        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec_mark(params))
+        codec = codec_mark(model.config.codec_params if is_zip(model) else None)
+        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec, positions_of(model))
 
     @cached_property
     def own_pack(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_to_json
 from mlx_zip.engine.session_format import BadFileError
+from mlx_zip.engine.session_positions import is_as_trained
 
 MLX, TORCH = "mlx_zip session 1", "mlx_zip torch session 1"
 _WRITERS = {MLX: "--engine mlx", TORCH: "--engine cuda"}
@@ -19,6 +20,7 @@ _WORDS = {
     "tokenizer_fingerprint": "tokenizer",
     "codec": "codec parameters",
     "dtype": "type of numbers",
+    "positions": "position mode, rotary setting or attention window",
 }
 
 
@@ -26,12 +28,14 @@ _WORDS = {
 class Marks:
     """Fingerprints of the model, its tokenizer and its codec ("" for none), and what the file is like.
 
-    format: one of this module's. dtype: what the model computes in, "" where the KV cache's arrays say it.
+    positions: what `positions_mark` returns. dtype: what the model computes in, "" where the KV cache's arrays say it.
+    format: one of this module's.
     """
 
     model_fingerprint: str
     tokenizer_fingerprint: str
     codec: str
+    positions: str
     dtype: str = ""
     format: str = MLX
 
@@ -42,14 +46,20 @@ class Marks:
         return {name: text for name, text in found.items() if text or name != "dtype"}
 
     def check(self, facts: Mapping[str, str]) -> None:
-        """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec or type."""
+        """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, type or positions.
+
+        Older files do not name positions. They are taken to have this model's if its weights are trained with those.
+        """
         found = facts.get("format", "unknown")
         if found in _WRITERS and found != self.format:
             raise BadFileError(f"{_WRITERS[found]} wrote it, and {_WRITERS[self.format]} cannot go on from it")
         if found != self.format:
             raise BadFileError(f"its format is {found!r:.60}, this version of mlx_zip reads {self.format!r}")
+        if "positions" not in facts and not is_as_trained(self.positions):
+            raise BadFileError("it is of an older version, which did not note how the model's positions were set")
+        usual = {"dtype": "", "positions": self.positions}
         for name, word in _WORDS.items():
-            if facts.get(name, "" if name == "dtype" else None) != getattr(self, name):
+            if facts.get(name, usual.get(name)) != getattr(self, name):
                 raise BadFileError(f"it was made with another {word} than the one that is loaded")
 
 

@@ -1,7 +1,11 @@
 """`mlx_zip bench`: help without a name, errors on one line, and what a record says of the machine."""
 
+import runpy
+import sys
+
 import pytest
 
+from mlx_zip.bench import __main__ as command
 from mlx_zip.bench import record
 from mlx_zip.bench.__main__ import BENCHES, main
 
@@ -21,6 +25,20 @@ def test_an_error_is_one_line(capsys):
 def test_a_bench_of_memory_without_a_step_is_refused(flag, capsys):
     assert main(["memory", flag, "0"]) == 2
     assert capsys.readouterr().err == f"error: {flag} must be at least 1, got 0\n"
+
+
+@pytest.mark.parametrize("module", ["mlx_zip.bench", "mlx_zip.bench.papers"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_ctrl_c_in_a_module_that_python_runs_is_no_traceback(module, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "main", interrupted)
+    monkeypatch.setattr(command, "run_named", interrupted)
+    monkeypatch.setattr(sys, "argv", [module, "codec"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().err) == (130, "")
 
 
 def test_load_is_taken_once_before_anything_is_measured(monkeypatch):

@@ -1,6 +1,7 @@
 """`mlx_zip cache-prompt` and `mlx_zip sessions`."""
 
 import json
+import shutil
 import stat
 
 import mlx.core as mx
@@ -49,6 +50,24 @@ def test_a_server_finds_a_cached_prompt_by_its_base_ids(run, tmp_path):
     state = find_state(load_prompt_cache(str(tmp_path / "p.safetensors")))
     prompt = [*state.books[0].base_ids(0).tolist(), 5, 6]
     assert store.checkout(prompt, "").base_tokens == info.base_tokens == len(prompt) - 2
+
+
+def test_a_cached_prompt_is_refused_when_the_models_rotary_settings_have_changed(run, tmp_path):
+    file, model = tmp_path / "p.safetensors", tmp_path / "model"
+    shutil.copytree(PLAIN, model)
+    cached(run, file, model=model)
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5e6}))
+    _, _, err = run("generate", "--prompt-cache-file", file, "--prompt", "a", "-m", 1)
+    assert "was made with another position mode, rotary setting or attention window" in err
+
+
+def test_cuda_is_refused_with_what_to_do(run, tmp_path):
+    status, _, err = cached(run, tmp_path / "p.safetensors", "--engine", "cuda")
+    assert status
+    assert err.count("\n") == 1
+    assert "--engine cuda cannot be used" in err
+    assert "mlx_zip serve --session-files" in err
 
 
 def test_a_cached_prompt_of_another_model_is_refused_by_a_server(run, tmp_path):

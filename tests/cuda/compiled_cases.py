@@ -17,7 +17,7 @@ from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, entry_rows, pool, small_a
 from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.matvec import matvec
-from mlx_zip.cuda.kernels.norm import add_rms_norm
+from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.rope import rope_and_cache
 from mlx_zip.cuda.kernels.rotation import Rotation
@@ -71,7 +71,7 @@ def every() -> None:
         for shape, count in product(ENCODERS.values(), (1, 64)):
             encoder(count, 3, dtype, *shape)
         for width, count in product((2048, 3072, 5120), (1, 64)):
-            add_rms_norm(zeros(count, width, dtype=dtype), None, zeros(width, dtype=dtype), 1e-5, impl="triton")
+            rms_norm(zeros(count, width, dtype=dtype), zeros(width, dtype=dtype), 1e-5, impl="triton")
             silu_gate(zeros(count, 2 * width, dtype=dtype), impl="triton")
     for matrix in matrices(torch.float16):
         products(4, matrix, torch.float16)

@@ -13,7 +13,9 @@ BORDER = 64  # elements before and after each guarded tensor
 CANARY = 77  # in borders of integers
 
 if not MISSING:
+    import numpy as np
     import torch
+    from triton.runtime import interpreter
 
     from mlx_zip.cuda.kernels.packed import Packed, dequantize
 
@@ -47,7 +49,7 @@ def one_of_the_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 class Guard:
-    """Memory with borders: reads past the end meet NaN, writes past the end are found by `check`."""
+    """Memory with borders. Reads of a border fail in the interpreter and meet NaN elsewhere; `check` finds writes."""
 
     def __init__(self) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +75,16 @@ class Guard:
         copy.copy_(values)
         return copy
 
+    def check_read(self, addresses: np.ndarray) -> None:
+        """Fails if one of these addresses is in a border: on a GPU that is a read out of bounds."""
+        spans = [(one.data_ptr(), one.nbytes, BORDER * one.itemsize) for one, _ in self.whole]
+        borders = np.array(
+            sorted((at, at + size) for begin, whole, size in spans for at in (begin, begin + whole - size)), np.uint64
+        ).reshape(-1, 2)
+        before = np.searchsorted(borders[:, 0], addresses, side="right").astype(np.int64) - 1
+        inside = (before >= 0) & (addresses < borders[before.clip(0), 1]) if len(borders) else np.zeros(0, bool)
+        assert not inside.any(), f"{inside.sum()} of {addresses.size} loads read beyond a tensor"
+
     def check(self) -> None:
         """Fails if a border was written to."""
         for whole, other in self.whole:
@@ -86,8 +98,14 @@ class Guard:
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guard]:
     """Makes every `torch.empty` of the test poisoned and guarded; called with a tensor, returns a guarded copy."""
-    guard = Guard()
+    guard, load = Guard(), interpreter._interpreter.load
+
+    def checked(pointers: np.ndarray, mask: np.ndarray, *others: object) -> np.ndarray:
+        guard.check_read(pointers[mask.astype(bool)])
+        return load(pointers, mask, *others)
+
     monkeypatch.setattr(torch, "empty", guard.empty)
+    monkeypatch.setattr(interpreter._interpreter, "load", checked)
     yield guard
     guard.check()
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from support import tiny
 from support.tiny import VOCAB, base_ids, tiny_model
 from support.torch_folders import save
 
@@ -350,6 +351,50 @@ def test_an_id_that_cannot_be_read_again_fails_its_own_sequence(model, monkeypat
     assert {row: str(error) for row, error in failed.items()}[1] == "out of memory"
     assert batch.log(1).tolist() == [7, 8, 9, 5]
     assert not batch._sequences[1].ready
+
+
+# ---- LongRoPE
+
+LONG_FROM = tiny.FAMILIES["phi3"]["original_max_position_embeddings"]
+
+
+@pytest.fixture(scope="module")
+def by_base(tmp_path_factory):
+    """A LongRoPE model of base positions that begins with an entry of the most base ids, and one of two."""
+    model = tiny_model("phi3", "res_latent_attn", position_mode="base_token_end")
+    entries = [[5, 6, 7, 8][: tiny.MERGE], [9, 10]]
+    return open_model(save(model, tmp_path_factory.mktemp("long") / "m"), "cpu", pack=entries)
+
+
+def stepped(model, before, slot):
+    """Returns a batch that has read so many base ids and then emitted one entry, and whether the body had to wait."""
+    batch = Batch(model, 1, CAPACITY)
+    batch.read(batch.add(), [3 + at % 30 for at in range(before)])
+    batch.choose(lambda head: torch.tensor([model.layout.hyper_id(slot)]))
+    batch.begin()
+    waited = batch._late
+    assert batch.follow(batch.ids()) == {}
+    return batch, waited
+
+
+@pytest.mark.parametrize(("slot", "span"), [(0, tiny.MERGE), (1, 2)])
+def test_an_entry_whose_last_base_id_has_the_first_long_position_switches_all_keys(by_base, slot, span):
+    batch, waited = stepped(by_base, LONG_FROM + 1 - span, slot)
+    whole = Batch(by_base, 1, CAPACITY)
+    whole.read(whole.add(), batch.log(0))
+    assert waited
+    assert batch.kv.which.tolist() == whole.kv.which.tolist() == [1]
+    for one in (batch, whole):
+        one._take_outputs()
+    torch.testing.assert_close(batch._output, whole._output, rtol=1e-4, atol=1e-4)
+    assert [step(batch) for _ in range(4)] == [step(whole) for _ in range(4)]
+
+
+def test_the_body_does_not_wait_as_long_as_no_entry_can_reach_the_long_positions(by_base):
+    batch, waited = stepped(by_base, LONG_FROM - tiny.MERGE, 0)
+    assert not waited
+    assert batch.kv.which.tolist() == [0]
+    assert stepped(by_base, LONG_FROM - tiny.MERGE + 1, 1)[1]  # an entry of four could
 
 
 # ---- what a CUDA graph would hold

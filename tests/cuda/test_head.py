@@ -121,6 +121,29 @@ def test_more_blocks_than_one_round_of_the_reduction_holds(guard, monkeypatch):
     compare(x, base, rows, installed, 209, base.double())
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_the_lowest_of_equal_ids_is_best_across_rounds_of_the_reduction(guard, monkeypatch, impl):
+    monkeypatch.setattr(head_triton, "LANES", 4)
+    x, base = guard(torch.ones(1, 4)), guard(torch.zeros(200, 4))
+    base[[5, 5 + 4 * head_triton.IDS, 3 + 8 * head_triton.IDS]] = 1.0  # blocks of one lane
+    rows, installed = guard(torch.ones(1, 20, 4)), guard(torch.ones(1, 20, dtype=torch.bool))
+    assert joint_head(x, base, rows, installed, 200, impl=impl).best.tolist() == [5]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_best_of_ids_that_all_have_logits_far_below_zero_is_found(guard, batch):
+    x, base = guard(torch.ones(batch, 4)), guard(-50 - torch.rand(40, 4))
+    rows, installed = guard(-torch.full((batch, 20, 4), 99.0)), guard(torch.rand(batch, 20) < 0.5)
+    compare(x, base, rows, installed, 33, base.double())  # five blocks, in eight lanes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_tail_of_several_blocks_can_never_be_chosen(guard, batch):
+    x, rows, installed = inputs(guard, torch.float32, batch, 60, 18, 24)
+    base = guard(torch.randn(60, 24))
+    compare(x, base, rows, installed, 21, base.double())
+
+
 def test_a_boundary_outside_the_matrix_is_refused():
     none = torch.zeros(1, 0, 4)
     with pytest.raises(ValueError, match=r"boundary 0 lies outside 1\.\.3"):

@@ -98,6 +98,16 @@ def test_a_vector_does_not_meet_its_neighbours(guard, batch):
     assert nan[:, 4].all()
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_norm_of_a_vector_of_zeros_is_zero(guard, batch, bits):
+    weight = guard(torch.randn(6, 64)) if bits is None else random_packed(guard, 6, 64, bits, 32, torch.float32)
+    factors = guard(torch.rand(64))
+    assert torch.equal(
+        matvec(guard(torch.zeros(batch, 64)), weight, norm=(factors, EPS), impl="triton"), torch.zeros(batch, 6)
+    )
+
+
 def test_products_that_do_not_fit_are_refused():
     x, weight = torch.ones(1, 4), torch.ones(3, 4)
     with pytest.raises(ValueError, match="an odd number"):

@@ -17,7 +17,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 import mlx_zip  # noqa: E402
+from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
+from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.errors import ConfigError, GenerationError, ModelError  # noqa: E402
 from mlx_zip.vocab.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
@@ -37,10 +39,49 @@ def ours(model: CudaModel, prompt, steps: int, **options) -> list[int]:
     return [token for token, _ in islice(generate(model, prompt, 1000, **options), steps)]
 
 
+@pytest.fixture
+def captures(monkeypatch):
+    """The pieces of work that a card would capture, in order."""
+    captured, known = [], set()
+
+    def run(graphs, key, work, keep=()):
+        if (graphs, key) not in known:
+            known.add((graphs, key))
+            captured.append(key)
+        return work()
+
+    monkeypatch.setattr(Graphs, "run", run)
+    return captured
+
+
 @pytest.fixture(scope="module")
 def stories():
     mlx, tokenizer = mlx_zip.load("stories")
     return mlx, tokenizer, open_model("stories", "cpu", "float32")
+
+
+def test_a_batch_that_is_given_again_captures_nothing_again(tmp_path, captures):
+    model = open_model(save(tiny_model(position_mode="base_token_end"), tmp_path), "cpu")
+    batch, prompts = Batch(model, 1, 200), [base_ids(30, seed) for seed in range(3)]
+    expected = [ours(model, prompt, 40) for prompt in prompts]
+    captures.clear()
+    model.store.forget()
+    assert ours(model, prompts[0], 40, batch=batch) == expected[0]
+    assert {key[0] for key in captures} == {"head", "body", "encode", "install"}
+    captures.clear()
+    next(generate(model, prompts[1], 40, batch=batch))  # given up in the middle of a step
+    assert [ours(model, prompt, 40, batch=batch) for prompt in prompts] == expected
+    assert captures == []
+
+
+def test_a_batch_with_a_sequence_or_of_another_model_is_refused(tmp_path):
+    model = open_model(save(tiny_model(), tmp_path), "cpu")
+    batch = Batch(model, 2, 50)
+    with pytest.raises(ModelError, match="another model's"):
+        next(generate(model.without_hypertokens(), [5, 6], 5, batch=batch))
+    batch.add()
+    with pytest.raises(ModelError, match="holds a sequence"):
+        next(generate(model, [5, 6], 5, batch=batch))
 
 
 @pytest.mark.parametrize("name", PROMPTS)

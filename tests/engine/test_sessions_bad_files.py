@@ -10,9 +10,10 @@ import pytest
 from mlx_lm.models.cache import save_prompt_cache
 
 from mlx_zip.engine import session_arrays
+from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.session_files import _tensor
 from mlx_zip.errors import EngineError
-from support import keeping, tiny
+from support import generating, keeping, tiny
 from support.keeping import OWN
 from support.serving import NEEDS_TORCH
 
@@ -211,6 +212,68 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     name, _ = keeping.conversation("LongRoPE", store)
     store.save(name, tmp_path / "x")
     refused(tmp_path / "kept", (tmp_path / "x").read_bytes(), "another model than the one that is loaded")
+
+
+def reopened(kind, folder, changes):
+    """A store of the model of this kind, with the same weights and changes to its config; None changes its section."""
+    made = keeping.model(kind.removeprefix("torch "))
+    config = {**made.args.config, **changes}
+    if None in changes:
+        config = {**made.args.config, "zip2zip": {**made.args.config["zip2zip"], **changes[None]}}
+    if keeping.is_torch(kind):
+        from support import keeping_torch
+
+        return keeping_torch.store(keeping_torch.model(made, folder, config), generating.TOKENIZER)
+    return open_store(tiny.random_model(config, 0, 0.3), generating.TOKENIZER)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+FACTORS = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+ON_BOTH = pytest.mark.parametrize("engine", ["", *keeping.on_torch("torch ")])  # the beginning of a kind
+OLDER = "of an older version, which did not note how the model's positions were set"
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("zip", {None: {"position_mode": "base_token_end"}}),
+        ("zip", {"rope_theta": 1e6}),
+        ("zip", {"rope_scaling": YARN}),
+        ("zip", {"rope_parameters": YARN}),
+        ("LongRoPE", {"rope_scaling": FACTORS}),
+        ("LongRoPE", {"original_max_position_embeddings": 64}),
+        ("LongRoPE", {"sliding_window": 20}),
+    ],
+)
+def test_a_session_whose_positions_were_set_otherwise_is_refused(tmp_path, engine, kind, changes):
+    kind = engine + kind
+    file_of(kind, tmp_path)
+    with pytest.raises(EngineError, match="another position mode, rotary setting or attention window than"):
+        reopened(kind, tmp_path / "changed", changes).load(tmp_path / "x")
+    assert reopened(kind, tmp_path / "same", {"max_new_thing": 3}).load(tmp_path / "x")
+
+
+def older(kind, folder):
+    """Writes a session's file as older versions did, without the settings of positions."""
+    data, _ = file_of(kind, folder)
+    (folder / "x").write_bytes(changed((data, None), lambda header: header["__metadata__"].pop("0.positions")))
+    return folder / "x"
+
+
+@ON_BOTH
+@pytest.mark.parametrize("kind", ["zip", "LongRoPE", "plain"])
+def test_an_older_file_is_read_where_the_settings_come_with_the_weights(tmp_path, engine, kind):
+    assert keeping.store(engine + kind).load(older(engine + kind, tmp_path))
+
+
+@ON_BOTH
+@pytest.mark.parametrize("changes", [{None: {"position_mode": "base_token_end"}}, {"rope_scaling": YARN}])
+def test_an_older_file_is_refused_where_people_may_have_changed_the_settings(tmp_path, engine, changes):
+    kind = f"{engine}zip"
+    file = older(kind, tmp_path)
+    with pytest.raises(EngineError, match=OLDER):
+        reopened(kind, tmp_path / "changed", changes).load(file)
 
 
 def test_a_cache_of_mlx_lm_is_refused_with_what_to_do(tmp_path):
