@@ -296,7 +296,7 @@ def _torch_cuda(card: Card) -> dict[str, Any]:
     }
 
 
-def _of(card: Card, kind: type) -> type:
+def _of(card: Card, kind: Any) -> type:
     """Returns a class whose instances are made for a card, whatever arguments they get."""
     return type(kind.__name__, (kind,), {"__init__": lambda self, *_, **__: kind.__init__(self, card)})
 
