@@ -32,7 +32,7 @@ GIGABYTES = 80 << 30
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}  # takes indices of the host too
 UNSET = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-KERNELS = ("attention", "embedding", "encoder", "gate", "head", "matvec", "norm", "rope", "unpack")
+KERNELS = ("attention", "embedding", "encoder", "gate", "head", "install", "matvec", "norm", "rope", "unpack")
 
 
 class Card(TorchDispatchMode):
