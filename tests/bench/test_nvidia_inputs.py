@@ -201,6 +201,7 @@ def said_by(process):
         (["--code"], {}, "--code needs a value"),
         (["--cpu-rehearsal"], {"WHEELS": "/nowhere"}, "there is no wheel in /nowhere"),
         (["--cpu-rehearsal", "/dev/null"], {}, "/dev/null is no folder that can be written to"),
+        (["--cpu-rehearsal"], {"TMPDIR": "/nowhere"}, "there is no folder for temporary files"),
         (["--cpu-rehearsal"], {"WHOLE": "9m"}, "WHOLE: 9m is no number of seconds"),
         (["--cpu-rehearsal"], {"PYTHON": "/bin/false"}, "cannot import what is needed"),
     ],
@@ -210,6 +211,12 @@ def test_the_script_refuses_in_one_line(tmp_path, flags, variables, said):
     assert status == 2
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_the_script_hands_its_flags_on(tmp_path):
+    flags = ["--engines", "torch-base torch-zip zip2zip", "--published", tmp_path, "--tokenizer", "stories"]
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", *flags, PARTS="summary"))
+    assert status == 0, out + err
 
 
 def test_the_script_packs_its_records_into_one_file_and_does_not_mix_runs(tmp_path):
