@@ -47,7 +47,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 names=(checks float64 steps generate kernels others free trace sanitizer summary)
-whole=${WHOLE:-525} last=15 # seconds of all parts, and those kept for the summary
+whole=${WHOLE:-525} last=25 # seconds of all parts, and those kept for the summary
 [[ $whole =~ ^[0-9]+$ ]] || fail "WHOLE: $whole is no number of seconds"
 for name in ${PARTS:-}; do
     [[ " ${names[*]} " == *" $name "* ]] || fail "PARTS: $name is not one of ${names[*]}"
@@ -156,7 +156,7 @@ untested=
 [ -e "${files[0]}" ] || untested="the tests are not in $root"
 [[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$out/float64.xml"
 if [ -z "$untested" ]; then
-    part float64 110 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
+    part float64 105 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
         ${several[@]+"${several[@]}"} "${files[@]}"
 else
     echo "== float64: not run ($untested)"
@@ -170,11 +170,11 @@ bench trace 25
 [ $rehearsal = 0 ] || untested="no GPU"
 command -v compute-sanitizer >/dev/null || untested=${untested:-compute-sanitizer is not installed}
 if [ -z "$untested" ]; then
-    part sanitizer 45 compute-sanitizer --error-exitcode 9 "$python" "${pytest[@]}" -x "$root/tests/cuda/test_embedding.py"
+    part sanitizer 40 compute-sanitizer --error-exitcode 9 "$python" "${pytest[@]}" -x "$root/tests/cuda/test_embedding.py"
 else
     echo "== sanitizer: not run ($untested)"
 fi
-bench summary 10
+bench summary 20
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed or out of time: ${failed[*]}"

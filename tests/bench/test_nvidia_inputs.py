@@ -236,7 +236,7 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
     )
     slow.chmod(0o755)
     begun = time.monotonic()
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="19"))
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="29"))
     assert "-- checks: out of time after" in out
     assert "not measured  torch-base reaches 78 %" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks")
@@ -244,7 +244,7 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
 
 
 def test_parts_for_which_no_time_is_left_are_named_and_the_summary_still_runs(tmp_path):
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="15"))
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="25"))
     assert "== checks: not run (no time is left)" in out
     assert "-- summary: exit status 0" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks steps")
