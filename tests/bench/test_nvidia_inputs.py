@@ -201,6 +201,7 @@ def said_by(process):
         (["--code"], {}, "--code needs a value"),
         (["--cpu-rehearsal"], {"WHEELS": "/nowhere"}, "there is no wheel in /nowhere"),
         (["--cpu-rehearsal", "/dev/null"], {}, "/dev/null is no folder that can be written to"),
+        (["--cpu-rehearsal"], {"TMPDIR": "/nowhere"}, "there is no folder for temporary files"),
         (["--cpu-rehearsal"], {"WHOLE": "9m"}, "WHOLE: 9m is no number of seconds"),
         (["--cpu-rehearsal"], {"PYTHON": "/bin/false"}, "cannot import what is needed"),
     ],
@@ -210,6 +211,12 @@ def test_the_script_refuses_in_one_line(tmp_path, flags, variables, said):
     assert status == 2
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_the_script_hands_its_flags_on(tmp_path):
+    flags = ["--engines", "torch-base torch-zip zip2zip", "--published", tmp_path, "--tokenizer", "stories"]
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", *flags, PARTS="summary"))
+    assert status == 0, out + err
 
 
 def test_the_script_packs_its_records_into_one_file_and_does_not_mix_runs(tmp_path):
@@ -229,7 +236,7 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
     )
     slow.chmod(0o755)
     begun = time.monotonic()
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="19"))
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="29"))
     assert "-- checks: out of time after" in out
     assert "not measured  torch-base reaches 78 %" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks")
@@ -237,7 +244,7 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
 
 
 def test_parts_for_which_no_time_is_left_are_named_and_the_summary_still_runs(tmp_path):
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="15"))
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="25"))
     assert "== checks: not run (no time is left)" in out
     assert "-- summary: exit status 0" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks steps")
