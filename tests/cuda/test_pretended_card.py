@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
+from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_store  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
@@ -204,6 +205,30 @@ def test_sequences_join_leave_and_come_back_as_on_the_cpu(name, card, tmp_path):
     family, changes = CASES[name]
     folder = save(tiny_model(family, ENCODER, **changes), tmp_path / "m")
     assert program(opened(folder, CARD)) == program(opened(folder, "cpu"))
+
+
+def test_sequences_come_back_in_many_small_pieces_too(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 200)  # less than the keys of one head
+    folder = save(tiny_model("llama", ENCODER), tmp_path / "m")
+    assert program(opened(folder, CARD)) == program(opened(folder, "cpu"))
+
+
+def test_a_batch_is_used_again_with_the_graphs_that_it_has(card, tmp_path, monkeypatch):
+    folder, prompts = save(tiny_model(encoder=ENCODER), tmp_path / "m"), [base_ids(20, seed) for seed in range(3)]
+    model, captured, capture = opened(folder, CARD), [], Graphs._capture
+
+    def noted(graphs: Graphs, work: Any) -> Any:
+        captured.append(work)
+        return capture(graphs, work)
+
+    monkeypatch.setattr(Graphs, "_capture", noted)
+    batch = Batch(model, 1, 200)
+    expected = [emitted(opened(folder, "cpu"), prompt, 16) for prompt in prompts]
+    assert emitted(model, prompts[0], 16, batch=batch) == expected[0]
+    assert len(captured) == 4  # head, body, new rows and their installation
+    next(iter(generate(model, prompts[1], 16, batch=batch)))  # is given up in the middle of a step
+    assert [emitted(model, prompt, 16, batch=batch) for prompt in prompts] == expected
+    assert len(captured) == 4
 
 
 def answers(folder: Any, device: Any) -> tuple[list[Any], list[float]]:
