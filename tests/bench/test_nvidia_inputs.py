@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from mlx_zip.bench import cuda_engines, gpu_steps, nvidia, nvidia_cases, nvidia_parts
 from mlx_zip.bench.nvidia_cases import Cases
+from mlx_zip.bench.nvidia_folder import all_records
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.errors import MlxZipError
@@ -98,6 +99,16 @@ def test_records_of_different_runs_are_not_summed_up(tmp_path, capsys):
     (tmp_path / "kernels.jsonl").write_text(json.dumps({**one, "versions": {"torch": "2.12.0"}}) + "\n")
     line = refused(capsys, "--rehearse", "--out", tmp_path, "--parts", "summary")
     assert "steps.jsonl and kernels.jsonl are not of one run: torch is 2.13.0 and 2.12.0" in line
+
+
+def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
+    device = {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}
+    for part, fields in (("steps", device), ("others", {**device, "device": "Device(gpu, 0)"})):
+        (tmp_path / f"{part}.jsonl").write_text(json.dumps({"bench": part, "commit": "abc", "device": fields}) + "\n")
+    assert len(all_records(tmp_path, ["steps", "others"])) == 2
+    (tmp_path / "others.jsonl").write_text(json.dumps({"bench": "others", "commit": "abd"}) + "\n")
+    with pytest.raises(MlxZipError, match=r"others.jsonl are not of one run: commit is abc and abd"):
+        all_records(tmp_path, ["steps", "others"])
 
 
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
