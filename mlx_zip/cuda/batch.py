@@ -146,8 +146,13 @@ class Batch:
         self.tables.keep(row, len(one.book))
 
     def snapshot(self, row: int) -> Snapshot:
-        """Returns a copy of a sequence on the host. Call it after `read` or `follow`, before `choose`."""
+        """Returns a copy of a sequence on the host. Call it after `read` or `follow`, before `choose`.
+
+        Raises `ModelError` for a sequence that was not read again to its end, so that keys are missing.
+        """
         one = self._sequences[row]
+        if one.which is None:
+            raise ModelError("some keys of the sequence are missing, because reading it again has failed")
         saved, which = self.kv.save(row, one.book.mark())
         output = self._output[row] if one.output is None else one.output
         return Snapshot(one.begin, one.book.ids, saved, which, output.to("cpu", copy=True) if one.ready else None)

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from mlx_zip.bench import cuda_engines, gpu_steps, nvidia, nvidia_cases, nvidia_parts
 from mlx_zip.bench.nvidia_cases import Cases
+from mlx_zip.bench.nvidia_folder import all_records
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.errors import MlxZipError
@@ -98,6 +99,16 @@ def test_records_of_different_runs_are_not_summed_up(tmp_path, capsys):
     (tmp_path / "kernels.jsonl").write_text(json.dumps({**one, "versions": {"torch": "2.12.0"}}) + "\n")
     line = refused(capsys, "--rehearse", "--out", tmp_path, "--parts", "summary")
     assert "steps.jsonl and kernels.jsonl are not of one run: torch is 2.13.0 and 2.12.0" in line
+
+
+def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
+    device = {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}
+    for part, fields in (("steps", device), ("others", {**device, "device": "Device(gpu, 0)"})):
+        (tmp_path / f"{part}.jsonl").write_text(json.dumps({"bench": part, "commit": "abc", "device": fields}) + "\n")
+    assert len(all_records(tmp_path, ["steps", "others"])) == 2
+    (tmp_path / "others.jsonl").write_text(json.dumps({"bench": "others", "commit": "abd"}) + "\n")
+    with pytest.raises(MlxZipError, match=r"others.jsonl are not of one run: commit is abc and abd"):
+        all_records(tmp_path, ["steps", "others"])
 
 
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
@@ -201,6 +212,7 @@ def said_by(process):
         (["--code"], {}, "--code needs a value"),
         (["--cpu-rehearsal"], {"WHEELS": "/nowhere"}, "there is no wheel in /nowhere"),
         (["--cpu-rehearsal", "/dev/null"], {}, "/dev/null is no folder that can be written to"),
+        (["--cpu-rehearsal"], {"TMPDIR": "/nowhere"}, "there is no folder for temporary files"),
         (["--cpu-rehearsal"], {"WHOLE": "9m"}, "WHOLE: 9m is no number of seconds"),
         (["--cpu-rehearsal"], {"PYTHON": "/bin/false"}, "cannot import what is needed"),
     ],
@@ -210,6 +222,12 @@ def test_the_script_refuses_in_one_line(tmp_path, flags, variables, said):
     assert status == 2
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_the_script_hands_its_flags_on(tmp_path):
+    flags = ["--engines", "torch-base torch-zip zip2zip", "--published", tmp_path, "--tokenizer", "stories"]
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", *flags, PARTS="summary"))
+    assert status == 0, out + err
 
 
 def test_the_script_packs_its_records_into_one_file_and_does_not_mix_runs(tmp_path):
@@ -229,7 +247,7 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
     )
     slow.chmod(0o755)
     begun = time.monotonic()
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="19"))
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="29"))
     assert "-- checks: out of time after" in out
     assert "not measured  torch-base reaches 78 %" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks")
@@ -237,7 +255,7 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
 
 
 def test_parts_for_which_no_time_is_left_are_named_and_the_summary_still_runs(tmp_path):
-    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="15"))
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="25"))
     assert "== checks: not run (no time is left)" in out
     assert "-- summary: exit status 0" in out
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks steps")

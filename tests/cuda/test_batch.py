@@ -342,6 +342,20 @@ def test_ids_whose_rows_cannot_be_made_are_not_read(model, alone, monkeypatch):
     assert made + [step(batch)[0] for _ in range(4)] == alone[0][:8]
 
 
+def test_a_sequence_whose_keys_are_missing_has_no_snapshot(tmp_path, monkeypatch):
+    model = open_model(save(tiny_model("phi3"), tmp_path), "cpu")  # LongRoPE: from id 32 on all keys are others
+    batch, ids = Batch(model, 1, CAPACITY), base_ids(40)
+    batch.read(batch.add(), ids[:20])
+    with monkeypatch.context() as broken:
+        broken.setattr(model.decoder, "read", refuses)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.read(0, ids[20:])
+    with pytest.raises(ModelError, match="keys of the sequence are missing"):
+        batch.snapshot(0)
+    batch.read(0, ids[20:22])
+    assert batch.snapshot(0).log.tolist() == ids[:22]
+
+
 def test_a_snapshot_that_cannot_be_restored_takes_no_row(model, alone, monkeypatch):
     batch = Batch(model, 2, CAPACITY)
     join(batch, PROMPTS[1])

@@ -40,17 +40,18 @@ def test_each_entry_gets_its_rows_its_flag_and_its_span_and_nothing_else_changes
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_it_is_one_launch_and_no_entry_is_none(guard, impl):
     pool, tables, installed, spans = tables_of(guard, 2, 8, torch.float32)
+    new = guard(torch.tensor(NEW))
     with counted() as found:
-        install_rows(torch.tensor(NEW), pool, tables, installed, spans, impl)
+        install_rows(new, pool, tables, installed, spans, impl)
     assert found.count == 1
-    install_rows(torch.zeros((4, 0), dtype=torch.int64), pool, tables, installed, spans, impl)
+    install_rows(guard(torch.zeros((4, 0), dtype=torch.int64)), pool, tables, installed, spans, impl)
 
 
 def test_tables_that_do_not_belong_together_are_refused(guard):
     pool, tables, installed, spans = tables_of(guard, 2, 8, torch.float32)
     with pytest.raises(ValueError, match=r"pool has shape \[6, 2, 8\], expected \[None, 1, None\]"):
-        install_rows(torch.tensor(NEW), pool, tables[:1], installed, spans)
+        install_rows(guard(torch.tensor(NEW)), pool, tables[:1], installed, spans)
     with pytest.raises(ValueError, match=r"new has shape \[3, 5\]"):
-        install_rows(torch.tensor(NEW[:3]), pool, tables, installed, spans)
+        install_rows(guard(torch.tensor(NEW[:3])), pool, tables, installed, spans)
     with pytest.raises(ValueError, match="table has shape"):
-        install_rows(torch.tensor(NEW), pool, tables, installed[:, 1:].contiguous(), spans)
+        install_rows(guard(torch.tensor(NEW)), pool, tables, installed[:, 1:].contiguous(), spans)
