@@ -46,6 +46,10 @@ BENCHES = {
         "mlx_zip.bench.nvidia",
         "check and time mlx_zip on PyTorch and Triton: kernels, steps, whole requests; says which targets are met",
     ),
+    "checkpoint": (
+        "mlx_zip.bench.checkpoint",
+        "write a checkpoint of random weights for the published zip2zip package, for bench nvidia to compare with",
+    ),
     "compare": (
         "mlx_zip.bench.compare",
         "compare two files of `bench generate` records; exit status 1 if the second is slower",

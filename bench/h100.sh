@@ -3,13 +3,14 @@
 #
 #   bench/h100.sh [--cpu-rehearsal] [--pack] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
 #
-# The parts that $PARTS names run, or all: float64 sanitizer checks kernels steps generate free trace summary.
+# The parts that $PARTS names run, or all: checks float64 steps generate kernels others free trace sanitizer summary.
 # FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet, unless $PARTS names the parts to
 # replace. --pack leaves one file there instead, nvidia-records.tar.gz, which holds them all and is renewed after every
 # part. The other flags are those of `mlx_zip bench nvidia`.
-# It needs Python with torch, triton, numpy, cffi, safetensors, transformers and pytest, and mlx_zip: installed, or as
-# wheels in the folder $WHEELS. $PYTHON names the Python.
+# It needs Python with torch, triton, numpy, cffi, safetensors and transformers, and mlx_zip: installed, or as wheels in the
+# folder $WHEELS, of which those are taken that fit. With pytest it also tests the kernels. $PYTHON names the Python.
 # Every part is bounded by a timeout; a part that fails or runs out of time is named at the end, and the others still run.
+# All together get $WHOLE seconds (525): late parts get what early ones leave, and the summary always gets its time.
 # --cpu-rehearsal runs every part at tiny sizes on the CPU, so that only the device's own branches are left untried.
 set -uo pipefail
 
@@ -20,18 +21,19 @@ fail() { # fail MESSAGE...
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-rehearsal=0 pack=0 folder= flags=() scale=1
+rehearsal=0 pack=0 folder= others= flags=() scale=1
 while [ $# -gt 0 ]; do
     case $1 in
         --cpu-rehearsal) rehearsal=1 ;;
         --pack) pack=1 ;;
         --code | --tokenizer | --published | --engines)
             [ $# -gt 1 ] || fail "$1 needs a value"
-            value=$2
+            value=("$2")
             if [ "$1" = --engines ]; then
                 read -ra value <<<"$2"
+                others=$(printf '%s\n' "${value[@]}" | grep -v '^torch-' | tr '\n' ' ')
             elif [ -e "$2" ]; then
-                value=$(realpath "$2") # the parts run in another folder
+                value=("$(realpath "$2")") # the parts run in another folder
             fi
             flags+=("$1" "${value[@]}")
             shift
@@ -44,7 +46,9 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-names=(float64 sanitizer checks kernels steps generate free trace summary)
+names=(checks float64 steps generate kernels others free trace sanitizer summary)
+whole=${WHOLE:-525} last=25 # seconds of all parts, and those kept for the summary
+[[ $whole =~ ^[0-9]+$ ]] || fail "WHOLE: $whole is no number of seconds"
 for name in ${PARTS:-}; do
     [[ " ${names[*]} " == *" $name "* ]] || fail "PARTS: $name is not one of ${names[*]}"
 done
@@ -53,7 +57,7 @@ mkdir -p "$folder" 2>/dev/null && [ -w "$folder" ] || fail "$folder is no folder
 folder=$(cd "$folder" && pwd)
 exec 9<"$folder"
 flock -n 9 || fail "another run writes to $folder"
-scratch=$(mktemp -d) || exit 2
+scratch=$(mktemp -d 2>/dev/null) || fail "there is no folder for temporary files: name one with TMPDIR"
 trap 'rm -rf "$scratch"' EXIT
 out=$folder
 if [ $pack = 1 ]; then
@@ -68,22 +72,29 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-
 
 if [ -n "${WHEELS:-}" ]; then
     compgen -G "$WHEELS/*.whl" >/dev/null || fail "WHEELS: there is no wheel in $WHEELS"
-    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$scratch/site" "$WHEELS"/*.whl || exit 2
+    wheels=$(cd "$WHEELS" && pwd)
+    packages=$(cd "$WHEELS" && printf '%s\n' *.whl | cut -d- -f1 | sort -u) # of several wheels pip takes the one that fits
+    # shellcheck disable=SC2086
+    timeout 90 "$python" -m pip install -q --no-index --find-links "$wheels" --no-deps --no-compile --target "$scratch/site" \
+        $packages >"$scratch/pip" 2>&1 || fail "pip cannot install the wheels: $(grep -m 1 ERROR "$scratch/pip" || tail -n 1 "$scratch/pip")"
     export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 fi
 cd "$scratch" || exit 2 # so that the checkout's own folder does not hide what is installed
-if ! "$python" -c 'import torch, triton, cffi, safetensors, transformers, pytest, mlx_zip.codec, mlx_zip.bench.nvidia' \
+if ! timeout 120 "$python" -c 'import torch, triton, cffi, safetensors, transformers, mlx_zip.codec, mlx_zip.bench.nvidia' \
     >"$scratch/import" 2>&1; then
     fail "$python cannot import what is needed ($(tail -n 1 "$scratch/import")); install it, or name wheels with WHEELS=FOLDER"
 fi
+command -v cc gcc clang >/dev/null || echo "note: no C compiler is found here; Triton may need one for its first launch" >&2
 if [ $rehearsal = 1 ]; then
     flags+=(--rehearse)
     scale=12 # a CPU, perhaps a busy one
     export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-elif ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    fail "torch finds no CUDA card; --cpu-rehearsal runs every part on the CPU"
+elif ! timeout 60 "$python" -c 'import torch; torch.zeros(1, device="cuda").item()' >"$scratch/card" 2>&1; then
+    fail "torch finds no CUDA card ($(tail -n 1 "$scratch/card")); --cpu-rehearsal runs every part on the CPU"
 elif [[ "${TRITON_INTERPRET:-0}" != 0 ]]; then
     fail "TRITON_INTERPRET is set: Triton's interpreter measures nothing; unset it"
+else
+    export TRITON_INTERPRET=0 # the tests look for a card in /dev, where not every machine shows it
 fi
 
 child=
@@ -101,9 +112,17 @@ trap interrupted INT TERM
 
 failed=()
 part() { # part NAME SECONDS COMMAND...: runs a command for at most SECONDS; shows and keeps what it prints
-    local name=$1 limit=$((scale * $2)) begun=$SECONDS status shown
+    local name=$1 limit=$((scale * $2)) begun=$SECONDS status shown left reserved=1
     shift 2
+    [ "$name" != summary ] || reserved=0
     [[ " ${PARTS:-$name} " == *" $name "* ]] || return 0
+    left=$((scale * (whole - (last * reserved)) - SECONDS))
+    if [ "$left" -lt 5 ]; then
+        echo "== $name: not run (no time is left)"
+        failed+=("$name")
+        return 0
+    fi
+    [ "$limit" -le "$left" ] || limit=$left
     echo "== $name (at most $limit s)"
     : >"$out/$name.log"
     timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 9<&- &
@@ -122,7 +141,8 @@ bench() { # bench PART SECONDS
     part "$1" "$2" "$python" -m mlx_zip.bench nvidia --out "$out" ${flags[@]+"${flags[@]}"} --parts "$1"
 }
 
-{ "$python" -m torch.utils.collect_env || true; } >"$out/environment.txt" 2>&1 9<&-
+{ timeout 20 "$python" -m torch.utils.collect_env || true; } >"$out/environment.txt" 2>&1 9<&-
+bench checks 50
 # kernels against float64, with fresh inputs, poisoned outputs and guarded borders
 tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_norm_and_gate test_rope test_unpack)
 [ $rehearsal = 1 ] && tests=(test_embedding)
@@ -131,21 +151,30 @@ several=() # every test compiles kernels of its own
 files=("${tests[@]/#/$root/tests/cuda/}")
 files=("${files[@]/%/.py}")
 pytest=(-m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.toml" -o "pythonpath=$root/tests")
+untested=
+"$python" -c 'import pytest' 2>/dev/null || untested="pytest is not installed"
+[ -e "${files[0]}" ] || untested="the tests are not in $root"
 [[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$out/float64.xml"
-part float64 110 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
-    ${several[@]+"${several[@]}"} "${files[@]}"
-if [ $rehearsal = 0 ] && command -v compute-sanitizer >/dev/null; then
-    part sanitizer 45 compute-sanitizer --error-exitcode 9 "$python" "${pytest[@]}" -x "$root/tests/cuda/test_embedding.py"
+if [ -z "$untested" ]; then
+    part float64 105 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
+        ${several[@]+"${several[@]}"} "${files[@]}"
 else
-    echo "== sanitizer: not run ($([ $rehearsal = 1 ] && echo "no GPU" || echo "compute-sanitizer is not installed"))"
+    echo "== float64: not run ($untested)"
 fi
-bench checks 50
-bench kernels 60
 bench steps 85
 bench generate 100
+bench kernels 60
+[ -z "$others" ] || bench others 110
 bench free 25
 bench trace 25
-bench summary 10
+[ $rehearsal = 0 ] || untested="no GPU"
+command -v compute-sanitizer >/dev/null || untested=${untested:-compute-sanitizer is not installed}
+if [ -z "$untested" ]; then
+    part sanitizer 40 compute-sanitizer --error-exitcode 9 "$python" "${pytest[@]}" -x "$root/tests/cuda/test_embedding.py"
+else
+    echo "== sanitizer: not run ($untested)"
+fi
+bench summary 20
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed or out of time: ${failed[*]}"

@@ -17,6 +17,7 @@ from .records import read_lines
 
 Record = dict[str, Any]
 ONE_RUN = ("machine", "python", "commit", "mlx_zip", "torch", "triton", "device", "chip")  # equal in all records
+NAMED_OTHERWISE = {"others": ("device", "chip")}  # parts whose engines have their own names for the same card
 FAILED = ("failures", "errors")  # of pytest's XML
 MADE = {  # files that a part writes beside its records
     "trace": ("trace-torch-base.json.gz", "trace-torch-zip.json.gz"),
@@ -70,13 +71,14 @@ def write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
 
 def all_records(folder: Path, parts: Sequence[str]) -> list[Record]:
     """Returns the records of these parts. Raises `MlxZipError` if they are of different machines, cards or versions."""
-    files = [file for part in parts if (file := records_file(folder, part)).exists()]
-    found = [(file.name, line) for file in files for line in read_lines(file)]
-    for name, line in found:
+    files = {file: part for part in parts if (file := records_file(folder, part)).exists()}
+    found = [(file, line) for file in files for line in read_lines(file)]
+    for file, line in found:
         first, run = found[0]
-        if different := [field for field in ONE_RUN if not _same(_stated(run, field), _stated(line, field))]:
+        fields = [field for field in ONE_RUN if field not in NAMED_OTHERWISE.get(files[file], ())]
+        if different := [field for field in fields if not _same(_stated(run, field), _stated(line, field))]:
             raise MlxZipError(
-                f"{folder}: {first} and {name} are not of one run: {different[0]} is "
+                f"{folder}: {first.name} and {file.name} are not of one run: {different[0]} is "
                 f"{_stated(run, different[0])} and {_stated(line, different[0])}"
             )
     return [line for _, line in found]

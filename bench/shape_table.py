@@ -81,6 +81,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+NARROW: dict[str, dict[str, Any]] = {  # sizes of a rehearsal, by model_type
+    "llama": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2},
+}
+SMALL = {"intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 4160}
+
 
 @dataclass(frozen=True)
 class ZipOptions:
@@ -95,6 +101,11 @@ class ZipOptions:
     merge_size: int = 3
     codebook_size: int = 2048
     encoder_bits: int | None = None
+
+
+def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a shape's config.json with few and narrow layers and a small vocabulary, for rehearsals."""
+    return {**config, **SMALL, **NARROW[config["model_type"]]}
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def _check_sizes(folder: str, config: Any, wanted: Mapping[str, Any]) -> None:
 
 def _plain_model(models: Models, name: str) -> Any:
     """Loads the plain model in transformers, or makes it with random weights. name: the engine's, for errors."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if models.precision not in DTYPES:
         raise MlxZipError(f"{name} runs float32 and 16 bit only, not {models.precision} bit")
@@ -260,10 +260,17 @@ def _plain_model(models: Models, name: str) -> Any:
         return loaded.to(_device())
     if models.weights != "random":
         raise MlxZipError(f"{name} needs the plain model as a folder: --base")
-    fields = {key: value for key, value in models.base_config.items() if key != "model_type"}
-    config = AutoConfig.for_model(models.base_config["model_type"], **fields)
+    return random_decoder(models.base_config, dtype)
+
+
+def random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Returns a decoder of transformers with random weights, on the GPU if torch finds one. config: its config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults may be beyond the vocabulary
     with torch.device(_device()):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=dtype)
 
 
 def _device() -> torch.device:

@@ -50,7 +50,7 @@ class Batch:
         self._new = None if config is None else NewRows(model, self.tables, self._graphs, config.merge_size, most)
         self._output = torch.zeros((most, model.width), dtype=model.dtype, device=model.device)  # of each last id
         self._ids = torch.zeros(most, dtype=torch.int64, device=model.device)  # chosen
-        self._used = torch.zeros(most, dtype=torch.int64, device=model.device)  # positions, per sequence
+        self._used = torch.zeros(most, dtype=torch.int64, device=model.device)  # positions, where base ids count
         self._reader = Reader(model, self.kv, self.tables, self._used, self._by_base_ids)
         self._steps, self._sent = Upload(most, model.device), [0] * most  # 1 for sequences that step, 0 for others
         self._download = Download(most, model.device)
@@ -146,8 +146,13 @@ class Batch:
         self.tables.keep(row, len(one.book))
 
     def snapshot(self, row: int) -> Snapshot:
-        """Returns a copy of a sequence on the host. Call it after `read` or `follow`, before `choose`."""
+        """Returns a copy of a sequence on the host. Call it after `read` or `follow`, before `choose`.
+
+        Raises `ModelError` for a sequence that was not read again to its end, so that keys are missing.
+        """
         one = self._sequences[row]
+        if one.which is None:
+            raise ModelError("some keys of the sequence are missing, because reading it again has failed")
         saved, which = self.kv.save(row, one.book.mark())
         output = self._output[row] if one.output is None else one.output
         return Snapshot(one.begin, one.book.ids, saved, which, output.to("cpu", copy=True) if one.ready else None)
@@ -230,14 +235,13 @@ class Batch:
 
         Such a sequence gets a key and a value behind the end of its cache, which its next id overwrites.
         """
-        steps, kv, used = self._steps.device[:size], self.kv.rows(0, size), self._used[:size]
-        ids = self._ids[:size] * steps  # 0 for those that do not step: whatever was chosen for them is no id
+        ids, steps, kv = self._ids[:size], self._steps.device[:size], self.kv.rows(0, size)
+        positions = kv.lengths
         if self._by_base_ids:
-            used.addcmul_(self.tables.spans[:size].gather(1, ids[:, None])[:, 0], steps)
-        else:
-            used.add_(steps)
+            self._used[:size].addcmul_(self.tables.spans[:size].gather(1, ids[:, None])[:, 0], steps)
+            positions = self._used[:size] - 1
         h = self.model.embed(ids[:, None], self.tables.inputs[:size])[:, 0]
-        self._output[:size].copy_(self.model.decoder.step(h, used - 1, kv, steps))
+        self.model.decoder.step(h, positions, kv, steps, self._output[:size])
 
     def ids(self) -> list[int]:
         """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""

@@ -9,7 +9,7 @@ import torch
 from mlx_zip.cuda.attention import Seen, attend
 from mlx_zip.cuda.folder import Folder
 from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.norm import add_rms_norm
+from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.rope import rope_and_cache
 from mlx_zip.cuda.kernels.rotation import Rotation
 from mlx_zip.cuda.kv import KV, make_kv
@@ -54,13 +54,18 @@ class Decoder:
         return out.view(batch, length, width)
 
     def step(
-        self, h: torch.Tensor, positions: torch.Tensor, kv: KV, active: torch.Tensor | None = None
+        self,
+        h: torch.Tensor,
+        positions: torch.Tensor,
+        kv: KV,
+        active: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the output [B, D] of one embedding per sequence, h [B, D], which goes to the slot `kv.lengths`.
 
         positions [B] int64. active [B] int64: 1 where `kv.lengths` moves on, 0 for a sequence that takes no part and
-        whose output means nothing; None for 1 everywhere. The call reads nothing on the host and allocates by shapes
-        alone, so that a CUDA graph can hold it.
+        whose output means nothing; None for 1 everywhere. out [B, D]: where the output is written, None for new memory.
+        The call reads nothing on the host and allocates by shapes alone, so that a CUDA graph can hold it.
         """
         slots, seen = kv.lengths[:, None], kv.lengths + 1
 
@@ -68,19 +73,19 @@ class Decoder:
             q = self._rotated(layer, index, qkv[:, None], positions[:, None], slots, kv)
             return decode_attention(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window).view(len(h), -1)
 
-        out = self._run(h, attention)
+        out = self._run(h, attention, out)
         kv.lengths.add_(1 if active is None else active)
         return out
 
-    def _run(self, h: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Returns the output [N, D] of all layers and the final norm for embeddings h [N, D]."""
+    def _run(self, h: torch.Tensor, attention: Attention, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the output [N, D] of all layers and the final norm for embeddings h [N, D], in `out` if given."""
         eps = self.config.eps
         for index, layer in enumerate(self.layers):
-            out = attention(index, layer, product(h, layer.qkv, norm=(layer.norm, eps)))
-            h = product(out, layer.output, residual=h)
+            seen = attention(index, layer, product(h, layer.qkv, norm=(layer.norm, eps)))
+            h = product(seen, layer.output, residual=h)
             inner = product(h, layer.gate_up, norm=(layer.mlp_norm, eps), gate=True)
             h = product(inner, layer.down, residual=h)
-        return add_rms_norm(h, None, self.norm, eps)[0]
+        return rms_norm(h, self.norm, eps, out)
 
     def _rotated(
         self, layer: Layer, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV

@@ -73,6 +73,13 @@ def _attention_launches(args: Arguments) -> int:
     return 2 if part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
 
 
+def _install(args: Arguments, out: Any) -> int:
+    """A row of each side is read and written for each entry, with its flag and its span."""
+    new, pool = args["new"], args["pool"]
+    row = pool.shape[1] * pool.shape[2] * pool.element_size()
+    return bytes_of(new) + new.shape[1] * (2 * row + 1 + 8)
+
+
 # launches of a kernel's Triton form where they are not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
     # blocks of ids, and what joins their findings; twice again for the highest logits
@@ -85,4 +92,5 @@ KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
     "head.reference": _head,
     "rope.reference": _rope,
     "attention.reference": _attention,
+    "install.reference": _install,
 }

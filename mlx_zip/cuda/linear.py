@@ -9,7 +9,7 @@ import torch
 
 from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.matvec import MOST, matvec
-from mlx_zip.cuda.kernels.norm import add_rms_norm
+from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.unpack import unpack
 
@@ -42,7 +42,7 @@ def product(
     if x.shape[0] <= MOST:
         return matvec(x, linear.weight, linear.bias, norm, residual, gate)
     if norm is not None:
-        x = add_rms_norm(x, None, *norm)[0]
+        x = rms_norm(x, *norm)
     y = linear(x)
     if gate:
         y = silu_gate(y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mlx_zip.cuda.kernels.dispatch import has_triton
 from mlx_zip.errors import ModelError, first_line
 
 
@@ -26,7 +27,9 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def _check_cuda(device: torch.device) -> None:
-    """Raises `ModelError` with PyTorch's reason unless the card can be used: no card, no driver, an old driver."""
+    """Raises `ModelError` unless the card can be used: no card, no driver, an old driver, no triton."""
+    if not has_triton():
+        raise ModelError(f"device {device}: triton is not installed: pip install 'mlx-zip[cuda]'")
     try:
         torch.cuda.init()
         use(device)

@@ -206,7 +206,7 @@ class CudaModel:
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
         found = self._begins.get(id(pack))
-        if found is None or found.given is not pack:
+        if found is None:  # it keeps its pack, so no other one has that id
             found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self._no_rows)
             if found.rows is None and self.is_plain:
                 raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")

@@ -14,6 +14,7 @@ import torch
 
 from mlx_zip.codec.entries import Installed
 from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.kernels.install import install_rows
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.rows import Tables, keys_of
 from mlx_zip.cuda.transfers import Upload
@@ -65,8 +66,8 @@ class NewRows:
         self._graphs.run(("install", size), partial(self._install_sent, room.device.view(4, size)))
 
     def _install_sent(self, sent: torch.Tensor) -> None:
-        rows, slots, places, spans = sent.unbind()
-        self._tables.put(rows, slots, self._store.pool[places], spans)
+        tables = self._tables
+        install_rows(sent, self._store.pool, tables.sides, tables.installed, tables.spans)
 
 
 class _Room:

@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench import cuda_engines, gpu_checks, nvidia, report
+from mlx_zip.bench import cuda_engines, gpu_checks, nvidia_parts, report
 from mlx_zip.bench.gpu_targets import TARGETS
 from mlx_zip.bench.llama_bench import exported, parameters
+from mlx_zip.bench.nvidia_parts import PARTS
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.cuda import memory
@@ -29,8 +30,8 @@ H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
-    monkeypatch.setattr(nvidia, "STEPS", nvidia.STEPS[:1])
-    monkeypatch.setattr(nvidia, "WHOLE", nvidia.WHOLE[:1])
+    monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
+    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -237,6 +238,9 @@ def test_the_script_refuses_what_it_cannot_do(tmp_path):
 def test_the_scripts_parts_take_less_than_nine_minutes_together():
     text = (REPO / "bench" / "h100.sh").read_text()
     words = [line.split() for line in text.splitlines()]
-    limits = [int(line[2]) for line in words if len(line) > 2 and line[0] in ("part", "bench") and line[2].isdigit()]
-    assert len(limits) == 9
-    assert sum(limits) <= 515  # installing wheels and importing torch take the rest
+    limits = {
+        line[1]: int(line[2]) for line in words if len(line) > 2 and line[0] in ("part", "bench") and line[2].isdigit()
+    }
+    assert limits.keys() | {"others"} == {*PARTS, "float64", "sanitizer"}  # "others" run only if they are asked for
+    assert sum(limits.values()) <= 515  # installing wheels and importing torch take the rest
+    assert "whole=${WHOLE:-525} last=25" in text  # what bounds a run with other engines

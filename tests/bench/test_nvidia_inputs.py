@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench import cuda_engines, nvidia
+from mlx_zip.bench import cuda_engines, gpu_steps, nvidia, nvidia_cases, nvidia_parts
+from mlx_zip.bench.nvidia_cases import Cases
+from mlx_zip.bench.nvidia_folder import all_records
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.errors import MlxZipError
@@ -26,8 +29,8 @@ from support.places import REPO
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
-    monkeypatch.setattr(nvidia, "STEPS", nvidia.STEPS[:2])
-    monkeypatch.setattr(nvidia, "WHOLE", nvidia.WHOLE[:2])
+    monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:2])
+    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:2])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -95,11 +98,21 @@ def test_records_of_different_runs_are_not_summed_up(tmp_path, capsys):
     (tmp_path / "steps.jsonl").write_text(json.dumps(one) + "\n")
     (tmp_path / "kernels.jsonl").write_text(json.dumps({**one, "versions": {"torch": "2.12.0"}}) + "\n")
     line = refused(capsys, "--rehearse", "--out", tmp_path, "--parts", "summary")
-    assert "kernels.jsonl and steps.jsonl are not of one run: torch is 2.12.0 and 2.13.0" in line
+    assert "steps.jsonl and kernels.jsonl are not of one run: torch is 2.13.0 and 2.12.0" in line
+
+
+def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
+    device = {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}
+    for part, fields in (("steps", device), ("others", {**device, "device": "Device(gpu, 0)"})):
+        (tmp_path / f"{part}.jsonl").write_text(json.dumps({"bench": part, "commit": "abc", "device": fields}) + "\n")
+    assert len(all_records(tmp_path, ["steps", "others"])) == 2
+    (tmp_path / "others.jsonl").write_text(json.dumps({"bench": "others", "commit": "abd"}) + "\n")
+    with pytest.raises(MlxZipError, match=r"others.jsonl are not of one run: commit is abc and abd"):
+        all_records(tmp_path, ["steps", "others"])
 
 
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
-    phi = [name for name in nvidia.WHOLE if SHAPES[name]["model_type"] == "phi3"]
+    phi = [name for name in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
     monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "generate", "steps") == 1
     for part, kind in (("generate", "generate"), ("steps", "nvidia-steps")):
@@ -120,6 +133,63 @@ def _refusing(make, shapes):
     return of_shape
 
 
+def test_records_are_written_as_they_come_so_that_a_run_that_is_cut_keeps_them(tmp_path, monkeypatch):
+    class CutError(BaseException):
+        """Ends the process, as a signal does."""
+
+    def times(engine, ids, plan, rows):
+        if rows == "cold":
+            raise CutError
+        return time_steps(engine, ids, plan, rows)
+
+    time_steps = gpu_steps.time_steps
+    monkeypatch.setattr(gpu_steps, "time_steps", times)
+    with pytest.raises(CutError):
+        tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "steps")
+    assert [(one["engine"], one["rows"]) for one in read_lines(tmp_path / "steps.jsonl")] == [
+        ("torch-base", "warm"),
+        ("torch-zip", "warm"),
+    ]
+
+
+def test_whole_requests_are_kept_one_by_one(tmp_path):
+    cases = Cases(tmp_path, "generate")
+    printed = nvidia_parts._Kept(cases)
+    printed.write('{"bench": "generate"}\n{"bench": ')
+    assert read_lines(tmp_path / "generate.jsonl") == [{"bench": "generate"}]
+    printed.write('"generate", "engine": "hf"}\n')
+    assert read_lines(tmp_path / "generate.jsonl")[1]["engine"] == "hf"
+
+
+def test_a_card_that_is_lost_is_used_again_in_a_new_process_behind_the_case_that_lost_it(tmp_path, monkeypatch):
+    started = []
+
+    def new_process(program, words):
+        started.append(words)
+        raise SystemExit
+
+    phi = [name for name in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
+    monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
+    monkeypatch.setattr(nvidia_cases, "card_is_lost", lambda: True)
+    monkeypatch.setattr(nvidia.os, "execv", new_process)
+    flags = ["--rehearse", "--out", tmp_path, "--parts"]
+    with pytest.raises(SystemExit):
+        tiny_bench.run("nvidia", *flags, "steps", "summary")
+    again = started[0][-5:]
+    assert again == ["--parts", "steps", "summary", "--after", "steps of phi-3.5-mini, 16 bit"]
+    assert tiny_bench.run("nvidia", *flags, "steps", *again[3:]) == 1  # the case that failed still counts
+    lines = read_lines(tmp_path / "steps.jsonl")
+    assert [one.get("what", one["bench"]) for one in lines] == [again[-1], *["nvidia-steps"] * 3]
+
+
+def test_a_group_that_lost_the_card_is_left_out_whole(tmp_path):
+    cases, done = Cases(tmp_path, "kernels", "first"), []
+    for name in ("first", "second"):
+        with cases.group(name):
+            cases.run(f"{name} kernel", lambda name=name: done.append(name) or ())
+    assert done == ["second"]
+
+
 # ---- the script
 
 
@@ -137,11 +207,13 @@ def said_by(process):
 @pytest.mark.parametrize(
     ("flags", "variables", "said"),
     [
-        (["--cpu-rehearsal"], {"PARTS": "speed"}, "PARTS: speed is not one of float64"),
+        (["--cpu-rehearsal"], {"PARTS": "speed"}, "PARTS: speed is not one of checks float64"),
         (["a", "b"], {}, "two folders are named: a and b"),
         (["--code"], {}, "--code needs a value"),
         (["--cpu-rehearsal"], {"WHEELS": "/nowhere"}, "there is no wheel in /nowhere"),
         (["--cpu-rehearsal", "/dev/null"], {}, "/dev/null is no folder that can be written to"),
+        (["--cpu-rehearsal"], {"TMPDIR": "/nowhere"}, "there is no folder for temporary files"),
+        (["--cpu-rehearsal"], {"WHOLE": "9m"}, "WHOLE: 9m is no number of seconds"),
         (["--cpu-rehearsal"], {"PYTHON": "/bin/false"}, "cannot import what is needed"),
     ],
 )
@@ -152,6 +224,12 @@ def test_the_script_refuses_in_one_line(tmp_path, flags, variables, said):
     assert len(err.splitlines()) == 1
 
 
+def test_the_script_hands_its_flags_on(tmp_path):
+    flags = ["--engines", "torch-base torch-zip zip2zip", "--published", tmp_path, "--tokenizer", "stories"]
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", *flags, PARTS="summary"))
+    assert status == 0, out + err
+
+
 def test_the_script_packs_its_records_into_one_file_and_does_not_mix_runs(tmp_path):
     folder = tmp_path / "an out folder"
     status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", "--pack", PARTS="summary"))
@@ -159,6 +237,45 @@ def test_the_script_packs_its_records_into_one_file_and_does_not_mix_runs(tmp_pa
     assert [one.name for one in folder.iterdir()] == ["nvidia-records.tar.gz"]
     status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", "--pack"))
     assert (status, "holds records of an earlier run" in err) == (2, True)
+
+
+def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
+    """The Python is a script, which sleeps in the part `checks` and is the real one otherwise."""
+    slow = tmp_path / "python"
+    slow.write_text(
+        f'#!/bin/bash\ncase "$*" in *"--parts checks") sleep 1000 ;; *) exec {sys.executable} "$@" ;; esac\n'
+    )
+    slow.chmod(0o755)
+    begun = time.monotonic()
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks summary", PYTHON=str(slow), WHOLE="29"))
+    assert "-- checks: out of time after" in out
+    assert "not measured  torch-base reaches 78 %" in out
+    assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks")
+    assert time.monotonic() - begun < 200
+
+
+def test_parts_for_which_no_time_is_left_are_named_and_the_summary_still_runs(tmp_path):
+    status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="25"))
+    assert "== checks: not run (no time is left)" in out
+    assert "-- summary: exit status 0" in out
+    assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks steps")
+
+
+def test_of_several_wheels_those_are_installed_that_fit(tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for tag in ("cp27-cp27m-win32", "py3-none-any"):
+        with zipfile.ZipFile(wheels / f"carried-1.0-{tag}.whl", "w") as file:
+            file.writestr("carried.py", "")
+            file.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+            file.writestr("carried-1.0.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+            file.writestr("carried-1.0.dist-info/RECORD", "")
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", WHEELS=str(wheels)))
+    assert status == 0, out + err
+    (wheels / "carried-1.0-py3-none-any.whl").unlink()
+    status, _, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", WHEELS=str(wheels)))
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert "pip cannot install the wheels: ERROR" in err
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):

@@ -16,8 +16,9 @@ from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, entry_rows, pool, small_attention
 from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.head import joint_head
+from mlx_zip.cuda.kernels.install import install_rows
 from mlx_zip.cuda.kernels.matvec import matvec
-from mlx_zip.cuda.kernels.norm import add_rms_norm
+from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.rope import rope_and_cache
 from mlx_zip.cuda.kernels.rotation import Rotation
@@ -71,7 +72,7 @@ def every() -> None:
         for shape, count in product(ENCODERS.values(), (1, 64)):
             encoder(count, 3, dtype, *shape)
         for width, count in product((2048, 3072, 5120), (1, 64)):
-            add_rms_norm(zeros(count, width, dtype=dtype), None, zeros(width, dtype=dtype), 1e-5, impl="triton")
+            rms_norm(zeros(count, width, dtype=dtype), zeros(width, dtype=dtype), 1e-5, impl="triton")
             silu_gate(zeros(count, 2 * width, dtype=dtype), impl="triton")
     for matrix in matrices(torch.float16):
         products(4, matrix, torch.float16)
@@ -110,6 +111,10 @@ def rows_of(batch: int, matrix: torch.Tensor | Packed, dtype: torch.dtype = HALF
     hyper_embedding(ids, matrix, rows, ROWS - 3, impl="triton")
     entry_rows(ids, matrix, zeros(1, WIDTH, dtype=dtype), impl="triton")
     entry_rows(ids, matrix, None, impl="triton")
+    new, installed = zeros(4, batch, dtype=torch.int64), zeros(batch, SLOTS, dtype=torch.bool)
+    for tables in ([rows], [rows, rows.clone()]):
+        pool, spans = zeros(5, len(tables), WIDTH, dtype=dtype), zeros(batch, SLOTS, dtype=torch.int64)
+        install_rows(new, pool, tables, installed, spans, impl="triton")
 
 
 def attention(batch: int, capacity: int, dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:

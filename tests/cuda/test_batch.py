@@ -211,6 +211,27 @@ def test_an_entry_that_its_own_id_installs_is_read_with_its_row(model):
     assert made == [step(whole)[0] for _ in range(6)]
 
 
+def test_an_entry_of_its_own_id_that_cannot_be_made_fails_its_sequence_once(model, monkeypatch):
+    if model.config.policy != "freeze":
+        pytest.skip("slots are given again")
+    batch = Batch(model, 1, CAPACITY)
+    batch.read(batch.add(), [7, 8, 9, 5])
+    kwkwk = model.layout.hyper_id(len(batch.book(0)))
+    batch.choose(lambda head: torch.tensor([kwkwk]))
+    batch.begin()
+    monkeypatch.setattr(batch._new, "make", refuses)
+    monkeypatch.setattr(batch._reader, "run", lambda *_: pytest.fail("an id that was not read is read again"))
+    assert [str(error) for error in batch.follow(batch.ids()).values()] == ["out of memory"]
+    assert batch.log(0).tolist() == [7, 8, 9, 5]
+
+
+def test_a_batch_without_sequences_takes_steps_of_nothing(model, monkeypatch):
+    batch = Batch(model, 2, CAPACITY)
+    monkeypatch.setattr(model, "head", lambda *_: pytest.fail("the head is computed of no row"))
+    batch.choose()
+    assert (len(batch), batch.ids(), batch.follow([])) == (0, [], {})
+
+
 def test_a_full_batch_and_a_full_sequence_are_named(model):
     batch = Batch(model, 1, 12)
     batch.read(batch.add(), [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16])
@@ -319,6 +340,20 @@ def test_ids_whose_rows_cannot_be_made_are_not_read(model, alone, monkeypatch):
     batch.trim(0, len(log) - 1)
     batch.read(0, log[-1:])
     assert made + [step(batch)[0] for _ in range(4)] == alone[0][:8]
+
+
+def test_a_sequence_whose_keys_are_missing_has_no_snapshot(tmp_path, monkeypatch):
+    model = open_model(save(tiny_model("phi3"), tmp_path), "cpu")  # LongRoPE: from id 32 on all keys are others
+    batch, ids = Batch(model, 1, CAPACITY), base_ids(40)
+    batch.read(batch.add(), ids[:20])
+    with monkeypatch.context() as broken:
+        broken.setattr(model.decoder, "read", refuses)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.read(0, ids[20:])
+    with pytest.raises(ModelError, match="keys of the sequence are missing"):
+        batch.snapshot(0)
+    batch.read(0, ids[20:22])
+    assert batch.snapshot(0).log.tolist() == ids[:22]
 
 
 def test_a_snapshot_that_cannot_be_restored_takes_no_row(model, alone, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.tiny import FAMILIES, VOCAB
+from support.tiny import FAMILIES, LONGROPE, VOCAB
 from support.torch_folders import LLAMA3, make_model, pack, random_ids, save
 
 torch = pytest.importorskip("torch")
@@ -20,18 +20,25 @@ from mlx_zip.cuda.folder import Folder, read_folder  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3 rope": ("llama", {"rope_scaling": LLAMA3}),
     "linear rope": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
-    "yarn rope": ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}),
+    "yarn rope": ("llama", {"rope_scaling": YARN}),
+    "yarn rope of all options": (
+        "llama",
+        {"rope_scaling": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "yarn rope of a given magnitude": ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.3}}),
     "wide heads": ("llama", {"head_dim": 32}),
     "mistral window": ("mistral", {}),
     "phi3 plain rope": ("phi3", {"rope_scaling": None, "partial_rotary_factor": 0.5}),
     "phi3 short": ("phi3", {"original_max_position_embeddings": 128}),
     "phi3 switch": ("phi3", {}),
+    "phi3 of a given magnitude": ("phi3", {"rope_scaling": {**LONGROPE, "attention_factor": 1.3}}),
     "phi3 window": ("phi3", {"sliding_window": 9, "original_max_position_embeddings": 128}),
     "qwen2": ("qwen2", {}),
     "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),

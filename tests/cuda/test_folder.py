@@ -346,6 +346,13 @@ def test_an_old_driver_is_named_in_one_line(monkeypatch):
         memory.find_device("cuda:0")
 
 
+def test_a_card_needs_triton(monkeypatch):
+    monkeypatch.setattr(memory, "has_triton", lambda: False)
+    with pytest.raises(ModelError, match=r"^device cuda:0: triton is not installed: pip install 'mlx-zip\[cuda\]'$"):
+        memory.find_device("cuda:0")
+    assert memory.find_device("cpu") == torch.device("cpu")
+
+
 def test_bfloat16_on_a_card_without_it_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ModelError, match=r"device cuda has compute capability 7.5; bfloat16 needs 8.0"):

@@ -1,4 +1,4 @@
-"""RMS norm with residual, and silu(gate) * up: the kernels against references in float64."""
+"""RMS norm, and silu(gate) * up: the kernels against references in float64."""
 
 import pytest
 
@@ -14,20 +14,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 33), (2, 1030)])
-def test_a_sum_and_its_norm_are_those_of_float64(guard, close, dtype, count, width):
-    x, residual = (guard(torch.randn(count, width).to(dtype)) for _ in range(2))
-    weight = guard((1 + torch.rand(width)).to(dtype))
-    got, total = norm.add_rms_norm(x, residual, weight, 1e-5, impl="triton")
-    close(total, x.double() + residual.double())  # the interpreter cuts bfloat16 off, a GPU rounds to the nearest
-    wanted, _ = norm.reference(total.double(), None, weight.double(), 1e-5)
-    close(got, wanted, roundings=2)
+def test_a_norm_is_that_of_float64(guard, close, dtype, count, width):
+    x, weight = guard(torch.randn(count, width).to(dtype)), guard((1 + torch.rand(width)).to(dtype))
+    got = norm.rms_norm(x, weight, 1e-5, impl="triton")
+    close(got, norm.reference(x.double(), weight.double(), 1e-5), roundings=2)
+    close(got, torch.nn.functional.rms_norm(x.double(), (width,), weight.double(), 1e-5), roundings=2)
 
 
-def test_a_norm_without_residual_gives_its_input_back(guard, close):
-    x, weight = guard(torch.randn(2, 5)), guard(torch.rand(5))
-    got, total = norm.add_rms_norm(x, None, weight, 1e-6, impl="triton")
-    assert total is x
-    close(got, torch.nn.functional.rms_norm(x.double(), (5,), weight.double(), 1e-6))
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_norm_is_written_where_the_caller_wants_it(guard, close, impl):
+    x, weight, place = guard(torch.randn(2, 5)), guard(torch.rand(5)), guard(torch.full((2, 5), torch.nan))
+    assert norm.rms_norm(x, weight, 1e-6, place, impl) is place
+    close(place, torch.nn.functional.rms_norm(x.double(), (5,), weight.double(), 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,7 +37,9 @@ def test_a_gated_activation_is_that_of_float64(guard, close, dtype, count, width
 
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"weight has shape \[4\], expected \[5\]"):
-        norm.add_rms_norm(torch.ones(2, 5), None, torch.ones(4), 1e-5)
+        norm.rms_norm(torch.ones(2, 5), torch.ones(4), 1e-5)
+    with pytest.raises(ValueError, match=r"out has shape \[1, 5\], expected \[2, 5\]"):
+        norm.rms_norm(torch.ones(2, 5), torch.ones(5), 1e-5, torch.ones(1, 5))
     with pytest.raises(ValueError, match="an odd number"):
         gate.silu_gate(torch.ones(2, 5))
     with pytest.raises(ValueError, match="not one of triton, reference"):

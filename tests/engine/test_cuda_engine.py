@@ -101,6 +101,32 @@ def test_a_prompt_that_cannot_be_read_fails_its_request_only(monkeypatch):
         assert len(made.sessions()) == 2
 
 
+@pytest.mark.parametrize("part", ["choose", "begin"])
+def test_a_first_id_that_cannot_be_chosen_fails_its_request_and_gives_its_row_back(monkeypatch, part):
+    from mlx_zip.cuda.batch import Batch
+
+    def fails(self, *args, **options):
+        raise RuntimeError("CUDA out of memory")
+
+    prompt = tiny.base_ids(9)
+    with engine(max_running=1, sessions=SessionOptions()) as made:
+        with monkeypatch.context() as broken:
+            broken.setattr(Batch, part, fails)
+            end = ask(made, prompt)[1].wait().end
+        assert isinstance(end, Failed)
+        assert "out of memory" in str(end.error)
+        assert made.sessions() == []
+        same_until_a_tie(ask(made, prompt, max_tokens=20)[1].wait(), expected(prompt))
+
+
+def test_prompts_that_are_read_in_turns_are_not_touched_by_the_steps_of_others():
+    with engine(max_running=3, run={"prefill_step_size": 4}) as made:
+        some = [tiny.base_ids(n, n) for n in (5, 90, 80)]
+        watches = [ask(made, prompt, max_tokens=40)[1] for prompt in some]
+        for watch, prompt in zip(watches, some, strict=True):
+            same_until_a_tie(watch.wait(), expected(prompt, max_tokens=40))
+
+
 def test_a_request_that_fails_to_begin_takes_no_row_from_the_next_one(monkeypatch):
     from mlx_zip.cuda.engine import CudaEngine
 
@@ -135,6 +161,43 @@ def test_a_request_ends_where_its_cache_is_full_and_others_go_on():
         assert len(other.wait().base_ids) == 20
         with pytest.raises(PromptTooLongError, match="context has 60"):
             ask(made, [3, 4] * 7 + [*range(3, 39)] * 3)
+
+
+BY_BASE = {"model": {"position_mode": "base_token_end"}, "max_running": 2, "max_kv_bytes": 2 * 60 * PER_ID}
+
+
+def test_where_positions_are_those_of_base_ids_a_request_fills_its_cache_to_the_last_place():
+    with engine(**BY_BASE) as made:
+        full = ask(made, [*range(3, 33)], max_tokens=-1)[1]
+        other = ask(made, tiny.base_ids(5), max_tokens=20)[1]
+        assert full.wait().end.reason == "length"
+        assert full.events[0].prompt_ids + len(full.ids) == 60
+        assert len(other.wait().base_ids) == 20
+
+
+def test_a_prompt_that_leaves_no_place_for_an_answer_is_refused_and_others_go_on():
+    from mlx_zip.codec import compress
+
+    with engine(**BY_BASE) as made:
+        params, ids = made._scheduler.served.model.begin.params, tiny.base_ids(400, 3)
+        prompt = next(ids[:n] for n in range(60, 400) if len(compress(params, ids[:n])[0]) == 60)
+        other = ask(made, tiny.base_ids(5), max_tokens=30)[1]
+        end = ask(made, prompt)[1].wait().end
+        assert isinstance(end.error, PromptTooLongError)
+        assert "has 60 ids to read, and there is room for 59" in str(end.error)
+        assert len(other.wait().base_ids) >= 30
+        one_shorter = ask(made, prompt[:-1], max_tokens=1)[1].wait()
+        assert one_shorter.end.reason == "length"
+
+
+def test_the_log_probability_of_an_id_is_its_own_and_not_that_of_the_likeliest():
+    with engine() as made:
+        options = {"temp": 2.0, "seed": 1}
+        watch = ask(made, [3, 4], max_tokens=30, sampling=options, top_logprobs=tiny.VOCAB)[1].wait()
+    shares = [{one.base_ids: one.logprob for one in event.likely} for event in watch.emitted[:-1]]  # the last is cut
+    known = [(event, some) for event, some in zip(watch.emitted, shares, strict=False) if event.base_ids in some]
+    assert all(event.logprob == pytest.approx(some[event.base_ids], abs=1e-6) for event, some in known)
+    assert sum(event.logprob < max(some.values()) for event, some in known) > 5
 
 
 def test_a_compressible_prompt_beyond_the_room_in_base_tokens_is_read():
@@ -258,3 +321,62 @@ def test_an_engine_without_hypertokens_shares_the_weights():
         assert ours.data_ptr() == theirs.data_ptr()
         with pytest.raises(EngineError, match="cannot be run"):
             plain.without_hypertokens("again")
+
+
+# ---- sessions on disk
+
+
+def kept_on_disk(folder, prompt, family="llama", **options):
+    """Answers a prompt with an engine of its own that keeps the session in a folder; returns the whole text."""
+    with engine(family, sessions=SessionOptions(folder=folder), **options) as made:
+        return [*prompt, *ask(made, prompt, max_tokens=10)[1].wait().base_ids]
+
+
+def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_being_read_again(tmp_path, monkeypatch):
+    from mlx_zip.cuda.reading import Reader
+
+    whole, begins = Reader._part, []
+    text = kept_on_disk(tmp_path, tiny.base_ids(80), "phi3")
+
+    def noting(self, row, one, begin, end):
+        begins.append(begin)
+        return whole(self, row, one, begin, end)
+
+    with engine("phi3", sessions=SessionOptions(folder=tmp_path)) as made:
+        monkeypatch.setattr(Reader, "_part", noting)
+        watch = ask(made, [*text, 9, 8, 7], max_tokens=10)[1].wait()
+    assert watch.end.counts.cached_tokens > 60
+    assert begins[0] > 32
+
+
+def test_a_session_longer_than_this_engine_has_room_for_gives_the_usual_error(tmp_path):
+    text = kept_on_disk(tmp_path, tiny.base_ids(200, 3), model=BY_BASE["model"], max_running=2)
+    with engine(**BY_BASE, sessions=SessionOptions(folder=tmp_path)) as made:
+        end = ask(made, [*text, 9, 8, 7])[1].wait().end
+        assert isinstance(end.error, PromptTooLongError)
+        assert "there is room for" in str(end.error)
+        assert ask(made, tiny.base_ids(5), max_tokens=3)[1].wait().end.reason == "length"
+
+
+# ---- how it is opened
+
+
+def test_a_device_that_the_variable_names_wrongly_and_a_missing_card_are_one_line(monkeypatch):
+    import torch
+
+    from mlx_zip.cuda.engine import chosen_device
+    from mlx_zip.errors import ConfigError
+
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "tpu")
+    with pytest.raises(ConfigError, match=r"^MLX_ZIP_DEVICE=tpu: it is one of cpu, gpu$"):
+        chosen_device()
+    assert chosen_device("cpu").type == "cpu"
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "cpu")
+    assert chosen_device().type == "cpu"
+    monkeypatch.setenv("MLX_ZIP_DEVICE", "gpu")
+    if torch.cuda.is_available():
+        pytest.skip("a card is here")
+    with pytest.raises(
+        ModelError, match=r"no usable CUDA card here: .* \(MLX_ZIP_DEVICE=cpu computes on the CPU, slowly\)$"
+    ):
+        chosen_device()

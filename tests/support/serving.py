@@ -155,7 +155,7 @@ def _store(served: Any, options: SessionOptions) -> SessionStore:
     return open_store(served.model, served.tokenizer, options)
 
 
-def ask(engine: MlxEngine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:
+def ask(engine: Engine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:
     """Submits a request; returns its ticket and what receives its events."""
     watch = Watch()
     fields.setdefault("max_tokens", 40)

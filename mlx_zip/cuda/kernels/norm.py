@@ -1,4 +1,4 @@
-"""RMS norm of the sum of a layer's output and the residual stream, in one pass."""
+"""RMS norm of rows."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import torch
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, impl: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (norm, total), both [N, D] in x's dtype: total is x + residual (x if None), norm is its RMS norm.
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None, impl: str | None = None
+) -> torch.Tensor:
+    """Returns the RMS norm of each row of x [N, D], times weight [D], in x's dtype; means are float32.
 
-    x, residual [N, D]; weight [D]. The total is rounded to x's dtype before it is normed; means are float32.
+    out [N, D]: where the result is written, None for new memory.
     """
     check_shape("x", x, None, None)
     check_shape("weight", weight, x.shape[1])
-    if residual is not None:
-        check_shape("residual", residual, *x.shape)
-    if use_triton(impl, x, residual, weight):
+    if out is not None:
+        check_shape("out", out, *x.shape)
+    if use_triton(impl, x, weight, out):
         from mlx_zip.cuda.kernels.norm_triton import launch
 
-        return launch(x, residual, weight, eps)
-    return reference(x, residual, weight, eps)
+        return launch(x, weight, eps, out)
+    return reference(x, weight, eps, out)
 
 
-def reference(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `add_rms_norm` returns, in plain PyTorch."""
-    total = x if residual is None else x + residual.to(x.dtype)
-    exact = wide(total)
+def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns what `rms_norm` returns, in plain PyTorch."""
+    exact = wide(x)
     normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight.to(x.dtype), total
+    return torch.mul(normed.to(x.dtype), weight.to(x.dtype), out=out)

@@ -1,0 +1,163 @@
+"""Requests of a group and their rows, with stand-ins for the batch and the requests: who leaves when, and is kept."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from mlx_zip.cuda.group import CudaGroup
+from mlx_zip.cuda.seats import Seats
+from mlx_zip.errors import CodecError
+
+
+class Batch:
+    """Notes what is asked of a batch. errors: what `follow` returns, by row. rows: names of the sequences."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.errors: dict[int, Exception] = {}
+
+    def add(self, start: str) -> int:
+        self.rows.append(start)
+        return len(self.rows) - 1
+
+    def remove(self, row: int) -> None:
+        last = self.rows.pop()
+        if row < len(self.rows):
+            self.rows[row] = last
+
+    def book(self, row: int) -> Any:
+        return SimpleNamespace(mark=lambda: 9)
+
+    def room(self, row: int) -> int:
+        return 50
+
+    def ids(self) -> list[int]:
+        return [7] * len(self.rows)
+
+    def follow(self, ids: list[int]) -> dict[int, Exception]:
+        return self.errors
+
+    def snapshot(self, row: int) -> str:
+        return f"snapshot of {self.rows[row]}"
+
+    def trim(self, row: int, length: int) -> None:
+        self.calls.append(("trim", self.rows[row], length))
+
+    def choose(self, chooser: object) -> None:
+        self.calls.append(("choose", *self.rows))
+
+    def begin(self) -> None:
+        pass
+
+
+class Job:
+    """A request that goes on until it is told otherwise. fails: what counting its id raises."""
+
+    def __init__(self, seats: Seats, name: str, fails: Exception | None = None) -> None:
+        self.cache, self.fails = seats.add(name), fails
+        self.handle = SimpleNamespace(cancelled=False)
+        self.submission = SimpleNamespace(constraint=None, top_logprobs=None)
+        self.draws, self.penalties, self.canonical = SimpleNamespace(greedy=True), [], None
+        self.reason: str | None = None
+        self.error: BaseException | None = None
+        self.outgrown, self.keep, self.whole = False, True, True
+
+    def take(self, chosen: object) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+
+@pytest.fixture
+def seats() -> Any:
+    return Seats(Batch())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def group(seats):
+    return CudaGroup(seats, 0)
+
+
+def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_prompt(seats, group):
+    first, late = Job(seats, "first"), Job(seats, "late")
+    group.take_in(first)
+    group.take_in(late)  # in the middle of the first one's step
+    late.handle.cancelled = True
+    group.read()
+    assert group.settle() == [late]
+    assert (late.reason, late.cache.snapshot) == ("cancelled", "snapshot of late")
+    assert [call for call in seats.batch.calls if call[0] == "trim"] == []
+    assert seats.batch.rows == ["first"]
+
+
+def test_a_request_cancelled_in_a_step_is_kept_without_the_id_that_was_not_delivered(seats, group):
+    one = Job(seats, "one")
+    group.take_in(one)
+    one.handle.cancelled = True
+    group.read()
+    assert group.settle() == [one]
+    assert seats.batch.calls[1:] == [("trim", "one", 8)]
+    assert one.cache.snapshot == "snapshot of one"
+
+
+def test_a_request_whose_id_cannot_be_read_is_kept_as_it_was_before_the_id(seats, group):
+    one, other = Job(seats, "one"), Job(seats, "other")
+    group.take_in(one)
+    group.settle()
+    group.take_in(other)
+    seats.batch.errors = {0: CodecError("no such id")}
+    group.read()
+    assert group.settle() == [one]
+    assert (str(one.error), one.cache.snapshot) == ("no such id", "snapshot of one")
+    assert [call for call in seats.batch.calls if call[0] == "trim"] == []
+    assert seats.batch.rows == ["other"]
+
+
+@pytest.mark.parametrize("part", ["read", "follow"])
+def test_a_request_that_fails_for_another_reason_is_not_kept(seats, group, part):
+    one = Job(seats, "one", RuntimeError("out of memory") if part == "read" else None)
+    group.take_in(one)
+    if part == "follow":
+        seats.batch.errors = {0: RuntimeError("out of memory")}
+    group.read()
+    assert group.settle() == [one]
+    assert (str(one.error), one.whole, one.cache.snapshot) == ("out of memory", False, None)
+    assert seats.batch.rows == []
+
+
+def test_a_request_of_which_no_snapshot_can_be_taken_is_not_kept_from_another_row(seats, group):
+    jobs = [Job(seats, name) for name in ("one", "other")]
+    for job in jobs:
+        group.take_in(job)
+    group.settle()
+    group.launch()
+    jobs[0].handle.cancelled = True
+    seats.batch.snapshot = lambda row: [][row]
+    group.read()
+    assert group.settle() == jobs[:1]
+    assert (jobs[0].whole, jobs[0].cache.row, jobs[1].whole) == (False, -1, True)
+
+
+def test_a_step_that_fails_gives_all_rows_back(seats, group):
+    jobs = [Job(seats, name) for name in ("a", "b")]
+    for job in jobs:
+        group.take_in(job)
+    group.drop()
+    assert (seats.batch.rows, group.jobs, [job.cache.row for job in jobs]) == ([], [], [-1, -1])
+
+
+def test_a_seat_that_is_left_twice_in_the_middle_of_a_step_gives_up_one_row(seats):
+    one, other = seats.add("one"), seats.add("other")
+    seats.chosen = True
+    for _ in range(2):
+        seats.leave(one)
+    assert seats.batch.rows == ["one", "other"]
+    seats.followed()
+    assert (seats.batch.rows, one.row, other.row) == (["other"], -1, 0)
+    seats.leave(one)
+    assert seats.batch.rows == ["other"]
