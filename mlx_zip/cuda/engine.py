@@ -13,7 +13,7 @@ import torch
 
 from mlx_zip.cuda.ceiling import ceiling
 from mlx_zip.cuda.group import CudaReading
-from mlx_zip.cuda.memory import find_device, use
+from mlx_zip.cuda.memory import find_device, too_little, use
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.served import CudaServed
 from mlx_zip.cuda.session_caches import CudaCaches
@@ -35,10 +35,13 @@ class CudaEngine(ThreadedEngine):
 
     def _served(self, load: Callable[[], tuple[CudaModel, Any]], name: str) -> CudaServed:
         torch.set_grad_enabled(False)  # in this thread
-        model, self.tokenizer = load()
-        self._device = model.device
-        use(model.device)  # in this thread too; another one may have loaded it
-        return CudaServed(model, self.tokenizer, name, self._options)
+        try:
+            model, self.tokenizer = load()
+            self._device = model.device
+            use(model.device)  # in this thread too; another one may have loaded it
+            return CudaServed(model, self.tokenizer, name, self._options)
+        except torch.OutOfMemoryError as error:
+            raise too_little(error) from error
 
     def _reading(self, served: CudaServed, job: Job) -> CudaReading:
         return CudaReading(served.seats, served.group, job)

@@ -64,6 +64,11 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
+def too_little(error: torch.OutOfMemoryError) -> ModelError:
+    """Returns the error to show to users for PyTorch's own, in one line that says what to do."""
+    return ModelError(f"{first_line(error)}: use a smaller model or a quantized one, or fewer requests at a time")
+
+
 def check_room(what: str, needed: int, device: torch.device) -> None:
     """Raises `ModelError` naming needed and free bytes if `needed` bytes are more than the device has free."""
     free = free_bytes(device)

@@ -81,6 +81,22 @@ def test_a_step_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(monkey
             same_until_a_tie(watch.wait(), expected(prompt))
 
 
+@pytest.mark.parametrize("part", ["__init__", "read"])
+def test_too_little_memory_is_one_line_with_what_to_do_when_a_model_is_loaded(monkeypatch, part):
+    import torch
+
+    from mlx_zip.cuda.batch import Batch
+
+    def fails(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nmore")
+
+    monkeypatch.setattr(Batch, part, fails)
+    with pytest.raises(
+        ModelError, match=r"^CUDA out of memory. Tried to allocate 20.00 MiB: use a smaller model.*time$"
+    ):
+        engine()
+
+
 def test_a_prompt_that_cannot_be_read_fails_its_request_only(monkeypatch):
     from mlx_zip.cuda.batch import Batch
 
