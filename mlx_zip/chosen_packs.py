@@ -80,18 +80,27 @@ def check(packs: Packs, model: Any, tokenizer: Any) -> None:
         check_codec(packs, model.config)
 
 
+def named(packs: Packs) -> str:
+    """Returns the flag with the packs' files, for messages."""
+    return f"--pack {' '.join(packs.files)}"
+
+
 def check_codec(packs: Packs, config: ZipConfig) -> None:
     """Raises `GenerationError` naming the packs if their entries do not fit a zip2zip model's codebook."""
-    name, entries = f"--pack {' '.join(packs.files)}", packs.merged.entries
-    if len(entries) > (room := config.codebook_size):
+    check_slots(packs, config.codebook_size)
+    try:
+        replace(config.codec_params, start=packs.merged.entries)
+    except CodecError as error:
+        raise GenerationError(f"{named(packs)} does not fit the model: {error}") from error
+
+
+def check_slots(packs: Packs, room: int) -> None:
+    """Raises `GenerationError` naming the packs if they have more entries than a codebook of `room` slots holds."""
+    if (count := len(packs.merged.entries)) > room:
         raise GenerationError(
-            f"{name}: {len(entries)} entries, but the model's codebook has {room} slots; give it more "
+            f"{named(packs)}: {count} entries, but the model's codebook has {room} slots; give it more "
             "(--codebook-size), or make a smaller pack with `mlx_zip vocab pack merge --size`"
         )
-    try:
-        replace(config.codec_params, start=entries)
-    except CodecError as error:
-        raise GenerationError(f"{name} does not fit the model: {error}") from error
 
 
 def check_tokenizers(packs: Packs, tokenizer: Any) -> None:

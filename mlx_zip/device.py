@@ -1,4 +1,4 @@
-"""The device to compute on, MLX's default or the one that MLX_ZIP_DEVICE names, and how fast it reads its memory."""
+"""The device to compute on, MLX's default or the one that MLX_ZIP_DEVICE names; how fast its memory is."""
 
 from __future__ import annotations
 
@@ -80,6 +80,14 @@ def memory_speed(limit_s: float = math.inf) -> float:
         return bandwidth(limit_s=limit_s)
     work, count = sums()
     return count / fastest(work, limit_s)
+
+
+def peak_rss_bytes() -> int:
+    """Returns the peak resident memory of this process so far, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024
 
 
 def fastest(call: Callable[[], Any], limit_s: float = math.inf) -> float:

@@ -118,9 +118,17 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
         hyper = bool(engine.info.codebook_size)
         if sys.stdout.isatty() and args.verbose and not args.json:
             print(*notes(args, args.model, hyper), sep="\n", file=sys.stderr)
-        mark = None if chosen is None else chosen.merged.fingerprint
-        record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": mark} if hyper else {}
-        return show(responses, args, sys.stdout, None, record)
+        record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": _mark(chosen, folder)}
+        return show(responses, args, sys.stdout, None, record if hyper else {})
+
+
+def _mark(chosen: packs.Packs | None, folder: Path) -> str | None:
+    """Returns the fingerprint of the chosen packs, else of the tuned pack in the model's folder, else None."""
+    from mlx_zip.vocab.packs import IN_FOLDER, load_pack
+
+    if chosen is not None:
+        return chosen.merged.fingerprint
+    return load_pack(folder / IN_FOLDER).fingerprint if (folder / IN_FOLDER).exists() else None
 
 
 @contextmanager
@@ -173,7 +181,9 @@ def _pack_options(args: argparse.Namespace, chosen: packs.Packs | None, model: s
     """
     plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(model, args.revision)
     if plain and args.codebook_size is not None:
-        raise GenerationError(f"--codebook-size: {model} is a plain model, whose codebook is its pack or none")
+        raise GenerationError(
+            f"--codebook-size: {args.model or model} is a plain model, whose codebook is its pack or none"
+        )
     return packs.load_options(args, chosen, plain)
 
 

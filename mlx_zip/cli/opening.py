@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.chosen_packs import check_tokenizers
+from mlx_zip.chosen_packs import check_slots, check_tokenizers, named
 from mlx_zip.cli import engines, packs, rows
 from mlx_zip.cli.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, reason
@@ -75,11 +75,20 @@ def request_pack(chosen: packs.Packs | None, plain: bool, engine: Any) -> Any:
     if chosen is None:
         return None
     check_tokenizers(chosen, engine.tokenizer)
-    if plain:
+    if chosen.merged.rows is not None:
         return None
-    if (count := len(chosen.merged.entries)) > (room := engine.info.codebook_size):
-        raise GenerationError(f"--pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
-    return chosen.merged if chosen.merged.rows is None else None
+    name = named(chosen)
+    if plain:
+        raise GenerationError(
+            f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "
+            "(mlx_zip vocab pack tune)"
+        )
+    check_slots(chosen, engine.info.codebook_size)
+    try:
+        engine.check_pack(chosen.merged)
+    except GenerationError as error:
+        raise GenerationError(f"{name} does not fit the model: {error.__cause__ or error}") from error
+    return chosen.merged
 
 
 def _template(given: str) -> str:

@@ -17,7 +17,7 @@ from mlx_zip.cuda.memory import find_device, use
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.served import CudaServed
 from mlx_zip.cuda.session_caches import CudaCaches
-from mlx_zip.device import VARIABLE
+from mlx_zip.device import VARIABLE, peak_rss_bytes
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.options import RunOptions, ServeOptions
@@ -47,10 +47,12 @@ class CudaEngine(ThreadedEngine):
         """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""
 
     def _memory(self) -> dict[str, int]:
-        on_card = self._device.type == "cuda"
+        """Returns the tensors' bytes; on a CPU, where PyTorch does not count them, the process's peak only."""
+        if self._device.type != "cuda":
+            return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
         return {
-            "memory_bytes": torch.cuda.memory_allocated(self._device) if on_card else 0,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device) if on_card else 0,
+            "memory_bytes": torch.cuda.memory_allocated(self._device),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device),
         }
 
     def ceiling(self) -> Ceiling | None:

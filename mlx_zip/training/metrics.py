@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,3 @@ def plot(run: Path) -> Path:
     if not lines:
         raise TrainingError(f"{run / FILE} has no lines to draw")
     return draw(run, lines)
-
-
-def peak_rss_bytes() -> int:
-    """Returns the peak resident memory of this process so far, in bytes."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if os.uname().sysname == "Darwin" else peak * 1024

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.device import peak_rss_bytes
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.machines import from_first, together
 from mlx_zip.models import Model
@@ -30,7 +31,7 @@ from mlx_zip.training.checkpoint import (
 from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.loop import run_steps, steps_bar
 from mlx_zip.training.memory import give_back
-from mlx_zip.training.metrics import Metrics, peak_rss_bytes, read_metrics
+from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
 from mlx_zip.training.padding import CLOSE, FEW

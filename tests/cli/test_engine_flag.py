@@ -1,5 +1,6 @@
 """--engine: which one runs, what is missing for it, and which flags it cannot use; each told in one line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -78,6 +79,34 @@ def test_a_card_may_be_asked_for_by_name_where_mlx_has_no_gpu():
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "no usable CUDA card" in line
+
+
+@needs_torch
+def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx():
+    expected, got = (json.loads(run(*SHORT, "--json", "--engine", name).stdout) for name in ("mlx", "cuda"))
+    for key in ("text", "codebook_size", "codebook_fingerprint", "hypertokens"):
+        assert got[key] == expected[key]
+    assert got["peak_memory_gb"] > 0.05  # of the process: PyTorch alone is larger
+
+
+@needs_torch
+@pytest.mark.parametrize("entries", [[[300, 301]], [[300] * 9], [[i, 300] for i in range(300, 4500)]])
+def test_packs_without_rows_are_used_or_refused_as_with_mlx(tmp_path, entries):
+    (tmp_path / "some.json").write_text(json.dumps(entries))
+    flags = (*SHORT, "--model", "stories", "--pack", str(tmp_path / "some.json"))
+    expected, got = (run(*flags, "--engine", name) for name in ("mlx", "cuda"))
+    assert (got.returncode, got.stdout, got.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+    assert got.returncode == (0 if entries == [[300, 301]] else 2)
+
+
+@pytest.mark.parametrize("engine", ["mlx", pytest.param("cuda", marks=needs_torch)])
+@pytest.mark.parametrize("command", [SHORT, ("serve", "--port", "0")])
+def test_a_plain_model_refuses_a_pack_that_it_cannot_use(tmp_path, command, engine):
+    (tmp_path / "some.json").write_text("[[300, 301]]")
+    done = run(*command, "--engine", engine, "--model", "stories-base", "--pack", str(tmp_path / "some.json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "this model has no hypertokens, so nothing could use it" in line
 
 
 @pytest.mark.parametrize(
