@@ -110,7 +110,6 @@ class CudaServed:
 
     def make_penalties(self, options: Sampling, state: Seat) -> list[Any]:
         """Returns a request's penalties and biases."""
-        options.check_biases(self.vocab_size)
         return [BasePenalties(options, state, 0)] if options.has_penalties else []
 
     def free(self, cache: Seat) -> None:
