@@ -3,7 +3,7 @@
 #
 #   bench/h100.sh [--cpu-rehearsal] [--pack] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
 #
-# The parts that $PARTS names run, or all: checks float64 steps generate kernels others free trace sanitizer summary.
+# The parts that $PARTS names run, or all: checks float64 sanitizer steps generate kernels others free trace summary.
 # FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet, unless $PARTS names the parts to
 # replace. --pack leaves one file there instead, nvidia-records.tar.gz, which holds them all and is renewed after every
 # part. The other flags are those of `mlx_zip bench nvidia`.
@@ -46,7 +46,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-names=(checks float64 steps generate kernels others free trace sanitizer summary)
+names=(checks float64 sanitizer steps generate kernels others free trace summary)
 whole=${WHOLE:-525} last=25 # seconds of all parts, and those kept for the summary
 [[ $whole =~ ^[0-9]+$ ]] || fail "WHOLE: $whole is no number of seconds"
 for name in ${PARTS:-}; do
@@ -144,7 +144,8 @@ bench() { # bench PART SECONDS
 { timeout 20 "$python" -m torch.utils.collect_env || true; } >"$out/environment.txt" 2>&1 9<&-
 bench checks 50
 # kernels against float64, with fresh inputs, poisoned outputs and guarded borders
-tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_norm_and_gate test_rope test_unpack)
+tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_install test_norm_and_gate test_rope
+    test_unpack)
 [ $rehearsal = 1 ] && tests=(test_embedding)
 several=() # every test compiles kernels of its own
 [ $rehearsal = 0 ] && "$python" -c 'import xdist' 2>/dev/null && several=(-n 8)
@@ -161,12 +162,6 @@ if [ -z "$untested" ]; then
 else
     echo "== float64: not run ($untested)"
 fi
-bench steps 85
-bench generate 100
-bench kernels 60
-[ -z "$others" ] || bench others 110
-bench free 25
-bench trace 25
 [ $rehearsal = 0 ] || untested="no GPU"
 command -v compute-sanitizer >/dev/null || untested=${untested:-compute-sanitizer is not installed}
 if [ -z "$untested" ]; then
@@ -174,6 +169,12 @@ if [ -z "$untested" ]; then
 else
     echo "== sanitizer: not run ($untested)"
 fi
+bench steps 85
+bench generate 100
+bench kernels 60
+[ -z "$others" ] || bench others 110
+bench free 25
+bench trace 25
 bench summary 20
 
 if [ ${#failed[@]} -gt 0 ]; then
