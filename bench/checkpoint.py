@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from mlx_zip.errors import MlxZipError, reason
-from mlx_zip.files import check_out, whole_folder, write_json
+from mlx_zip.errors import MlxZipError, missing_library, reason
+from mlx_zip.files import check_out, whole_folder
 from mlx_zip.layout import Layout
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .shape_table import SHAPES, ZipOptions, narrow, zip_config
-from .torch_engines import random_decoder
+from .shape_table import SHAPES, ZipOptions, narrow
 
-DTYPES = {"16": torch.bfloat16, "float32": torch.float32}
-SHARD = "5GB"  # largest file of the decoder
+DTYPES = {"16": "bfloat16", "float32": "float32"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder and prints its size. Raises `MlxZipError` for what cannot be written."""
+    try:
+        from .checkpoint_weights import write
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise missing_library("bench checkpoint", "torch", extra="cuda") from error
     config = narrow(SHAPES[args.shape]) if args.rehearse else SHAPES[args.shape]
     tokenizer = load_tokenizer(args.tokenizer)
     Layout(config["vocab_size"], 0, config["vocab_size"]).check_tokenizer(len(tokenizer))
@@ -58,32 +57,3 @@ def run(args: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in args.out.iterdir())
     print(f"{args.out}: random weights of {args.shape}, {size / 1e6:.0f} MB", file=sys.stderr)
     return 0
-
-
-def write(folder: Path, config: dict[str, Any], options: ZipOptions, tokenizer: Any, dtype: torch.dtype) -> None:
-    """Writes a self-contained checkpoint (format 2): decoder, tokenizer, encoders. config: the decoder's."""
-    section = zip_config(config, options)["zip2zip"]
-    random_decoder(config, dtype).save_pretrained(folder, max_shard_size=SHARD)
-    tokenizer.save_pretrained(folder)
-    save_file(dict(encoder_weights(section, dtype)), folder / "zip2zip_encoders.safetensors")
-    names = ("encoder_type", "encoder", "compression")
-    fields = {"format_version": 2, "base_model_name_or_path": ".", "position_mode": "compressed"}
-    write_json(folder / "zip2zip_config.json", fields | {name: section[name] for name in names})
-
-
-def encoder_weights(section: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of two transformer encoders. section: `zip2zip` of a config.json."""
-    sizes = section["encoder"]
-    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    matrices = {f"attention.{one}_proj": (width, width) for one in "qkvo"} | {
-        "mlp.fc1": (inner, width),
-        "mlp.fc2": (width, inner),
-    }
-    for side in ("input_encoder", "output_encoder"):
-        for layer in range(sizes["num_hidden_layers"]):
-            start = f"{side}.layers.{layer}"
-            for name, shape in matrices.items():
-                yield f"{start}.{name}.weight", (torch.randn(shape) * shape[1] ** -0.5).to(dtype)
-            for name in ("post_attention_layernorm", "post_mlp_layernorm"):
-                yield f"{start}.{name}.weight", torch.ones(width, dtype=dtype)
-                yield f"{start}.{name}.bias", torch.zeros(width, dtype=dtype)

@@ -1,6 +1,7 @@
 """`mlx_zip bench`: help without a name, errors on one line, and what a record says of the machine."""
 
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -59,3 +60,20 @@ def test_the_idle_share_is_null_where_the_system_does_not_say(monkeypatch):
 def test_preloaded_libraries_are_named_without_their_folders(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libopenblas.so.0:/opt/other.so")
     assert record.preloaded() == ["libopenblas.so.0", "other.so"]
+
+
+def test_every_bench_declares_its_flags_where_torch_is_missing_and_names_it_in_one_line(tmp_path):
+    script = """
+import sys
+from importlib import import_module
+sys.modules["torch"] = None
+from mlx_zip.bench.__main__ import BENCHES, main
+for module, _ in BENCHES.values():
+    assert import_module(module).add_arguments
+sys.exit(main(["checkpoint", "--out", sys.argv[1]]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "made"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: bench checkpoint needs torch, which is not installed: ")
