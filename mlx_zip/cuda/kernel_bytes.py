@@ -60,9 +60,8 @@ def _rope(args: Arguments, out: Any) -> int:
 
 def _attention(args: Arguments, out: Any) -> int:
     """The filled part of the caches; a sliding window limits it."""
-    keys, lengths = args["keys"], args["lengths"].clamp(max=args["keys"].shape[2])
-    if args.get("window") is not None:
-        lengths = lengths.clamp(max=args["window"])
+    keys = args["keys"]
+    lengths = args["lengths"].clamp(max=min(keys.shape[2], args["window"]))
     one = 2 * keys.shape[1] * keys.shape[3] * keys.element_size()
     return bytes_of(args["q"]) + int(lengths.sum()) * one + bytes_of(out)
 

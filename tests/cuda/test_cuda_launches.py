@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 from contextlib import ExitStack
 from importlib import import_module
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E40
 
 from mlx_zip.bench.shape_table import SHAPES, ZipOptions, zip_config  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
+from mlx_zip.cuda.kernels import gate, norm  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.encoder import entry_rows  # noqa: E402
@@ -144,6 +146,33 @@ def test_attention_launches_as_often_as_its_triton_form_and_reads_what_a_sequenc
         if impl == "reference":
             assert found.bytes == F4 * (2 * 128 + 23 * 2 * 2 * 16)
     assert counts[0] == counts[1] == (2 if places > 64 else 1)
+
+
+def test_attention_with_a_window_reads_the_last_keys_only():
+    keys, lengths = torch.ones(2, 2, 32, 16), torch.tensor([3, 20])
+    with counted() as found:
+        decode_attention(torch.ones(2, 4, 16), keys, keys.clone(), lengths, 5, impl="reference")
+    assert found.sizes["attention.reference"] == F4 * (2 * 128 + (3 + 5) * 2 * 2 * 16)
+
+
+def test_a_kernel_that_another_one_calls_is_part_of_that_one(monkeypatch):
+    def reference(gate_up):
+        return norm.reference(gate_up, torch.ones(8), 1e-5)
+
+    reference.__module__ = gate.__name__
+    monkeypatch.setattr(gate, "reference", reference)
+    x = torch.ones(2, 8)
+    with counted() as found:
+        gate.silu_gate(x, impl="reference")
+    assert found.names == {"gate.reference": 1}
+
+
+def test_launches_are_counted_where_triton_is_not_installed(monkeypatch):
+    monkeypatch.delitem(sys.modules, "triton")
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    with counted() as found:
+        rms_norm(x + 1, weight, 1e-5, impl="reference")
+    assert found.names == {"add": 1, "norm.reference": 1}
 
 
 def test_what_runs_after_the_count_is_not_counted():

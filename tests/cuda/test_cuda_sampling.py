@@ -164,3 +164,11 @@ def test_penalties_of_a_model_without_hypertokens_are_those_of_mlx_lm(name):
     for processor in make_processors(options, 48, None):
         expected = processor(mx.array(ids), expected)
     np.testing.assert_allclose(ours.numpy(), np.array(expected), rtol=2e-6)
+
+
+def test_penalties_that_apply_to_no_id_yet_leave_the_logits_as_they_are():
+    state, logits = State(Codebook(CodecParams(48, 0, 1))), torch.zeros(1, 48)
+    penalties = BasePenalties(Sampling(repetition_penalty=1.7), state, 0)  # type: ignore[arg-type]
+    assert penalties(logits) is logits
+    state.books[0].push([7])
+    assert penalties(logits - 1)[0].tolist() == [-1.0] * 7 + [pytest.approx(-1.7)] + [-1.0] * 40

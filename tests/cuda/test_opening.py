@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from support.tiny import base_ids, tiny_model
+from support.checkpoints import write_tokenizer
+from support.tiny import VOCAB, base_ids, tiny_model
 from support.torch_folders import save
 
 torch = pytest.importorskip("torch")
@@ -20,11 +22,16 @@ from mlx_zip.cuda import model as model_module  # noqa: E402
 from mlx_zip.cuda import step_cost  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.canonical import without  # noqa: E402
+from mlx_zip.cuda.encoders import Weights, make_encoder  # noqa: E402
 from mlx_zip.cuda.fingerprint import folder_fingerprint  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.cuda.sequence import SequenceState  # noqa: E402
-from mlx_zip.errors import CodecError, ConfigError, ModelError  # noqa: E402
+from mlx_zip.errors import CodecError, ConfigError, DataError, ModelError  # noqa: E402
+from mlx_zip.text.tokenizers import load_tokenizer  # noqa: E402
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint  # noqa: E402
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, save_pack  # noqa: E402
+from mlx_zip.vocab.tuned import TunedRows  # noqa: E402
 
 
 @pytest.fixture
@@ -86,6 +93,23 @@ def test_a_model_used_without_hypertokens_takes_no_pack(folder):
         open_model(folder, "cpu", hypertokens=False).take_pack([[5, 6]])
 
 
+def test_rotations_that_differ_between_layers_are_refused(tmp_path):
+    folder = save(tiny_model("qwen3", "averaging"), tmp_path / "m")
+    kinds = ["sliding_attention", "full_attention"]
+    ropes = {kind: {"rope_type": "default", "rope_theta": 10.0**at} for at, kind in enumerate(kinds, 4)}
+    edit(folder, layer_types=kinds, use_sliding_window=True, sliding_window=8, rope_parameters=ropes)
+    with pytest.raises(ConfigError, match="rope_parameters that differ between layers are not supported on CUDA"):
+        open_model(folder, "cpu")
+    edit(folder, rope_parameters=dict.fromkeys(kinds, ropes[kinds[0]]))
+    assert open_model(folder, "cpu").folder.decoder.windows == (8, None)
+
+
+def test_an_encoder_that_does_not_exist_is_named():
+    config = replace(tiny_model("llama", "averaging").config.encoder, kind="magic")
+    with pytest.raises(ConfigError, match="encoder_type 'magic' is not one of attention, averaging"):
+        make_encoder(config, 4, Weights(lambda *_: None, "input_encoder."))
+
+
 # ---- named
 
 
@@ -121,6 +145,31 @@ def test_of_packs_that_requests_name_the_first_is_forgotten_when_there_are_too_m
     again = model.begin_with(packs[0])
     assert again is not first
     assert again.params.start == first.params.start == ((5, 6),)
+
+
+def pack_of(folder, tokenizer=None):
+    """Puts a tuned pack into a converted model's folder and returns its rows [2, 1, D], outputs first."""
+    rows = np.random.default_rng(2).normal(0, 0.3, (2, 1, 64)).astype(np.float32)
+    tuned = TunedRows(rows[1], rows[0], folder_fingerprint(folder, False))
+    section = json.loads((folder / "config.json").read_text())["zip2zip"]
+    edit(folder, zip2zip={**section, "start": [[5, 6]]})
+    save_pack(folder / IN_FOLDER, Pack(((5, 6),), tokenizer, rows=tuned))
+    return rows
+
+
+def test_a_model_begins_with_the_tuned_pack_in_its_folder(folder):
+    rows = pack_of(folder)
+    begin = open_model(folder, "cpu").begin
+    np.testing.assert_array_equal(begin.rows.numpy(), rows.swapaxes(0, 1))
+
+
+def test_the_tuned_pack_in_a_folder_is_one_of_the_folder_s_tokenizer(folder):
+    write_tokenizer(folder, VOCAB)
+    pack_of(folder, tokenizer_fingerprint(load_tokenizer(folder)))
+    assert open_model(folder, "cpu").begin.given.entries == ((5, 6),)
+    pack_of(folder, "0" * 64)
+    with pytest.raises(DataError, match=r"was learned with another tokenizer \(000000000000, not "):
+        open_model(folder, "cpu")
 
 
 # ---- steps

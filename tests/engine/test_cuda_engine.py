@@ -377,6 +377,47 @@ def test_a_session_longer_than_this_engine_has_room_for_gives_the_usual_error(tm
 # ---- how it is opened
 
 
+def test_an_engine_that_keeps_no_sessions_reads_each_prompt_anew(tmp_path):
+    from mlx_zip.cuda.engine import open_cuda_engine
+
+    folder = converted(tmp_path)
+    with open_cuda_engine(folder, device="cpu", sessions=None, max_running=1) as made:
+        for _ in range(2):
+            watch = ask(made, tiny.base_ids(20), max_tokens=5)[1].wait()
+            assert watch.end.counts.cached_tokens == 0
+        assert made.sessions() == []
+
+
+def test_a_tokenizer_s_own_code_and_a_chat_template_of_one_s_own_can_be_asked_for(tmp_path, monkeypatch):
+    from mlx_zip.cuda import engine as engine_module
+
+    folder, whole, asked = converted(tmp_path, eos_token_id=[5]), engine_module.load_tokenizer, []
+
+    def load(path, trust_remote_code):
+        asked.append(trust_remote_code)
+        return whole(path, trust_remote_code=trust_remote_code)
+
+    monkeypatch.setattr(engine_module, "load_tokenizer", load)
+    template = "{% for one in messages %}w9 {{ one.content }}{% endfor %}"
+    options = {"device": "cpu", "tokenizer_config": {"chat_template": template}, "max_running": 1}
+    with engine_module.open_cuda_engine(folder, **options) as made:
+        asked_before = list(asked)
+    with engine_module.open_cuda_engine(folder, trust_remote_code=True, **options) as made:
+        assert (asked_before, asked) == ([], [True])
+        assert made.tokenizer.apply_chat_template([{"role": "user", "content": "w7"}]) == [9, 7]
+        assert 5 in made.tokenizer.eos_token_ids
+
+
+def converted(tmp_path, **changes):
+    """Saves a tiny model with a tokenizer and returns its folder; changes: keys of config.json."""
+    from support.checkpoints import write_tokenizer
+    from support.torch_folders import save
+
+    folder = save(tiny.tiny_model("llama").eval(), tmp_path / "m", **changes)
+    write_tokenizer(folder, tiny.VOCAB)
+    return folder
+
+
 def test_a_device_that_the_variable_names_wrongly_and_a_missing_card_are_one_line(monkeypatch):
     import torch
 

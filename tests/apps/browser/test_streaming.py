@@ -10,10 +10,8 @@ WORDS = "The sea was calm and the boat was small. The boy and his boat went out 
 LATER = "n => document.querySelector('[data-role=assistant] [data-testid=message-text]').textContent.length > n"
 
 
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    """The app with an engine that writes 60 base tokens of a long text per second, on a port with a key of its own."""
-    home = tmp_path_factory.mktemp("slow")
+def slow_app(home):
+    """Returns the app with an engine that writes 60 base tokens of a long text per second, with a key of its own."""
     (home / "text.txt").write_text(WORDS * 60)
     words = [
         "mlx_zip.apps.replayed_app",
@@ -26,7 +24,13 @@ def slow(tmp_path_factory):
         "--token",
         "k" * 40,
     ]
-    with running(App(home, words)) as app:
+    return App(home, words)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """The slow app, on a port of its own."""
+    with running(slow_app(tmp_path_factory.mktemp("slow"))) as app:
         yield app
 
 
@@ -91,8 +95,8 @@ def test_the_page_says_that_the_server_died_and_finds_it_again(slow, open_tab):
     expected(tab, "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET")
 
 
-def test_what_had_come_when_the_real_app_died_is_there_after_a_new_start(open_tab, tmp_path):
-    app = App(tmp_path)
+def test_what_had_come_when_the_app_died_is_there_after_a_new_start(open_tab, tmp_path):
+    app = slow_app(tmp_path)  # the bundled model may be done before it can be ended
     with running(app):
         tab = open_tab(app).send("Tell me a story about a long journey.", whole=False)
         app.end(signal.SIGKILL)
@@ -102,5 +106,6 @@ def test_what_had_come_when_the_real_app_died_is_there_after_a_new_start(open_ta
         tab.open()
         tab["conversation-link"].first.click()
         tab.page.locator("[data-testid=message][data-role=assistant][data-state=cut]").wait_for()
+        assert WORDS.startswith(tab.text()[:9])
         assert tab["continue"].is_visible()
         expected(tab, "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET", "401")
