@@ -17,7 +17,6 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlx_zip.cuda import kernels
@@ -173,9 +172,11 @@ def _triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
     from triton.runtime import interpreter  # type: ignore[import-not-found]
     from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 
-    if torch.cuda.is_available():
-        return JITFunction, "run", JITFunction.run
-    return interpreter.GridExecutor, "__call__", interpreter.GridExecutor.__call__
+    from mlx_zip.cuda.kernels.tuning import is_interpreted
+
+    if is_interpreted():
+        return interpreter.GridExecutor, "__call__", interpreter.GridExecutor.__call__
+    return JITFunction, "run", JITFunction.run
 
 
 def _counting_triton(mode: _Mode, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -233,6 +234,13 @@ def test_the_script_refuses_what_it_cannot_do(tmp_path):
     done = script(tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "torch finds no CUDA card" in done.stderr
+
+
+def test_the_tests_that_the_script_runs_on_a_card_are_those_that_run_on_a_pretended_one():
+    text = (REPO / "bench" / "h100.sh").read_text()
+    named = set(re.search(r"^tests=\((.*?)\)", text, re.DOTALL | re.MULTILINE)[1].split())  # type: ignore[index]
+    files = (REPO / "tests" / "cuda").glob("test_*.py")
+    assert named == {file.stem for file in files if 'usefixtures("on_a_card")' in file.read_text()}
 
 
 def test_the_scripts_parts_take_less_than_nine_minutes_together():

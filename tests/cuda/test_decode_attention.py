@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 from mlx_zip.cuda.kernels import parts  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention, reference  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_a_card")
+
 HEADS = [(1, 1, 33), (4, 2, 8), (6, 2, 24), (3, 3, 96)]  # H, K, E
 
 
@@ -29,10 +31,11 @@ def caches(guard, dtype, lengths, kv_heads, places, width):
 def check(guard, dtype, lengths, heads, kv_heads, width, places=150, **more):
     q = guard(torch.randn(len(lengths), heads, width).to(dtype))
     keys, values = caches(guard, dtype, lengths, kv_heads, places, width)
-    got = decode_attention(q, keys, values, guard(torch.tensor(lengths)), **more, impl="triton")
+    seen = guard(torch.tensor(lengths))
+    got = decode_attention(q, keys, values, seen, **more, impl="triton")
     scale = more.get("scale") or width**-0.5
     q, keys, values = (part.double().nan_to_num(9.0) for part in (q, keys, values))
-    wanted = reference(q, keys, values, torch.tensor(lengths), more.get("window") or places, scale)
+    wanted = reference(q, keys, values, seen, more.get("window") or places, scale)
     assert got.dtype == dtype
     tolerance = {torch.float32: 3e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -60,15 +63,15 @@ def test_small_caches_have_one_part(guard, places):
 
 def test_lengths_beyond_the_capacity_and_below_zero_are_limited(guard):
     q, cache = guard(torch.randn(2, 1, 4)), guard(torch.randn(2, 1, 40, 4))
-    got = decode_attention(q, cache, cache, torch.tensor([41, -3]), impl="triton")
-    wanted = reference(q.double(), cache.double(), cache.double(), torch.tensor([40, 0]), 40, 0.5)
+    got = decode_attention(q, cache, cache, guard(torch.tensor([41, -3])), impl="triton")
+    wanted = reference(q.double(), cache.double(), cache.double(), guard(torch.tensor([40, 0])), 40, 0.5)
     torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=3e-6)
 
 
 def test_large_scores_do_not_overflow(guard):
     q, cache = guard(torch.full((1, 2, 4), 100.0)), guard(torch.full((1, 1, 70, 4), 100.0))
-    got = decode_attention(q, cache, cache, torch.tensor([70]), impl="triton")
-    torch.testing.assert_close(got, torch.full((1, 2, 4), 100.0))
+    got = decode_attention(q, cache, cache, guard(torch.tensor([70])), impl="triton")
+    torch.testing.assert_close(got, torch.full_like(q, 100.0))
 
 
 def test_parts_are_as_many_as_keys_and_programs_allow():

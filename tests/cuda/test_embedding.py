@@ -7,6 +7,8 @@ pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels.embedding import hyper_embedding, reference  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_a_card")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from mlx_zip.cuda.kernels import head_triton, top_triton  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head, reference  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_a_card")
+
 SHAPES = [(1, 5, 5, 0, 8), (1, 40, 33, 18, 33), (3, 19, 17, 3, 600)]  # B, R, V, C, D
 SUMS = {"rtol": 1e-5, "atol": 1e-4}  # float32 sums of up to 600 products
 

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from mlx_zip.cuda.kernels.install import install_rows  # noqa: E402
 from mlx_zip.cuda.launches import counted  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_a_card")
+
 SEQUENCES, SLOTS, BEFORE, PLACES = 3, 5, 4, 6
 NEW = [[0, 2, 1, 0, 0], [4, 0, 3, 4, 4], [5, 0, 2, 5, 5], [7, 2, 3, 7, 7]]  # the first entry three times: padding
 

@@ -23,6 +23,7 @@ from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_store  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.kernels.gate import silu_gate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.transfers import Download, Upload  # noqa: E402
 from mlx_zip.engine.options import RunOptions, ServeOptions  # noqa: E402
@@ -64,6 +65,18 @@ def test_tensors_of_the_host_and_of_the_card_do_not_mix(card):
     assert (ours + torch.tensor(1.0)).tolist() == [2, 2, 2]
     with pytest.raises(CardError, match="on the card and on the host"):
         ours.add(torch.ones(3))
+
+
+def test_rows_are_chosen_by_numbers_of_the_host_too(card):
+    ours = torch.zeros(4, 2, device=CARD)
+    ours[[3, 1]] = 1.0
+    assert ours.tolist() == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    assert ours[[1, 2]].tolist() == [[1, 1], [0, 0]]
+
+
+def test_kernels_for_the_card_do_not_run_on_the_host(monkeypatch):
+    with pretended_card(monkeypatch), pytest.raises(CardError, match="got tensors on the host only"):
+        silu_gate(torch.ones(1, 4), impl="triton")
 
 
 def test_memory_that_nobody_wrote_holds_no_numbers(card):

@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 from mlx_zip.cuda.kernels.rope import reference, rope_and_cache  # noqa: E402
 from mlx_zip.cuda.kernels.rotation import Rotation  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_a_card")
+
 SHAPES = [(4, 2, 6, 3), (1, 1, 33, 8)]  # heads, key heads, columns of a head, frequencies
 
 
@@ -42,10 +44,10 @@ def test_queries_are_rotated_and_keys_and_values_reach_their_slots_only(
 
 @pytest.mark.parametrize("position", [511, 131_071])
 def test_far_positions_are_rotated_by_the_angles_that_float32_has(guard, close, position):
-    qkv, rates = torch.randn(1, 1, 3 * 8), torch.tensor([[1.0, 0.5, 2.0**-9, 2.0**-14]])  # exact angles
-    at, caches = torch.tensor([[position]]), [torch.zeros(1, 1, 1, 8) for _ in range(2)]
+    qkv, rates = guard(torch.randn(1, 1, 3 * 8)), guard(torch.tensor([[1.0, 0.5, 2.0**-9, 2.0**-14]]))  # exact angles
+    at, caches = guard(torch.tensor([[position]])), [guard(torch.zeros(1, 1, 1, 8)) for _ in range(2)]
     exact = [cache.double() for cache in caches]
-    got = rope_and_cache(guard(qkv), guard(at), guard(at * 0), Rotation(guard(rates)), *caches, impl="triton")
+    got = rope_and_cache(qkv, at, at * 0, Rotation(rates), *caches, impl="triton")
     close(got, reference(qkv.double(), at, at * 0, Rotation(rates.double()), *exact, 1), roundings=4)
 
 

@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch")
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
 from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_a_card")
+
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("bits", [4, 8])

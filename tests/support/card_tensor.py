@@ -51,7 +51,12 @@ class CardTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(torch.tensor(index) if isinstance(index, list) else index)
+
     def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, list):  # PyTorch would make indices without values of it
+            index = torch.tensor(index)
         if not isinstance(value, torch.Tensor):  # PyTorch would lay the number out where no values are
             value = torch.full((), value, dtype=self.dtype, device=CARD)
         super().__setitem__(index, value)

@@ -316,15 +316,22 @@ def _patch_bias(monkeypatch: Any) -> None:
 
 
 def _patch_interpreter(monkeypatch: Any, card: Card) -> None:
-    """Makes kernels that run in Triton's interpreter work on the card."""
+    """Makes kernels that run in Triton's interpreter work on the card, and on the card only."""
     from triton.runtime.interpreter import GridExecutor
 
+    from mlx_zip.cuda.kernels import dispatch
+
     run = GridExecutor.__call__
+
+    def check_runs(on_gpu: bool) -> None:
+        if not on_gpu:
+            raise CardError("a kernel that is compiled for the card got tensors on the host only")
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
         card.launch(self.fn.__name__, partial(run, self), *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", launched)
+    monkeypatch.setattr(dispatch, "_check_runs", check_runs)
 
 
 def _patch_dispatchers(monkeypatch: Any, card: Card) -> None:
