@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from mlx_zip.cuda.kernels.dispatch import forced
+from mlx_zip.cuda.launches import Launches
+from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.step_cost import step_costs
 
 from .cuda_engines import TorchEngine, copy_bandwidth
@@ -19,20 +23,21 @@ MOST_ROWS = 40
 
 
 def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
-    """Runs a request once untraced and once traced, and writes the trace to folder/name.json.gz.
+    """Runs a request traced, after untraced runs, and writes the trace to folder/name.json.gz.
 
-    Returns its steps' kernels with calls and time, what the step launches, and the bytes that it must move. Time of the
-    prompt is in the trace, too, so `kernels` holds the whole request.
+    Returns the kernels with calls and time, what a step launches, the bytes that it must move, and the time of a step
+    in an untraced run, because tracing makes steps slower. The prompt is in the trace too, so `kernels` holds the whole
+    request.
     """
     prompt, continuation = text[:context], text[context:]
     device = engine.model.device
-    engine.run(prompt, len(continuation), continuation)
+    run = [engine.run(prompt, len(continuation), continuation) for _ in range(2)][-1]  # the first captures graphs
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as found:
-        run = engine.run(prompt, len(continuation), continuation)
+        engine.run(prompt, len(continuation), continuation)
         wait(device)
     _write(found, folder / f"{name}.json")
-    cost, bandwidth = step_costs(engine.model).warm, copy_bandwidth(device)
+    cost, bandwidth = warm_step(engine.model), copy_bandwidth(device)
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
     step_s = sorted(between)[len(between) // 2]
     moved = engine.weight_bytes + engine.kv_bytes * (run.kv_ids - len(run.ids) / 2) + run.row_bytes
@@ -51,6 +56,15 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
     }
 
 
+def warm_step(model: CudaModel) -> Launches:
+    """Returns what a warm step launches. The kernels' references run, by whose rules bytes are counted.
+
+    A kernel that is launched would count all of each tensor, although it reads some rows of it.
+    """
+    with forced("reference"):
+        return step_costs(model).warm
+
+
 def _write(found: Any, path: Path) -> None:
     """Writes a trace, compressed."""
     found.export_chrome_trace(str(path))
@@ -60,9 +74,13 @@ def _write(found: Any, path: Path) -> None:
 
 
 def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
-    """Returns name, calls and time in us of the kernels that took longest (on a CPU: operations), the longest first."""
+    """Returns name, calls and time in us of the kernels that took longest (on a CPU: operations), the longest first.
+
+    Operations of the host have the time of the kernels that they launch too, and are left out for a GPU.
+    """
     time_of = lambda one: one.self_device_time_total if on_gpu else one.self_cpu_time_total
-    rows = sorted(found.key_averages(), key=time_of, reverse=True)[:MOST_ROWS]
+    kept = [one for one in found.key_averages() if (one.device_type == DeviceType.CPU) != on_gpu]
+    rows = sorted(kept, key=time_of, reverse=True)[:MOST_ROWS]
     return [{"name": one.key, "calls": one.count, "us": round(time_of(one), 1)} for one in rows if time_of(one) > 0]
 
 

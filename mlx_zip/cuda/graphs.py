@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
 from typing import TypeVar
 
 import torch
 
 WARM_UPS = 2  # calls before a capture: kernels are compiled and tuned, and libraries set up, outside of it
 Result = TypeVar("Result")
+_capturing = Lock()  # a capture begins with a wait for the whole card, which would break another thread's capture
 
 
 class Graphs:
@@ -60,6 +62,6 @@ class Graphs:
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Returns the captured work and the tensors it returns. Capturing computes nothing."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+        with _capturing, torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             result = work()
         return graph, result

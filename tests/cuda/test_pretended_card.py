@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import islice
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ pytest.importorskip("mlx.core")
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
+from mlx_zip.cuda.ceiling import copy_speed  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_store  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
@@ -129,6 +131,29 @@ def test_a_graph_does_not_survive_the_memory_that_it_reads(card):
     del one
     with pytest.raises(CardError, match="memory that has been given back"):
         graph.replay()
+
+
+def test_graphs_of_two_threads_are_captured_one_after_the_other(card):
+    """A capture begins with a wait for the whole card, which another thread's capture does not survive."""
+    one, is_inside, wait = torch.ones(1, device=CARD), Event(), Event()
+
+    def slow() -> Any:
+        if card.capturing is not None:
+            is_inside.set()
+            wait.wait(0.3)
+        return one + 1
+
+    other = Thread(target=lambda: Graphs(CARD).run("slow", slow))
+    other.start()
+    assert is_inside.wait(10)
+    assert Graphs(CARD).run("fast", lambda: 7) == 7
+    other.join()
+    assert card.replays == 2
+
+
+def test_a_copys_speed_is_measured_by_the_cards_clock(card):
+    seconds = 1e-6 * (1 + 1)  # one piece of work between the events
+    assert copy_speed(CARD, 4000) == pytest.approx(2 * 4000 / seconds)
 
 
 # ---- copies

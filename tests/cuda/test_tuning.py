@@ -22,6 +22,7 @@ class Kernel:
 
     def __init__(self, *refused: int) -> None:
         self.now, self.launched, self.compiled, self.refused = 0.0, [], [], refused
+        self.waits = 0  # for one event; a wait for the whole card would break what another thread captures
 
     def __getitem__(self, grid):
         def launch(*args, COLUMNS, num_warps):
@@ -47,6 +48,9 @@ def kernel(request, monkeypatch):
         def record(self):
             self.at = made.now
 
+        def synchronize(self):
+            made.waits += 1
+
         def elapsed_time(self, end):
             return end.at - self.at
 
@@ -54,7 +58,6 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(tuning, "_compiling", nullcontext)
     monkeypatch.setattr(tuning, "FLUSHED", 1)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(size, dtype=dtype))
     return made
@@ -65,6 +68,7 @@ def test_the_fastest_size_is_found_at_the_first_launch_of_a_key_and_taken_from_t
     tuned.launch("a", (7,), "x")
     assert kernel.compiled == [512, 1024, 2048]
     assert len(kernel.launched) == 3 + 3 * tuning.ROUNDS + 1
+    assert kernel.waits == 1
     for _ in range(2):
         tuned.launch("a", (7,), "x")
     assert kernel.launched[-3:] == [((7,), ("x",), 1024, 8)] * 3

@@ -66,10 +66,18 @@ class CardTensor(torch.Tensor):
 
 
 class CardGenerator(torch.Generator):
-    """Random numbers for the card; they are the host's."""
+    """Random numbers for a device; those for the card are the host's."""
 
-    def __new__(cls, device: object = "cpu") -> CardGenerator:
-        return super().__new__(cls)
+    where: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> CardGenerator:
+        made = super().__new__(cls)
+        made.where = CARD if torch.device(device).type == "cuda" else torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.where
 
 
 def is_card(value: object) -> bool:

@@ -28,7 +28,18 @@ import torch._dynamo  # a dispatch mode imports it at its first operation
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from support.card_graph import Event, Graph, Stream
-from support.card_tensor import CardError, CardGenerator, CardTensor, held, is_card, mapped, place, poison, tensors_in
+from support.card_tensor import (
+    CARD,
+    CardError,
+    CardGenerator,
+    CardTensor,
+    held,
+    is_card,
+    mapped,
+    place,
+    poison,
+    tensors_in,
+)
 
 GIGABYTES = 80 << 30
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount"}
@@ -45,7 +56,7 @@ class Card(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queued = self.replays = 0
+        self.queued = self.replays = self._waited = 0
         self.syncs: Counter[str] = Counter()
         self.capturing: Graph | None = None
         self._tensors: dict[int, weakref.WeakSet[CardTensor]] = {}
@@ -71,8 +82,13 @@ class Card(TorchDispatchMode):
         for _, source, values in self._leaving:
             if not torch.equal(source, values):
                 raise CardError(f"a tensor {list(source.shape)} was changed before the card had read it")
+        self._waited = max(self._waited, self.queued if until is None else until)
         self._arriving = [one for one in self._arriving if until is not None and one[0] > until]
         self._leaving = [one for one in self._leaving if until is not None and one[0] > until]
+
+    def reached(self, number: int) -> bool:
+        """Returns whether the host has waited until the card had done what it was given up to this number."""
+        return number <= self._waited
 
     def _sync(self, name: str) -> None:
         self.wait()
@@ -255,6 +271,8 @@ def pretended_card(monkeypatch: Any, kernels: bool = True) -> Iterator[Card]:
     for name, value in _torch_cuda(card).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "Generator", CardGenerator)
+    for owner, name in ((torch.Tensor, "to"), (torch, "tensor")):
+        monkeypatch.setattr(owner, name, _numbered(getattr(owner, name)))
     _patch_bias(monkeypatch)
     (_patch_interpreter if kernels else _patch_dispatchers)(monkeypatch, card)
     _patch_threads(monkeypatch, card)
@@ -279,6 +297,8 @@ def _torch_cuda(card: Card) -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
+        "get_device_name": lambda device=None: "a pretended card",
+        "reset_peak_memory_stats": lambda device=None: None,
         "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (GIGABYTES, GIGABYTES),
         "memory_allocated": lambda device=None: 0,
@@ -300,6 +320,16 @@ def _torch_cuda(card: Card) -> dict[str, Any]:
 def _of(card: Card, kind: Any) -> type:
     """Returns a class whose instances are made for a card, whatever arguments they get."""
     return type(kind.__name__, (kind,), {"__init__": lambda self, *_, **__: kind.__init__(self, card)})
+
+
+def _numbered(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of PyTorch that gives the card its number, for which a driver would be asked otherwise."""
+    exact = lambda value: CARD if isinstance(value, torch.device) and value.type == "cuda" else value
+
+    def numbered(*args: Any, **kwargs: Any) -> Any:
+        return run(*map(exact, args), **{name: exact(value) for name, value in kwargs.items()})
+
+    return numbered
 
 
 def _patch_bias(monkeypatch: Any) -> None:

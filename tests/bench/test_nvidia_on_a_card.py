@@ -1,0 +1,78 @@
+"""bench nvidia on a card that is pretended: with CUDA events and graphs, as on a real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from torch.autograd import DeviceType  # noqa: E402
+
+from mlx_zip.bench import cuda_engines, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
+from mlx_zip.bench.records import read_lines  # noqa: E402
+from mlx_zip.bench.shape_table import SHAPES, ZipOptions  # noqa: E402
+from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
+from support import tiny_bench  # noqa: E402
+from support.pretend_card import pretended_card  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    tiny_bench.small(monkeypatch)
+    monkeypatch.setattr(cuda_engines, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
+    yield
+    for name in [name for name in SHAPES if name.endswith("-narrow")]:
+        del SHAPES[name]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    with pretended_card(monkeypatch, kernels=False) as made:
+        yield made
+
+
+@pytest.mark.parametrize("part", ["steps", "kernels"])
+def test_the_timed_parts_run_with_events_and_graphs(part, card, tmp_path):
+    assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", part) == 0
+    lines = read_lines(tmp_path / f"{part}.jsonl")
+    assert {one["device"]["device"] for one in lines} == {"cuda"}
+    assert {one["model"].get("dtype", "bfloat16") for one in lines} == {"bfloat16"}
+    assert all(one["step"]["clock"] == "cuda events" for one in lines if part == "steps")
+    assert card.replays > len(lines)
+
+
+def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory_of_their_own(card):
+    """Rows and results of a single call would stay in the cache of a large GPU, which is faster than its memory."""
+    config, device = SHAPES["tiny"], torch.device("cuda")
+    found = dict(gpu_kernels.cases(config, device, torch.bfloat16, 8, 8))
+    work = next(work for name, work in found.items() if name.startswith("hyper embedding"))
+    results = []
+
+    def kept(impl):
+        results.append(work(impl))
+        return results[-1]
+
+    gpu_kernels.time_kernel(kept, device, 1, 1.0, False, 3)
+    one, two, three = results[-3:]  # those that the graph holds
+    assert len({part.held.untyped_storage().data_ptr() for part in (one, two, three)}) == 3
+    assert not torch.equal(one, two)
+    assert not torch.equal(two, three)
+
+
+def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
+    models = cuda_engines.models_of("tiny", "float32", None, None, "stories", ZipOptions(encoder_layers=1))
+    model = cuda_engines.opened(models)
+    by_rule = gpu_trace.warm_step(model)
+    with forced("triton"):  # as on a card
+        assert gpu_trace.warm_step(model).record() == by_rule.record()
+
+
+def test_the_kernels_of_a_trace_on_a_gpu_are_no_operations_of_the_host():
+    host = SimpleNamespace(key="aten::mm", count=1, self_device_time_total=9.0, device_type=DeviceType.CPU)
+    kernel = SimpleNamespace(key="gemm", count=2, self_device_time_total=8.0, device_type=DeviceType.CUDA)
+    found = SimpleNamespace(key_averages=lambda: [host, kernel])
+    assert gpu_trace.kernel_rows(found, True) == [{"name": "gemm", "calls": 2, "us": 8.0}]
