@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mlx_zip.cuda.kernels.dispatch import forced
@@ -79,7 +78,7 @@ def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
     Operations of the host have the time of the kernels that they launch too, and are left out for a GPU.
     """
     time_of = lambda one: one.self_device_time_total if on_gpu else one.self_cpu_time_total
-    kept = [one for one in found.key_averages() if (one.device_type == DeviceType.CPU) != on_gpu]
+    kept = [one for one in found.key_averages() if (one.device_type.name == "CPU") != on_gpu]
     rows = sorted(kept, key=time_of, reverse=True)[:MOST_ROWS]
     return [{"name": one.key, "calls": one.count, "us": round(time_of(one), 1)} for one in rows if time_of(one) > 0]
 

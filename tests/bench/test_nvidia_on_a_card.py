@@ -9,8 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from torch.autograd import DeviceType  # noqa: E402
-
 from mlx_zip.bench import cuda_engines, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
 from mlx_zip.bench.shape_table import SHAPES, ZipOptions  # noqa: E402
@@ -72,7 +70,8 @@ def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
 
 
 def test_the_kernels_of_a_trace_on_a_gpu_are_no_operations_of_the_host():
-    host = SimpleNamespace(key="aten::mm", count=1, self_device_time_total=9.0, device_type=DeviceType.CPU)
-    kernel = SimpleNamespace(key="gemm", count=2, self_device_time_total=8.0, device_type=DeviceType.CUDA)
+    card, cpu = SimpleNamespace(name="CUDA"), SimpleNamespace(name="CPU")
+    host = SimpleNamespace(key="aten::mm", count=1, self_device_time_total=9.0, device_type=cpu)
+    kernel = SimpleNamespace(key="gemm", count=2, self_device_time_total=8.0, device_type=card)
     found = SimpleNamespace(key_averages=lambda: [host, kernel])
     assert gpu_trace.kernel_rows(found, True) == [{"name": "gemm", "calls": 2, "us": 8.0}]
