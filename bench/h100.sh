@@ -142,7 +142,7 @@ bench() { # bench PART SECONDS
 }
 
 { timeout 20 "$python" -m torch.utils.collect_env || true; } >"$out/environment.txt" 2>&1 9<&-
-bench checks 50
+bench checks 60
 # kernels against float64, with fresh inputs, poisoned outputs and guarded borders
 tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_install test_norm_and_gate test_rope
     test_unpack)
@@ -157,7 +157,7 @@ untested=
 [ -e "${files[0]}" ] || untested="the tests are not in $root"
 [[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$out/float64.xml"
 if [ -z "$untested" ]; then
-    part float64 105 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
+    part float64 80 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
         ${several[@]+"${several[@]}"} "${files[@]}"
 else
     echo "== float64: not run ($untested)"
@@ -171,12 +171,12 @@ if [ -z "$untested" ]; then
 else
     echo "== sanitizer: not run ($untested)"
 fi
-bench steps 85
+bench steps 100
 bench generate 100
-bench kernels 60
+bench kernels 50
 [ -z "$others" ] || bench others 110
-bench free 25
-bench trace 25
+bench free 30
+bench trace 30
 bench summary 20
 
 if [ ${#failed[@]} -gt 0 ]; then

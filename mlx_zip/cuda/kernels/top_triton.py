@@ -23,7 +23,7 @@ def launch(logits: torch.Tensor, count: int, top: int) -> tuple[torch.Tensor, to
     The lowest of equal ids comes first. `top` is 1 to `count`, and at most half of `CHUNK`.
     """
     batch, whole = logits.shape
-    chunks, lanes = triton.cdiv(count, CHUNK), triton.next_power_of_2(top)
+    chunks, lanes = triton.cdiv(count, CHUNK), max(2, triton.next_power_of_2(top))  # Triton 3.6 has no `topk` of one
     keys = torch.empty((batch, chunks * lanes), dtype=torch.int64, device=logits.device)
     values = torch.empty((batch, top), dtype=torch.float32, device=logits.device)
     ids = torch.empty((batch, top), dtype=torch.int64, device=logits.device)
