@@ -176,7 +176,7 @@ bench generate 100
 bench kernels 50
 [ -z "$others" ] || bench others 110
 bench free 30
-bench trace 30
+bench trace 35
 bench summary 20
 
 if [ ${#failed[@]} -gt 0 ]; then
