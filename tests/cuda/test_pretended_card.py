@@ -102,6 +102,39 @@ def test_what_was_sent_must_stay_until_the_card_has_it(card):
         torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("ordered", ["not at all", "by a stream", "by an event", "by the host"])
+def test_streams_that_use_the_same_memory_wait_for_each_other(card, ordered):
+    one, main, side = torch.ones(1, device=CARD), torch.cuda.current_stream(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        if ordered == "not at all":
+            with pytest.raises(CardError, match="memory that another stream may be at"):
+                one + 1
+            return
+        if ordered == "by a stream":
+            side.wait_stream(main)
+        elif ordered == "by an event":
+            done = torch.cuda.Event()
+            done.record(main)
+            done.synchronize()
+        else:
+            torch.cuda.synchronize()
+        one += 1
+    with pytest.raises(CardError, match="memory that another stream may be at"):
+        one.clone()
+    main.wait_stream(side)
+    assert one.tolist() == [2]
+
+
+def test_a_graph_uses_memory_in_the_stream_that_it_is_replayed_on(card):
+    graph, one = torch.cuda.CUDAGraph(), torch.ones(1, device=CARD)
+    with torch.cuda.graph(graph):
+        one += 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.replay()
+    with pytest.raises(CardError, match="memory that another stream may be at"):
+        graph.replay()
+
+
 def test_a_graph_works_on_its_addresses_each_time_and_computes_nothing_before(card):
     counter, graphs = torch.zeros(1, device=CARD), Graphs(CARD)
 

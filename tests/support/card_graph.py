@@ -1,4 +1,4 @@
-"""The CUDA graphs, events and streams of a card that is pretended. See `support.pretend_card`."""
+"""The CUDA graphs of a card that is pretended. See `support.pretend_card`."""
 
 from __future__ import annotations
 
@@ -12,38 +12,6 @@ from support.card_tensor import CardError, place, poison, tensors_in, whole
 
 if TYPE_CHECKING:
     from support.pretend_card import Card
-
-
-class Event:
-    """A point in the card's queue."""
-
-    def __init__(self, card: Card) -> None:
-        self._card, self._at = card, 0
-
-    def record(self, stream: object = None) -> None:
-        self._at = self._card.queued
-
-    def synchronize(self) -> None:
-        self._card.wait(self._at)
-
-    def elapsed_time(self, end: Event) -> float:
-        """Returns milliseconds between two points that the card has reached: a thousandth for each piece of work."""
-        if not self._card.reached(self._at) or not self._card.reached(end._at):
-            raise CardError("the time between two events is asked for before the card has reached them")
-        return 1e-3 * (1 + end._at - self._at)
-
-
-class Stream:
-    """A stream of the card. All streams are one queue, whose work is done in the order of the calls."""
-
-    def __init__(self, card: Card) -> None:
-        self._card = card
-
-    def wait_stream(self, stream: object) -> None:
-        """Does nothing."""
-
-    def synchronize(self) -> None:
-        self._card.wait()
 
 
 class Graph:
@@ -69,6 +37,7 @@ class Graph:
             if not self._card.lives(at):
                 raise CardError(f"{name} in a graph uses memory that has been given back")
         self._card.replays += 1
+        self._card.use("a graph", [], [*self._read, *self._own])
         with _disable_current_modes():
             self._poison(self._own)
             for one in self._work:

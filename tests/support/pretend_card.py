@@ -6,9 +6,9 @@
 - Memory that nobody has written holds NaN or huge integers.
 - A CUDA graph computes nothing while it is captured, refuses work that makes the host wait, and works on the same
   addresses each time.
+- Memory that one stream uses must not be used by another one that has not waited for it.
 
-Work is done in the order of the calls, so races between streams are not found. Kernels run in Triton's interpreter, or
-as their references, which is faster.
+Kernels run in Triton's interpreter, or as their references, which is faster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -27,7 +27,8 @@ import torch
 import torch._dynamo  # a dispatch mode imports it at its first operation
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from support.card_graph import Event, Graph, Stream
+from support.card_graph import Graph
+from support.card_streams import Event, Stream, Uses, merge
 from support.card_tensor import (
     CARD,
     CardError,
@@ -58,11 +59,34 @@ class Card(TorchDispatchMode):
         super().__init__()
         self.queued = self.replays = self._waited = 0
         self.syncs: Counter[str] = Counter()
+        self.streams: list[Stream] = []
+        self.awaited: dict[Stream, int] = {}  # the newest work of each stream that the host has waited for
+        self._uses, self._current, self._main = Uses(), threading.local(), Stream(self)
         self.capturing: Graph | None = None
         self._tensors: dict[int, weakref.WeakSet[CardTensor]] = {}
         self._pinned: dict[int, weakref.ref[torch.Tensor]] = {}
         self._arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._leaving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def stream(self) -> Stream:
+        """The thread's current stream."""
+        return getattr(self._current, "stream", self._main)
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        """Makes a stream the thread's current one."""
+        before, self._current.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def use(self, name: str, read: Iterable[int], written: Iterable[int]) -> None:
+        """Notes that the current stream is given work on memory at these addresses; what is captured is given none."""
+        self.queued += 1
+        if self.capturing is None:
+            self._uses.note(self, name, read, written)
 
     def lives(self, at: int) -> bool:
         """Returns whether somebody holds a tensor in the memory of this address."""
@@ -90,8 +114,15 @@ class Card(TorchDispatchMode):
         """Returns whether the host has waited until the card had done what it was given up to this number."""
         return number <= self._waited
 
+    def wait_for_all(self) -> None:
+        """Waits for all streams."""
+        self.wait()
+        for stream in self.streams:
+            merge(self.awaited, stream.seen)
+
     def _sync(self, name: str) -> None:
         self.wait()
+        merge(self.awaited, self.stream.seen)
         self.syncs[name] += 1
 
     def _refuse_in_graph(self, what: str) -> None:
@@ -143,13 +174,17 @@ class Card(TorchDispatchMode):
 
     def _work(self, name: str, run: Callable[[], Any], read: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
         """Does work and notes it if a graph is captured. read: tensors. written: values. Returns the card's tensors."""
-        self.queued += 1
+        self.use(name, map(place, map(held, filter(is_card, read))), map(place, written))
         known = {id(held(one)): one for one in read}
         places = {place(held(one)) for one in read}
         if self.capturing is not None:
             self.capturing.note_before(name, map(held, filter(is_card, read)), written)
         found = run()
         fresh = [one for one in tensors_in(found) if place(one) not in places]
+        for one in fresh:
+            self._uses.forget(place(one))
+        if self.capturing is None and name not in UNSET:
+            self._uses.note(self, name, (), map(place, fresh))
         if self.capturing is not None and (written or fresh) and name not in UNSET:
             self.capturing.note(run, found, fresh)
         elif self.capturing is not None:
@@ -180,9 +215,10 @@ class Card(TorchDispatchMode):
         return self._work(name, alone, read, [*map(held, read)])
 
     @contextmanager
-    def graph(self, graph: Graph, **_: object) -> Iterator[None]:
+    def graph(self, graph: Graph, stream: Stream | None = None, **_: object) -> Iterator[None]:
         """Captures what is done inside."""
         self._refuse_in_graph("another one is captured")
+        self.wait_for_all()
         self.capturing = graph
         try:
             yield
@@ -219,15 +255,18 @@ class Card(TorchDispatchMode):
         if not to_card:
             return func(source, **kwargs)
         self._send(source, waits)
-        return self._operate(func, "_to_copy", (self._card_tensor(source.clone()),), kwargs)
+        values = source.clone()
+        self._uses.forget(place(values))
+        return self._operate(func, "_to_copy", (self._card_tensor(values),), kwargs)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Fills a tensor with values from the other side."""
         if is_card(target):
             self._send(source, not non_blocking)
-            self.queued += 1
+            self.use("copy_", (), [place(held(target))])
             held(target).copy_(source)
             return target
+        self.use("copy_", [place(held(source))], ())
         target.copy_(held(source))
         return self._fetch(target, not non_blocking)
 
@@ -287,7 +326,6 @@ def pretended_card(monkeypatch: Any, kernels: bool = True) -> Iterator[Card]:
 
 def _torch_cuda(card: Card) -> dict[str, Any]:
     """Returns what replaces the parts of torch.cuda."""
-    stream = Stream(card)
     return {
         "_lazy_init": lambda: None,
         "init": lambda: None,
@@ -305,9 +343,9 @@ def _torch_cuda(card: Card) -> dict[str, Any]:
         "max_memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0,
         "empty_cache": lambda: None,
-        "synchronize": lambda device=None: card.wait(),
-        "current_stream": lambda device=None: stream,
-        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda device=None: card.wait_for_all(),
+        "current_stream": lambda device=None: card.stream,
+        "stream": card.on_stream,
         "Stream": _of(card, Stream),
         "Event": _of(card, Event),
         "CUDAGraph": _of(card, Graph),
