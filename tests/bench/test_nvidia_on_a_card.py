@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
 from mlx_zip.bench import cuda_engines, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
 from mlx_zip.bench.shape_table import SHAPES, ZipOptions  # noqa: E402
@@ -22,6 +24,7 @@ def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(cuda_engines, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
+    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -33,14 +36,23 @@ def card(monkeypatch):
         yield made
 
 
-@pytest.mark.parametrize("part", ["steps", "kernels"])
-def test_the_timed_parts_run_with_events_and_graphs(part, card, tmp_path):
+@pytest.mark.parametrize("part", ["steps", "generate", "kernels", "trace"])
+def test_the_timed_parts_run_with_events_and_graphs(part, card, tmp_path, monkeypatch):
+    host_only = lambda activities: profile(activities=[ProfilerActivity.CPU])  # there is no card to trace
+    monkeypatch.setattr(gpu_trace, "profile", host_only)
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", part) == 0
     lines = read_lines(tmp_path / f"{part}.jsonl")
     assert {one["device"]["device"] for one in lines} == {"cuda"}
     assert {one["model"].get("dtype", "bfloat16") for one in lines} == {"bfloat16"}
     assert all(one["step"]["clock"] == "cuda events" for one in lines if part == "steps")
     assert card.replays > len(lines)
+
+
+def test_the_checks_hold_and_compare_graphs_with_eager_work(card, tmp_path):
+    assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
+    names = [one["check"] for one in read_lines(tmp_path / "checks.jsonl") if one["holds"]]
+    assert sum(name.startswith("CUDA graphs of") for name in names) == 2
+    assert len(names) == 5
 
 
 def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory_of_their_own(card):
