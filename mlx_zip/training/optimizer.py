@@ -14,10 +14,10 @@ from mlx_zip.training.settings import TrainSettings
 
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
     """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the rest."""
-    rate = _schedule(settings, settings.learning_rate)
+    rate = schedule(settings, settings.learning_rate)
     decay = settings.weight_decay
     if settings.optimizer == "muon":
-        muon = optim.Muon(_schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
+        muon = optim.Muon(schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
         adamw = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
         return optim.MultiOptimizer([muon, adamw], [_is_hidden_matrix])
     if settings.optimizer == "adamw":
@@ -29,7 +29,7 @@ def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
     return optim.SGD(rate)
 
 
-def _schedule(settings: TrainSettings, peak: float) -> Any:
+def schedule(settings: TrainSettings, peak: float) -> Any:
     """Returns a schedule: linear warm-up to `peak`, then a cosine until the run's end.
 
     Its final rate is the share of `peak` that `min_learning_rate` is of `learning_rate`.

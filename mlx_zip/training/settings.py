@@ -19,6 +19,7 @@ OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "adafactor")
 FINE_TUNE_TYPES = ("lora", "full", "encoders")
 DTYPES = ("float32", "bfloat16")
 COMPILE = ("auto", "on", "off")
+ENGINES = ("mlx", "torch")
 MODEL, ADAPTER = "model", "adapter"
 SAVES = (MODEL, ADAPTER)
 SAVE_DTYPES = ("float32", "float16", "bfloat16")
@@ -242,7 +243,8 @@ class RunOptions:
     valid_share: share of the samples of `data` that is held out; None: `VALID_SHARE`, or the share that the run in
     `out` began with; 0: none. max_seq_length: base ids that a prepared sample may have at most; mask_prompt: whether
     the data must have been prepared without a loss on prompts; None: not checked. report_to: services that get the
-    run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there.
+    run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there. engine: what
+    computes the steps, one of `ENGINES`; it is no part of the run's record, and a run may continue on another one.
     """
 
     data: Sequence[Path]
@@ -261,11 +263,14 @@ class RunOptions:
     mask_prompt: bool | None = None
     report_to: str | None = None
     project_name: str | None = None
+    engine: str = "mlx"
 
     def check(self) -> None:
         """Raises `TrainingError` naming an option that is missing or not allowed."""
         if (self.model is None) == (self.scratch is None):
             raise TrainingError("give --model, or --from-scratch with a config.json")
+        if self.engine not in ENGINES:
+            raise TrainingError(f"engine {self.engine!r} is not one of {', '.join(ENGINES)}")
         if self.save not in SAVES:
             raise TrainingError(f"save {self.save!r} is not one of {', '.join(SAVES)}")
         if self.save_dtype is not None and self.save_dtype not in SAVE_DTYPES:
