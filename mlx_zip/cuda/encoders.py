@@ -34,6 +34,11 @@ class Weights:
     def __init__(self, take: Callable[..., Matrix], prefix: str) -> None:
         self._take, self._prefix = take, prefix
 
+    @property
+    def side(self) -> str:
+        """The side whose rows the encoder makes, one of `SIDES`."""
+        return self._prefix
+
     def matrix(self, name: str, rows: int, columns: int) -> Linear:
         """Returns the product with the matrix `name`.weight [rows, columns]. Raises `ModelError`."""
         return Linear(self._take(f"{self._prefix}{name}.weight", rows, columns))
@@ -93,7 +98,8 @@ def transformer(config: EncoderConfig, merge_size: int, weights: Weights) -> Enc
 
 
 def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
-    """Returns the pre-norm transformer with the first base row as residual, pooled over real places (zip2zip++)."""
+    """Returns the pre-norm transformer with a base row as residual, pooled over real places (zip2zip++)."""
+    residual = {None: None, "first": "first", "last": "last", "mean": "real"}[config.residual_of(weights.side)]
     width, model = config.hidden_size, config.model_size
     places = weights.dense("pos_embed.weight", merge_size, width)
     enter = weights.matrix("proj_in", width, model) if model != width else None
@@ -103,17 +109,22 @@ def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weight
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         x = entry_rows(entries, matrix, None)
-        first = x[:, 0]
+        base = x
         x = (x if enter is None else times(x, enter)) + places[: entries.shape[1]]
         for layer in layers:
             x = layer(x, lengths)
         row = pool(norm(x), lengths, kind)
-        residual = first.contiguous() if config.residual else None
+        added = None if residual is None else _residual_row(base, lengths, residual)
         if leave is not None:
-            return product(row, leave, residual=residual)
-        return row if residual is None else row + residual
+            return product(row, leave, residual=added)
+        return row if added is None else row + added
 
     return encode
+
+
+def _residual_row(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns the base row [N, D] that an entry's row begins as: the first of x [N, S, D], or what `pool` returns."""
+    return x[:, 0].contiguous() if kind == "first" else pool(x, lengths, kind)
 
 
 @dataclass(frozen=True)

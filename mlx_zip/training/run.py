@@ -23,7 +23,7 @@ from mlx_zip.machines import check_equal, summed, together
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
 from mlx_zip.training.baseline import base_bits_per_byte
-from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.checkpoint import checkpoints, digest_of_trained, take_trained
 from mlx_zip.training.held_out import held_out_count, split
 from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.objective import LossWeights, Trainee
@@ -75,6 +75,8 @@ def _run(
 ) -> Outcome:
     """Trains what `_start` returned, and saves the result if all steps are done."""
     trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
+    if options.init_from is not None:
+        take_trained(options.init_from, trainee)
     if settings.grad_checkpoint and options.engine == "mlx":
         recompute_activations(start.model.layers)
     first = group.rank() == 0
@@ -256,8 +258,9 @@ def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
 def _record(options: RunOptions, settings: TrainSettings, data: Joined) -> dict[str, Any]:
     """Returns what the run trains, by which the same command knows it again, see `open_run`."""
     origin = options.model if options.scratch is None else options.scratch.name
+    before = {} if options.init_from is None else {"init_from": digest_of_trained(options.init_from)}
     return {
-        "fixed": {"model": Path(origin).name if origin else None, "settings": settings.deciding()},
+        "fixed": {"model": Path(origin).name if origin else None, "settings": settings.deciding(), **before},
         "data": [_data_record(part) for part in data.parts],
         "encoder": vars(options.encoder),
         "mlx_zip": mlx_zip.__version__,

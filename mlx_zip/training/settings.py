@@ -202,6 +202,11 @@ class EncoderOptions:
     tie_encoders: bool = setting(
         False, "add one hyper-encoder to a plain model for both input and output rows, instead of one for each"
     )
+    residual_by_side: bool = setting(
+        False,
+        "a res_latent_attn encoder's rows begin as the entry's last base row (input) and as the mean of its base rows "
+        "(output), instead of the first base row (needs an encoder for each side; not in the zip2zip package)",
+    )
     position_mode: str = setting(
         "compressed",
         "how a plain model with new hyper-encoders counts positions; compressed: by id, base_token_end: by base id",
@@ -221,6 +226,7 @@ class EncoderOptions:
             "num_hidden_layers": self.num_hidden_layers,
             "num_heads": self.num_heads,
             "intermediate_size": self.intermediate_size,
+            "residual_by_side": self.residual_by_side,
         }
         if self.kind == "transformer":
             chosen["position_encoding"] = "learnable"
@@ -245,6 +251,7 @@ class RunOptions:
     the data must have been prepared without a loss on prompts; None: not checked. report_to: services that get the
     run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there. engine: what
     computes the steps, one of `ENGINES`; it is no part of the run's record, and a run may continue on another one.
+    init_from: folder of another run, whose trained weights of its last checkpoint this run begins with.
     """
 
     data: Sequence[Path]
@@ -264,6 +271,7 @@ class RunOptions:
     report_to: str | None = None
     project_name: str | None = None
     engine: str = "mlx"
+    init_from: Path | None = None
 
     def check(self) -> None:
         """Raises `TrainingError` naming an option that is missing or not allowed."""
