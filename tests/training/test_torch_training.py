@@ -33,7 +33,7 @@ STEPS = 20
 
 def twins(model: Any, config: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
     """A stepper of each kind on equal copies of a model."""
-    chosen = settings(**{"iters": STEPS, "learning_rate": 3e-3, "lora_rank": 4, "max_grad_norm": 0.5, **changes})
+    chosen = settings(**{"iters": STEPS, "learning_rate": 1e-3, "lora_rank": 4, "max_grad_norm": 0.5, **changes})
     weights = LossWeights(chosen.reconstruction, chosen.token_type)
     trainees, named = [], tree_flatten(model.parameters())
     for _ in range(2):
@@ -61,7 +61,7 @@ def batches(model: Model, step: int, availability: str = "causal") -> list[Any]:
     for half in range(2):
         samples = []
         for i in range(3):
-            ids = base_ids(20 + 7 * ((step + i) % 4), seed=100 * step + 10 * half + i)
+            ids = base_ids(10 + 7 * ((step + i) % 4), seed=100 * step + 10 * half + i)
             samples.append(make_sample(params, ids, START[: 1 + i] if i else None, masked=[2, 3 + i]))
         base = model.config.position_mode == "base_token_end"
         canonical = model.config.canonical
@@ -69,7 +69,9 @@ def batches(model: Model, step: int, availability: str = "causal") -> list[Any]:
     return made
 
 
-def assert_alike(model: Model, config: dict[str, Any], availability: str = "causal", **changes: Any) -> None:
+def assert_alike(
+    model: Model, config: dict[str, Any], availability: str = "causal", long: bool = False, **changes: Any
+) -> None:
     """Takes twenty steps with both trainers; losses agree within 1e-4 of their size, gradient norms within 1e-2.
 
     Adam divides gradients by their size, so a norm shows rounding errors of tiny gradients long before a loss does.
@@ -77,7 +79,7 @@ def assert_alike(model: Model, config: dict[str, Any], availability: str = "caus
     ours, theirs = twins(model, config, availability=availability, **changes)
     for step in range(STEPS):
         both = batches(model, step, availability)
-        expected, found = (one.step(both, [False, False]) for one in (ours, theirs))
+        expected, found = (one.step(both, [long, long]) for one in (ours, theirs))
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-2 if name == "grad_norm" else 1e-4), (step, name)
@@ -121,6 +123,17 @@ def test_both_trainers_agree_for_every_setting(changes):
     assert_alike(random_model(config), config, **changes)
 
 
+def test_both_trainers_agree_on_longropes_long_factors():
+    config = tiny_config("phi3", "transformer") | {"original_max_position_embeddings": 8}
+    assert_alike(random_model(config), config, long=True)
+
+
+def test_both_trainers_agree_on_rows_that_begin_by_side():
+    config = tiny_config("llama", "res_latent_attn")
+    config["zip2zip"]["encoder"]["residual_by_side"] = True
+    assert_alike(random_model(config), config)
+
+
 def test_both_trainers_agree_on_canonical_decoding():
     config = tiny_config("llama", "transformer", canonical=True)
     assert_alike(random_model(config), config)
@@ -136,7 +149,7 @@ def test_a_chunk_of_positions_costs_what_the_whole_costs(monkeypatch):
     for chunk in (256, 5):
         monkeypatch.setattr(objective, "CHUNK", chunk)
         model = random_model(config)
-        stepper = twins(model, config, fine_tune_type="full")[1]
+        stepper = twins(model, config, fine_tune_type="full", optimizer="sgd")[1]
         sums = stepper.step(batches(model, 0), [False, False])
         found.append((sums, {name: value.detach().clone() for name, value in stepper.parameters.items()}))
     (whole, by_whole), (cut, by_parts) = found
