@@ -13,6 +13,7 @@ from typing import Any
 from mlx_zip.chosen_packs import read_packs
 from mlx_zip.config import config_of
 from mlx_zip.converters import hub, output, source
+from mlx_zip.converters.gguf import convert_gguf
 from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
 from mlx_zip.converters.starting_pack import begin_with, check_rows, keep_pack
@@ -75,7 +76,22 @@ def convert(
     output.refuse_existing(out)
     recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)
     place = source.locate(hf_path, revision)
-    if lora_only:
+    if place.folder.is_file():
+        given = {
+            "--keep-adapter": keep_adapter,
+            "--lora-only": lora_only,
+            "--encoder-bits": encoder_bits is not None,
+            "--canonical": canonical is not None,
+            "--pack": pack is not None,
+            "--policy": policy is not None,
+            "--trust-remote-code": trust_remote_code,
+        }
+        if flags := [flag for flag, value in given.items() if value]:
+            raise ConversionError(
+                f"{' and '.join(flags)}: a GGUF file holds a plain model, for which this has no effect"
+            )
+        convert_gguf(place, out, dtype, recipe, progress)
+    elif lora_only:
         others = any(option is not None for option in (canonical, pack, policy))
         _refuse_with_lora_only(recipe, keep_adapter or others)
         write_adapter(out, source.complete(place), dtype, progress)
