@@ -34,7 +34,7 @@ CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
     "keep",
     "compile",
 )
-ADDED_LATER = ("lora_keys",)  # recorded only if set, so that runs begun by older versions can be continued
+ADDED_LATER = ("lora_keys", "encoder_learning_rate")  # recorded only if set, so that runs begun by older versions can be continued
 LARGEST = 2**63 - 1  # largest integer that MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
@@ -84,6 +84,11 @@ class TrainSettings:
     )
     learning_rate: float = setting(3e-4, "peak learning rate of the cosine schedule")
     min_learning_rate: float = setting(1e-5, "final learning rate of the cosine schedule")
+    encoder_learning_rate: float = setting(
+        0.0,
+        "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once and so must often be smaller",
+        shown="--learning-rate",
+    )
     muon_learning_rate: float = setting(
         0.02, "peak learning rate of the matrices that --optimizer muon trains with Muon"
     )
@@ -137,6 +142,8 @@ class TrainSettings:
             raise TrainingError(f"lora_dropout must be below 1, got {self.lora_dropout}")
         if self.lora_dropout and self.grad_checkpoint and self.fine_tune_type == "lora":
             raise TrainingError("grad_checkpoint would drop other values in its second pass: leave out lora_dropout")
+        if self.encoder_learning_rate and self.optimizer == "muon":
+            raise TrainingError("encoder_learning_rate is for one optimizer; muon has rates of its own")
         if self.warmup >= self.iters and self.warmup:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 

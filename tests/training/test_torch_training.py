@@ -114,6 +114,7 @@ def test_both_trainers_agree_for_every_family_and_position_mode(family, mode):
         {"reconstruction": 0.3, "token_type": 0.05},
         {"optimizer": "adam", "fine_tune_type": "encoders"},
         {"optimizer": "sgd", "learning_rate": 1e-2, "warmup": 5},
+        {"encoder_learning_rate": 1e-4, "warmup": 3},
         {"lora_layers": 1, "lora_keys": "self_attn.q_proj", "max_grad_norm": 0.0},
     ],
     ids=lambda changes: " ".join(changes),

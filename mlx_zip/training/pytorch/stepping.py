@@ -13,7 +13,7 @@ from mlx.utils import tree_unflatten
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.batches import Batch
 from mlx_zip.training.objective import Trainee
-from mlx_zip.training.optimizer import schedule
+from mlx_zip.training.optimizer import peak_of, schedule, single_of
 from mlx_zip.training.pytorch.model import TorchModel, to_mlx, to_torch
 from mlx_zip.training.pytorch.objective import losses, plain_losses
 from mlx_zip.training.settings import TrainSettings
@@ -52,18 +52,16 @@ class TorchStepper:
             self.model.body.activation_checkpointing_enable({"use_reentrant": False})
         self.weights = trainee.loss_weights
         self.parameters = self.model.trained
-        self.optimizer = _make_optimizer(settings, self.parameters.values())
-        self.schedule = schedule(settings, settings.learning_rate)
+        self.optimizer = _make_optimizer(settings, self.parameters)
         self._take_state()
 
     def _take_state(self) -> None:
         """Takes the optimizer's state from the MLX optimizer, which a checkpoint may have filled."""
-        self.steps = int(self.mlx_optimizer.step.item())
+        self.steps = int(single_of(self.mlx_optimizer, "").step.item())
         if not self.steps or self.settings.optimizer == "sgd":
             return
-        state = self.mlx_optimizer.state
         for name, parameter in self.parameters.items():
-            mine = _at(state, name)
+            mine = _at(single_of(self.mlx_optimizer, name).state, name)
             moments = {theirs: to_torch(mine[ours]).to(self.device) for ours, theirs in MOMENTS.items()}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
 
@@ -73,7 +71,7 @@ class TorchStepper:
         self.trainee.update(tree_unflatten(named))
         for name, parameter in self.parameters.items():
             if found := self.optimizer.state.get(parameter):
-                _at(self.mlx_optimizer.state, name).update(
+                _at(single_of(self.mlx_optimizer, name).state, name).update(
                     {ours: to_mlx(found[theirs]) for ours, theirs in MOMENTS.items() if theirs in found}
                 )
         mx.eval(self.trainee.trainable_parameters(), self.mlx_optimizer.state)
@@ -117,13 +115,14 @@ class TorchStepper:
         norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         if (limit := self.settings.max_grad_norm) and norm > limit:
             torch._foreach_mul_(gradients, min(limit / (norm + 1e-6), 1.0))
-        rate = float(self.schedule(mx.array(self.steps)).item())
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = float(schedule(self.settings, group["peak"])(mx.array(self.steps)).item())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        self.mlx_optimizer.state |= {"step": mx.array(self.steps, mx.uint64), "learning_rate": mx.array(rate)}
+        for group in self.optimizer.param_groups:
+            known = {"step": mx.array(self.steps, mx.uint64), "learning_rate": mx.array(group["lr"])}
+            single_of(self.mlx_optimizer, group["name"]).state.update(known)
         return norm
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -135,15 +134,23 @@ class TorchStepper:
         }
 
 
-def _make_optimizer(settings: TrainSettings, parameters: Any) -> torch.optim.Optimizer:
-    """Returns the run's optimizer. Raises `TrainingError` for one that only MLX's trainer has."""
-    rate, parameters = settings.learning_rate, list(parameters)
+def _make_optimizer(settings: TrainSettings, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """Returns the run's optimizer, with a group of parameters for each peak learning rate.
+
+    A group holds its `peak` and the `name` of one of its weights. Raises `TrainingError` for an optimizer that only
+    MLX's trainer has.
+    """
+    groups: dict[float, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        peak = peak_of(settings, name)
+        groups.setdefault(peak, {"params": [], "peak": peak, "name": name})["params"].append(parameter)
+    made, rate = list(groups.values()), settings.learning_rate
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=settings.weight_decay)
+        return torch.optim.AdamW(made, rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=settings.weight_decay)
     if settings.optimizer == "adam":
-        return torch.optim.Adam(parameters, rate, betas=(0.9, 0.999), eps=1e-8)
+        return torch.optim.Adam(made, rate, betas=(0.9, 0.999), eps=1e-8)
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, rate)
+        return torch.optim.SGD(made, rate)
     raise TrainingError(f"--engine torch has no optimizer {settings.optimizer}; it has adamw, adam and sgd")
 
 
