@@ -25,9 +25,9 @@ from mlx_zip.converters.prepared import DTYPES, parameters_of
 from mlx_zip.converters.quantization import Recipe, quantize_model
 from mlx_zip.converters.tensors import some
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer
-from mlx_zip.decoders import check_options
 from mlx_zip.errors import ConfigError, ConversionError, DataError
 from mlx_zip.files import write_json
+from mlx_zip.models import check_config
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
@@ -44,12 +44,12 @@ def convert_gguf(place: Place, out: Path, dtype: str | None, recipe: Recipe, pro
     architecture = file.metadata.get("general.architecture")
     try:
         config = read_config(file)
-        check_options(config)
+        check_config(config)
         tokenizer = read_gguf_tokenizer(file.path, file.metadata, architecture, config["max_position_embeddings"])
     except (ConfigError, DataError) as error:
         where = "" if str(error).startswith(str(file.path)) else f"{file.path}: "
         raise ConversionError(f"{where}{error}") from error
-    if len(tokenizer.settings) and tokenizer.library.get_vocab_size() > config["vocab_size"]:
+    if tokenizer.library.get_vocab_size() > config["vocab_size"]:
         raise ConversionError(
             f"{file.path}: the tokenizer has {tokenizer.library.get_vocab_size()} ids, and the embedding "
             f"{config['vocab_size']} rows"
@@ -73,9 +73,7 @@ def _sources(file: GgufFile, config: dict[str, Any], architecture: str) -> dict[
     Raises `ConversionError` listing tensors that are not known.
     """
     names = tensor_names(config, architecture)
-    if config["num_hidden_layers"] and (
-        unknown := file.tensors.keys() - names.keys() - {*SETTINGS_TENSORS.get(architecture, ())}
-    ):
+    if unknown := file.tensors.keys() - names.keys() - {*SETTINGS_TENSORS.get(architecture, ())}:
         raise ConversionError(f"{file.path}: unknown tensors: {some(unknown)}")
     return {names[name]: name for name in file.tensors if name in names}
 
@@ -107,6 +105,8 @@ def _checked_model(file: GgufFile, config: dict[str, Any], tensors: dict[str, Te
     if wrong:
         shapes = (f"{tensors[n].name} {list(tensors[n].shape)} instead of {list(expected[n])}" for n in wrong)
         problems.append(f"misshapen: {some(shapes)}")
+    if packed := [t.name for t in tensors.values() if len(t.shape) == 1 and t.kind.name not in DENSE]:
+        problems.append(f"vectors in a packed type: {some(packed)}")
     if problems:
         raise ConversionError(f"{file.path}: the tensors do not match the metadata; {'; '.join(problems)}")
     model.set_dtype(dtype)
@@ -161,7 +161,7 @@ def _planned(
             makers[f"{path}.scales"], makers[f"{path}.biases"] = scales, functools.partial(scales, biases=True)
         else:
             module: Any = modules[path]
-            dense = functools.partial(file.dense, tensor, shapes[f"{path}.scales"].dtype, order)
+            dense = functools.partial(file.dense, tensor, DTYPES[config["torch_dtype"]], order)
             quantized = _Quantized(dense, module.group_size, module.bits, module.mode)
             for part, kind in enumerate(("weight", "scales", "biases")):
                 makers[f"{path}.{kind}"] = functools.partial(quantized.take, part)

@@ -166,7 +166,7 @@ def _check_sizes(take: Settings, config: Mapping[str, Any]) -> None:
         EMBEDDING: (config["vocab_size"], width),
         "blk.0.attn_qkv.weight" if joined else "blk.0.attn_q.weight": (queries + 2 * keys * joined, width),
         "blk.0.ffn_down.weight": (width, config["intermediate_size"]),
-        f"blk.{min(layers, MAX_LAYERS) - 1}.attn_norm.weight": (width,),
+        **{f"blk.{i}.attn_norm.weight": (width,) for i in range(min(layers, MAX_LAYERS))},
     }
     for name, shape in expected.items():
         found = take.file.tensors.get(name)

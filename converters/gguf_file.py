@@ -111,7 +111,7 @@ class GgufFile:
         the type needs the library gguf.
         """
         rows = self._rows(tensor, order)
-        step = max(1, _CHUNK // tensor.shape[-1])
+        step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
         parts = [_values(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step)]
         made = [part.astype(dtype) for part in parts]
         return (mx.concatenate(made) if len(made) > 1 else made[0]).reshape(tensor.shape)
@@ -145,9 +145,11 @@ class GgufFile:
         return made
 
     def _rows(self, tensor: Tensor, order: np.ndarray | None) -> np.ndarray:
-        """Returns the bytes of the rows, uint8 [rows, row_bytes], not copied unless `order` is given."""
-        flat = np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset)
-        rows = flat.reshape(-1, tensor.row_bytes)
+        """Returns the bytes of the rows, uint8 [rows, row_bytes], or those of a vector's values [columns, bytes].
+
+        They are not copied unless `order` is given.
+        """
+        rows = np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.shape[0], -1)
         return rows if order is None else rows[order]
 
 

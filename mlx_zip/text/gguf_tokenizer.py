@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file's metadata, as the files that transformers reads: tokenizer.json and its settings.
 
-Source of the keys: gguf.md of ggml. Source of what they mean, and of the names of ways to cut a text: llama-vocab.cpp of
-llama.cpp; where that differs from the tokenizer a model was trained with, the latter counts.
+Source of the keys: gguf.md of ggml. Source of what they mean, and of the names of ways to cut a text: llama-vocab.cpp
+of llama.cpp; where that differs from the tokenizer that a model was trained with, the latter counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEKKEN = (
 class Cut:
     """How a byte-level vocabulary's texts are cut before merges apply.
 
-    pattern: regular expression of the pieces, None for GPT-2's. digits: whether each digit is a piece of its own, which is cut off first.
+    pattern: regular expression of the pieces, None for GPT-2's. digits: whether each digit is a piece of its own.
     composed: whether texts are first normalized to NFC. whole: whether a piece that is a token is not built by merges.
     begins: whether a text begins with the bos token unless the file says otherwise.
     """
@@ -51,11 +51,11 @@ CUTS = {  # by tokenizer.ggml.pre
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": Cut(_TEKKEN, whole=True, begins=True),
     "gpt-4o": Cut(PATTERNS["o200k"]),
+    "dbrx": Cut(PATTERNS["cl100k"]),
 }
 _IDS = {  # key in the file -> name of the special token in tokenizer_config.json
     "bos_token_id": "bos_token",
@@ -69,9 +69,10 @@ _IDS = {  # key in the file -> name of the special token in tokenizer_config.jso
 }
 _ENDINGS = ("eot_token_id", "eom_token_id")
 _ENDING_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
-_OTHER_IDS = tuple(f"{name}_token_id" for name in ("prefix", "suffix", "middle")) + tuple(
-    f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")
-)  # tokens that no setting of transformers names; they are tokens like any other there
+_OTHER_IDS = tuple(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid"))
+_OTHER_IDS += tuple(f"fim_{name}_token_id" for name in ("pad", "rep", "sep"))  # tokens that no setting has to name
+_EXPECTED = {"add_sep_token": False, "escape_whitespaces": True, "treat_whitespace_as_suffix": False}
+_KEPT = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other control tokens take the white space to their right
 _HARMLESS = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens", "tokenizer.rwkv.world")
 
 
@@ -105,8 +106,8 @@ class _Reader:
         self.path, self.architecture = path, architecture
         self.left = {key: value for key, value in metadata.items() if key.startswith(PREFIX) and key not in _HARMLESS}
         self.kind = self.take("model", str)
-        self.tokens: list[str] = self.take("tokens", list)
-        self.types = self.numbers("token_type", "iu", _NORMAL)
+        self.tokens: list[str] = list(self.take("tokens", list))
+        self.types = self.numbers("token_type", "iu", _NORMAL).copy()
         self.check_tokens()
 
     def error(self, what: str) -> DataError:
@@ -160,6 +161,9 @@ class _Reader:
             "model_max_length": context,
             **self.templates(),
         }
+        for name, value in _EXPECTED.items():
+            if self.take(name, bool, value) != value:
+                raise self.error(f"{_GGML}{name} is {not value}, which is not supported")
         if self.left:
             raise self.error(f"unknown keys: {', '.join(sorted(self.left)[:12])}")
         special = {f"{name}_token_id": ids[key] for key, name in (("bos_token_id", "bos"), ("padding_token_id", "pad"))}
@@ -222,19 +226,33 @@ class _Reader:
             raise self.error(f"{_GGML}model {self.kind[:80]!r} is not supported; supported: gpt2, llama")
         self.take("pre", str, "default")
         self.take("merges", list, [])  # they follow from the scores
-        prefix = self.take("add_space_prefix", bool, True)
+        scores = [float(score) for score in self.numbers("scores", "f", 0.0)]
+        if self.architecture.startswith("gemma"):
+            self.respell_spaces()
+            scores = [-float(i) for i in range(len(self.tokens))]  # there, the order of tokens is that of merges
+        pieces = tuple(zip(self.tokens, scores, map(int, self.types), strict=True))
         single = self.take("remove_extra_whitespaces", bool, False)
-        scores = self.numbers("scores", "f", 0.0)
-        pieces = tuple(zip(self.tokens, map(float, scores), map(int, self.types), strict=True))
+        prefix = self.take("add_space_prefix", bool, True)
         return Pieces(self.path, pieces, BPE, b"", prefix, single).library(), True
+
+    def respell_spaces(self) -> None:
+        """Makes tokens of spaces alone, which Gemma's files spell as spaces, pieces that come from merges."""
+        for i, token in enumerate(self.tokens):
+            if not token.strip(" "):
+                self.tokens[i], self.types[i] = SPACE * len(token), _NORMAL
+        self.check_tokens()
 
     def add_tokens(self, library: Any) -> None:
         """Makes control tokens and the user's own be found in a text before it is cut."""
         from tokenizers import AddedToken
 
+        strips = self.architecture == "phi3" and self.kind == "llama"
         for kind, add in ((_CONTROL, library.add_special_tokens), (_USER, library.add_tokens)):
             texts = [text for text, found in zip(self.tokens, self.types, strict=True) if found == kind]
-            add([AddedToken(text, normalized=False, special=kind == _CONTROL) for text in texts])
+            special = kind == _CONTROL
+            right = [special and strips and text not in _KEPT for text in texts]
+            pairs = zip(texts, right, strict=True)
+            add([AddedToken(text, normalized=False, special=special, rstrip=strip) for text, strip in pairs])
 
     def wrap_texts(self, library: Any, first: int | None, last: int | None) -> None:
         """Makes a text begin with the token `first` and end with the token `last`, if they are given."""
