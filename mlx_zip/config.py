@@ -70,7 +70,9 @@ class EncoderConfig:
         if self.kind == "transformer" and self.position_encoding not in (None, "learnable"):
             raise ConfigError(f"encoder: position_encoding {self.position_encoding!r} is not null or 'learnable'")
         if self.residual_by_side and (self.tie_encoders or not self.residual):
-            raise ConfigError("encoder: residual_by_side needs residual, and an encoder for each side (tie_encoders false)")
+            raise ConfigError(
+                "encoder: residual_by_side needs residual, and an encoder for each side (tie_encoders false)"
+            )
 
     def residual_of(self, side: str) -> str | None:
         """Returns which base row `res_latent_attn` adds to a row: "first", "last", "mean" of all, or None.

@@ -74,7 +74,8 @@ def _is_hidden_matrix(path: str, value: mx.array) -> bool:
 
 def learning_rate(optimizer: optim.Optimizer) -> float:
     """Returns the learning rate of the last step; of several, the last one's: with Muon
-    that of AdamW, with an own rate of the encoders the other one."""
+    that of AdamW, with an own rate of the encoders the other one.
+    """
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]
     rate: Any = optimizer.learning_rate.item()

@@ -34,7 +34,10 @@ CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
     "keep",
     "compile",
 )
-ADDED_LATER = ("lora_keys", "encoder_learning_rate")  # recorded only if set, so that runs begun by older versions can be continued
+ADDED_LATER = (
+    "lora_keys",
+    "encoder_learning_rate",
+)  # recorded only if set, so that runs begun by older versions can be continued
 LARGEST = 2**63 - 1  # largest integer that MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}

@@ -208,7 +208,9 @@ def test_quantizing_a_k_type_rounds_it_as_quantizing_its_floats_does(tmp_path):
     written(tmp_path / "model.gguf", kind="Q4_K", width=256)
     floats = tensors(convert(tmp_path / "model.gguf", tmp_path / "floats"))
     found = tensors(convert(tmp_path / "model.gguf", tmp_path / "out", quantize=True, q_bits=8))
-    for part, expected in zip(("weight", "scales", "biases"), mx.quantize(floats["lm_head.weight"], 64, 8), strict=True):
+    for part, expected in zip(
+        ("weight", "scales", "biases"), mx.quantize(floats["lm_head.weight"], 64, 8), strict=True
+    ):
         assert mx.array_equal(found[f"lm_head.{part}"], expected)
 
 
@@ -241,7 +243,9 @@ def test_a_scale_too_large_for_sixteen_bits_is_refused_and_held_by_float32(tmp_p
     head = stored["output.weight"]
     head.data = np.float16(600).tobytes() + head.data[2:]
     (tmp_path / "model.gguf").write_bytes(files.encode({**model.metadata, **tokenizer}, stored))
-    with pytest.raises(ConversionError, match=r"output.weight has a scale that is not finite in float16 \(--dtype float32"):
+    with pytest.raises(
+        ConversionError, match=r"output.weight has a scale that is not finite in float16 \(--dtype float32"
+    ):
         convert(tmp_path / "model.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert tensors(convert(tmp_path / "model.gguf", tmp_path / "out", dtype="float32"))["lm_head.biases"].min() < -70000

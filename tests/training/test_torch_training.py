@@ -21,8 +21,8 @@ from mlx_zip.training.run import make_stepper, train
 from mlx_zip.training.starting_model import freeze
 from mlx_zip.training.stepping import Stepper
 from support.crashing import crash_after
-from support.tiny import ENCODERS, FAMILIES, base_ids, tiny_config, tiny_model
-from support.tiny_training import ENCODER, arrays_of, losses, make_sample, options, random_model, settings, write_shards
+from support.tiny import ENCODERS, FAMILIES, base_ids, tiny_config
+from support.tiny_training import arrays_of, losses, make_sample, options, random_model, settings, write_shards
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -41,7 +41,12 @@ class TorchModel(nn.Module):
     """
 
     def __init__(
-        self, trainee: Trainee, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, dropout: float = 0.0
+        self,
+        trainee: Trainee,
+        config: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        dropout: float = 0.0,
     ) -> None:
         """Copies the trainee. config: the model's config.json. dtype: of frozen weights. dropout: of LoRA inputs.
 
@@ -58,7 +63,9 @@ class TorchModel(nn.Module):
         self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
         self._fill_body(source, dropout)
         loose = {f"model.{name}": value for name, value in _flat(source.parameters())}
-        self.parts = self._reader.take({name: v for name, v in loose.items() if name.removeprefix("model.").startswith(SIDES)})
+        self.parts = self._reader.take(
+            {name: v for name, v in loose.items() if name.removeprefix("model.").startswith(SIDES)}
+        )
         self.parts |= self._reader.take({n: v for n, v in _flat(trainee.parameters()) if n.startswith(HEADS)})
         head = getattr(source, "lm_head", None)
         tied = head is None or config.get("tie_word_embeddings") is True
@@ -93,7 +100,11 @@ class TorchModel(nn.Module):
 
     def _copy(self, name: str, inner: nn.Module, field: str, module: Any, filled: set[str]) -> None:
         """Puts one array of an MLX module into a PyTorch module as its parameter `field`."""
-        value = self._reader.weight(BODY + name, module) if field == "weight" else self._reader.value(BODY + name, module[field])
+        value = (
+            self._reader.weight(BODY + name, module)
+            if field == "weight"
+            else self._reader.value(BODY + name, module[field])
+        )
         there = getattr(inner, field, None)
         if there is None or there.shape != value.shape:
             raise TrainingError(f"--engine torch: {name} has shape {list(value.shape)}, transformers' differs")
@@ -220,5 +231,3 @@ def _make_body(config: Mapping[str, Any]) -> Any:
 def _flat(tree: Any) -> list[tuple[str, mx.array]]:
     found: Any = tree_flatten(tree)
     return found
-
-
