@@ -1,4 +1,4 @@
-"""The decoder and the head on a CPU: a few of PyTorch's own operations per layer, over the filled part of the caches."""
+"""The decoder and the head on a CPU: few of PyTorch's own operations per layer, over the filled part of the caches."""
 
 from __future__ import annotations
 

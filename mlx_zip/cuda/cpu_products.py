@@ -58,7 +58,7 @@ def kept(
 
 
 def _fits(matrix: torch.Tensor, short: bool) -> bool:
-    """Returns whether to keep a matrix in float16. short: whether its values were rounded to 16 bits or fewer before."""
+    """Returns whether to keep a matrix in float16. short: whether its folder has it in 16 bits or fewer."""
     if not matrix.numel() or matrix.abs().max() > LARGEST:
         return False
     return short or bool((matrix.half().float() - matrix).abs().max() <= LOST)

@@ -27,8 +27,8 @@ class Folder:
     """A model's folder with its tensors on a device.
 
     config: config.json. zip: its zip2zip section, None for a plain model. tensors: by checkpoint name; the name of a
-    packed matrix ends in ".weight" too. files: the file that each came from. kernels: whether the model runs by kernels,
-    or by their references where there is no card; else by PyTorch's own operations on a CPU. dtype: of all
+    packed matrix ends in ".weight" too. files: the file that each came from. kernels: whether the model runs by
+    kernels, or by their references where there is no card; else by PyTorch's own operations on a CPU. dtype: of all
     floating-point tensors; without kernels of what is computed, and matrices may still be as the files have them.
     """
 
