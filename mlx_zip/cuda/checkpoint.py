@@ -82,9 +82,11 @@ def read_tensors(
     entries: Mapping[str, Entry],
     device: torch.device,
     dtype: torch.dtype,
+    as_stored: bool = False,
 ) -> dict[str, torch.Tensor | Packed]:
     """Returns the tensors of `entries` on a device, floating-point ones in `dtype`, packed ones as `Packed`.
 
+    as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file.
     Raises `ModelError` naming file and tensor for dtypes and quantizations that are not supported.
     """
     settings = {name: _packing(folder, config, name, entry) for name, entry in entries.items() if entry.dtype == WORDS}
@@ -96,7 +98,8 @@ def read_tensors(
     for file in sorted({entry.file for entry in entries.values()}):
         with _opened(folder / file) as tensors:
             for name in (name for name, entry in entries.items() if entry.file == file):
-                loose[name] = _moved(tensors.get_tensor(name), device, dtype)
+                tensor = tensors.get_tensor(name)
+                loose[name] = _moved(tensor, device, tensor.dtype if as_stored and tensor.dim() > 1 else dtype)
     return _put_together(folder, entries, settings, loose)
 
 

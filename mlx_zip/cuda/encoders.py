@@ -7,7 +7,7 @@ of a matrix [R, D], dense or `Packed`: the embedding on the input side, the head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,19 +29,25 @@ class Weights:
     """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
 
     take: called with a tensor's whole name and shape, as `Folder.take`. prefix: "input_encoder." or "output_encoder.".
+    keep: dtype of the vectors for which matrices are kept for a CPU (`Linear.keep`); None for kernels.
     """
 
-    def __init__(self, take: Callable[..., Matrix], prefix: str) -> None:
-        self._take, self._prefix = take, prefix
+    def __init__(self, take: Callable[..., Matrix], prefix: str, keep: torch.dtype | None = None) -> None:
+        self._take, self._prefix, self._keep = take, prefix, keep
 
     @property
     def side(self) -> str:
         """The side whose rows the encoder makes, one of `SIDES`."""
         return self._prefix
 
-    def matrix(self, name: str, rows: int, columns: int) -> Linear:
-        """Returns the product with the matrix `name`.weight [rows, columns]. Raises `ModelError`."""
-        return Linear(self._take(f"{self._prefix}{name}.weight", rows, columns))
+    def matrix(self, names: str | Sequence[str], rows: int, columns: int) -> Linear:
+        """Returns the product with the matrix NAME.weight [rows, columns], or with several, joined by their rows.
+
+        Raises `ModelError`.
+        """
+        names = [names] if isinstance(names, str) else names
+        whole = joined([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
+        return whole if self._keep is None else whole.keep(self._keep)
 
     def dense(self, name: str, *shape: int) -> torch.Tensor:
         """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""
@@ -179,8 +185,8 @@ def _projections(config: EncoderConfig, weights: Weights, at: str, mask: str) ->
 def _attention(config: EncoderConfig, weights: Weights, names: list[str], mask: str) -> Attend:
     """Returns multi-head attention; names: of the matrices of queries, keys, values and output."""
     width = config.hidden_size
-    *inputs, leave = [weights.matrix(name, width, width) for name in names]
-    enter, heads = joined(inputs), config.num_heads
+    enter, leave = weights.matrix(names[:3], width, width), weights.matrix(names[3], width, width)
+    heads = config.num_heads
 
     def attend(x: torch.Tensor, lengths: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return times(small_attention(times(x, enter), lengths, heads, mask), leave, residual)
