@@ -97,14 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--engine",
         choices=ENGINES,
-        help="what computes the steps; mlx: MLX, torch: PyTorch, on an NVIDIA card if there is one, else the CPU, where it "
-        "is much faster than MLX (default: mlx)",
+        help="what computes the steps; mlx: MLX, torch: PyTorch, on an NVIDIA card if there is one, else the CPU, "
+        "where it is much faster than MLX (default: mlx)",
     )
     add(
         "--init-from",
         metavar="RUN",
-        help="folder of another run whose trained weights (LoRA adapters, hyper-encoders) this run begins with; its optimizer "
-        "starts anew (default: new adapters and encoders)",
+        help="folder of another run whose trained weights (LoRA adapters, hyper-encoders) this run begins with; its "
+        "optimizer starts anew (default: new adapters and encoders)",
     )
     add_all(add, TrainSettings)
     add_all(add, EncoderOptions, ENCODER_FLAGS)

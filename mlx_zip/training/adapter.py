@@ -4,7 +4,8 @@
     zip2zip_config.json, zip2zip_encoders.safetensors  codec and hyper-encoders (only for a zip2zip model)
 
 `mlx_zip convert` puts the folder and its base model together. A pack that the data were prepared with and canonical
-decoding are the keys `start` and `canonical` of zip2zip_config.json, which zip2zip does not know and refuses. Source: zip2zip 0.2.0, peft 0.21 (`LoraConfig`).
+decoding are the keys `start` and `canonical` of zip2zip_config.json, which zip2zip does not know and refuses.
+Source: zip2zip 0.2.0, peft 0.21 (`LoraConfig`).
 """
 
 from __future__ import annotations

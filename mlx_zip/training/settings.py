@@ -89,7 +89,8 @@ class TrainSettings:
     min_learning_rate: float = setting(1e-5, "final learning rate of the cosine schedule")
     encoder_learning_rate: float = setting(
         0.0,
-        "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once and so must often be smaller",
+        "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once, so that they must often "
+        "be smaller",
         shown="--learning-rate",
     )
     muon_learning_rate: float = setting(

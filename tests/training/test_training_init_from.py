@@ -74,7 +74,8 @@ def test_the_command_names_the_leg_before(tmp_path, capsys):
     words = (
         f"train --model {tmp_path / 'plain'} --data {tmp_path / 'data'} --out {tmp_path / 'second'} --iters 1".split()
     )
-    words += ["--encoder", "transformer", "--encoder-layers", "1", "--encoder-heads", "2", "--encoder-intermediate-size", "16"]
+    words += ["--encoder", "transformer", "--encoder-layers", "1", "--encoder-heads", "2"]
+    words += ["--encoder-intermediate-size", "16"]
     words += ["--lora-rank", "2", "--batch-size", "4", "--valid-share", "0", "--init-from", str(first.out)]
     assert cli.main(words) == 0
     assert cli.main([*words[:-1], str(tmp_path / "nowhere")]) == 2

@@ -84,7 +84,7 @@ class TorchStepper:
         for batch in batches:
             found = losses(self.model, self.weights, self._to_device(batch), batch.longest)
             self._total(found).backward()
-            sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
+            sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
         norm = self._update(sums["count"])
         counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in READ}
         samples = float(sum(len(batch.samples) for batch in batches))
