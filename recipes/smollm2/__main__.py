@@ -1,7 +1,8 @@
-"""`python -m recipes.smollm2 --model DIR --out DIR`: makes the data and the packs that SmolLM2 is trained with.
+"""`python -m recipes.smollm2 --model DIR --out DIR`: teaches SmolLM2 hypertokens.
 
     data    documents and the model's own conversations, for training and held out, with a card that names all licences
     packs   packs learned from the training texts, measured on those held out
+    train   one leg of the training with the mixed pack, and of its control, which reads the same windows as they are
 
 A stage that was interrupted goes on when the same command is given again; a file that exists is not made again.
 """
@@ -27,13 +28,14 @@ from .texts import card, make_texts, write
 @dataclass(frozen=True)
 class Recipe:
     """What every stage gets. model: folder of the base. out: folder of all results. shared: folder that holds
-    data/text, None for no data sets.
+    data/text, None for no data sets. leg: the leg that is trained, counted from 1.
     """
 
     settings: Settings
     model: Path
     out: Path
     shared: Path | None = None
+    leg: int = 1
 
     @property
     def data(self) -> Path:
@@ -83,7 +85,19 @@ def make_packs(recipe: Recipe) -> None:
             raise TrainingError(f"the pack {name} could not be learned from {recipe.data}")
 
 
-STAGES: dict[str, Callable[[Recipe], None]] = {"data": make_data, "packs": make_packs}
+def train(recipe: Recipe) -> None:
+    """Trains the leg that --leg names: leg-N/zip and leg-N/control. Raises `TrainingError`."""
+    from .training import prepare_data, train_leg
+
+    folder, leg = recipe.out / f"leg-{recipe.leg}", recipe.settings.leg
+    before = None if recipe.leg == 1 else recipe.out / f"leg-{recipe.leg - 1}"
+    prepare_data(
+        recipe.model, recipe.data, recipe.out / "packs" / "mixed.npz", folder / "data", recipe.settings.packs, leg
+    )
+    train_leg(recipe.model, folder / "data", folder, leg, before, say)
+
+
+STAGES: dict[str, Callable[[Recipe], None]] = {"data": make_data, "packs": make_packs, "train": train}
 
 
 def say(line: str) -> None:
@@ -95,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the stages; returns exit status 0, 2 after an error, 130 after Ctrl-C (the same command continues)."""
     args = parser().parse_args(argv)
     model, out = (Path(path).expanduser().resolve() for path in (args.model, args.out))
-    recipe = Recipe(SMALL if args.small else FULL, model, out, args.shared and Path(args.shared).expanduser().resolve())
+    shared = args.shared and Path(args.shared).expanduser().resolve()
+    recipe = Recipe(SMALL if args.small else FULL, model, out, shared, args.leg)
     try:
         if unknown := sorted(set(args.stages) - set(STAGES)):
             raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
@@ -113,13 +128,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's flags."""
-    made = Parser(prog="python -m recipes.smollm2", description="Makes data and packs that SmolLM2 is trained with.")
+    made = Parser(prog="python -m recipes.smollm2", description="Teaches SmolLM2 hypertokens.")
     add = made.add_argument
     add("stages", nargs="*", metavar="STAGE", help=f"stages to run: {', '.join(STAGES)} (default: all, in this order)")
     add("--model", required=True, help="folder of the base model, with its tokenizer")
     add("--out", required=True, help="folder to write all results to; the same command continues an interrupted run")
     add(
         "--shared", help="folder that holds the data sets, in data/text (default: none: sources and conversations only)"
+    )
+    add(
+        "--leg",
+        type=int,
+        default=1,
+        help="leg to train; a later one begins with the weights of the one before (default: 1)",
     )
     add("--small", action="store_true", help="make little data without any package, as a test (default: off)")
     return made

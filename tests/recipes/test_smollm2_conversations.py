@@ -15,6 +15,7 @@ from support.chat_toy import chat_model, chat_tokenizer
 
 torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
 
+from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
 from recipes.smollm2.decoder import Decoder  # noqa: E402
@@ -187,6 +188,28 @@ def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
     assert packs.keys() == {"chat", "code", "mixed"}
     assert all(2 <= len(pack.entries) <= SMALL.packs.size for pack in packs.values())
     assert packs["mixed"].entries != packs["code"].entries
+
+
+def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
+    from mlx_zip.training.run_folder import read_object
+
+    for name, files in (("zip", 4), ("control", 2)):
+        assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
+    assert read_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
+    words = ["train", "--model", str(base[0]), "--out", str(run), "--small", "--leg", "2"]
+    assert main.main(words) == 0
+    record = read_object(run / "leg-2" / "zip" / "train.json")
+    assert record["fixed"]["init_from"] == digest_of_trained(run / "leg-1" / "zip")
+    log = (run / "leg-2" / "zip.log").read_bytes()
+    assert main.main(words) == 0  # nothing is left to do
+    assert (run / "leg-2" / "zip.log").read_bytes() == log
+
+
+def test_a_leg_that_fails_names_its_log(base, tmp_path, capsys):
+    assert main.main(["data", "packs", "--model", str(base[0]), "--out", str(tmp_path), "--small"]) == 0
+    assert main.main(["train", "--model", str(base[0]), "--out", str(tmp_path), "--small", "--leg", "2"]) == 2
+    assert "zip.log" in capsys.readouterr().err
+    assert "no checkpoint" in (tmp_path / "leg-2" / "zip.log").read_text()
 
 
 def test_the_card_names_every_file_and_licence(run):
