@@ -9,8 +9,8 @@ from typing import Any
 
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters import hub
-from mlx_zip.converters.hub import Place
 from mlx_zip.converters.gguf_file import is_gguf
+from mlx_zip.converters.hub import Place
 from mlx_zip.converters.tensors import Table, read_header, read_model_files, read_object, some
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import at_home
