@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.config import ZipConfig
 from mlx_zip.converters import hub
 from mlx_zip.errors import ConversionError, MlxZipError
 from mlx_zip.loading import load
@@ -286,8 +286,6 @@ def test_the_folder_records_the_file_and_what_it_says_of_itself(tmp_path):
     model = written(tmp_path / "model.gguf", kind="Q8_0")
     files.save(tmp_path / "model.gguf", model, vocabularies.byte_level(), "Q8_0", general__license="apache-2.0")
     out = convert(tmp_path / "model.gguf", tmp_path / "out")
-    import hashlib
-
     source = config_of(out)["mlx_zip"]["source"]
     assert source["sha256"] == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
     assert (source["path"], source["name"], source["license"]) == ("model.gguf", "tiny", "apache-2.0")
@@ -305,25 +303,6 @@ def test_ids_and_chat_template_are_those_of_the_file(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (1, 0)
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n"
-
-
-def test_a_converted_file_can_get_hypertokens(tmp_path):
-    written(tmp_path / "model.gguf", kind="Q8_0")
-    out = convert(tmp_path / "model.gguf", tmp_path / "out")
-    from mlx_zip.models import Model, ModelArgs
-
-    config = config_of(out)
-    section = ZipConfig.from_dict(
-        {
-            "encoder_type": "averaging",
-            "encoder": {"hidden_size": config["hidden_size"]},
-            "position_mode": "compressed",
-            "compression": {"initial_vocab_size": config["vocab_size"], "max_codebook_size": 8, "max_subtokens": 2},
-        },
-        pad_id=0,
-    )
-    made = {**config, "model_type": "zip2zip", "zip2zip": {**section.to_dict(), "base_model_type": "llama"}}
-    assert Model(ModelArgs.from_dict(made)).layers
 
 
 # ---- where a file is found

@@ -13,7 +13,7 @@ LANGUAGES = (
     "Съешь же ещё этих мягких французских булок, да выпей чаю в 2024 году.",
     "东京的天气很好，今天是12月3日。我们去公园吧！ こんにちは、世界。",
     "أهلا بالعالم، العدد هو ٤٢ وليس ١٢٣.",
-    "def f(x: int) -> str:\n    if x >= 10:\n        return f'{x!r} == {x**2}'\n\treturn \"naïve\"  # e\u0301 \U0001f600\r\n",
+    "def f(x: int) -> str:\n    if x >= 10:\n        return f'{x!r} == {x**2}'\n\treturn \"naïve\"  # \U0001f600\r\n",
 )
 TEXT = "\n".join(LANGUAGES)
 CHATML = (
