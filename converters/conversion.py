@@ -59,8 +59,8 @@ def convert(
     (`mlx_zip.canonical`), None for what the source says. pack: a pack, or several that are merged, with which every
     request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they were tuned
     for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what the source
-    says. codebook: the old name of `pack`. base: base model to use instead of the one that the checkpoint names: a folder,
-    hub id or GGUF file, whose packed weights are unpacked to float32 in a temporary folder next to `mlx_path`.
+    says. codebook: the old name of `pack`. base: base model to use in place of the one that the checkpoint names, a
+    folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`.
 
     Raises `ConversionError` or `ConfigError` for a source or arguments that cannot be converted, `DataError` for a pack
     that cannot be read or does not fit, and `ModelError` for tuned rows that are not this model's. Each message names

@@ -274,7 +274,7 @@ def test_a_base_for_what_needs_none_is_refused(source: str, tmp_path: Path) -> N
     write_our_adapter(tmp_path / "src")
     convert(tmp_path / "src", tmp_path / "out", base=str(tmp_path / "base.gguf"))
     edit_json(tmp_path / "src" / "zip2zip_config.json", base_model_name_or_path=".")
-    with pytest.raises(ConversionError, match="--base: .* (needs a base model|holds its own base model)"):
+    with pytest.raises(ConversionError, match=r"--base: .* (needs a base model|holds its own base model)"):
         convert(tmp_path / source, tmp_path / "again", base=str(tmp_path / "base.gguf"))
 
 
