@@ -130,7 +130,8 @@ def take_trained(run: Path, trainee: nn.Module) -> None:
         mx.eval(found)
     except (OSError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{path} cannot be read: {reason(error)}") from error
-    wanted = {name: value.shape for name, value in tree_flatten(trainee.trainable_parameters())}
+    named: Any = tree_flatten(trainee.trainable_parameters())
+    wanted = {name: value.shape for name, value in named}
     theirs = {name: value.shape for name, value in found.items()}
     if wanted != theirs:
         differ = sorted(name for name in wanted.keys() | theirs.keys() if wanted.get(name) != theirs.get(name))

@@ -57,7 +57,8 @@ class TorchStepper:
 
     def _take_state(self) -> None:
         """Takes the optimizer's state from the MLX optimizer, which a checkpoint may have filled."""
-        self.steps = int(single_of(self.mlx_optimizer, "").step.item())
+        done: Any = single_of(self.mlx_optimizer, "").step
+        self.steps = int(done.item())
         if not self.steps or self.settings.optimizer == "sgd":
             return
         for name, parameter in self.parameters.items():
@@ -111,10 +112,12 @@ class TorchStepper:
     def _update(self, count: float) -> float:
         """Applies the gradients, divided by the `count` positions; returns their norm before clipping."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        torch._foreach_div_(gradients, max(count, 1.0))
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        for gradient in gradients:
+            gradient.div_(max(count, 1.0))
+        norm = torch.nn.utils.get_total_norm(gradients).item()
         if (limit := self.settings.max_grad_norm) and norm > limit:
-            torch._foreach_mul_(gradients, min(limit / (norm + 1e-6), 1.0))
+            for gradient in gradients:
+                gradient.mul_(limit / (norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = float(schedule(self.settings, group["peak"])(mx.array(self.steps)).item())
         self.optimizer.step()
