@@ -15,7 +15,7 @@ from typing import Any
 from mlx_zip import bundled, named
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
-from mlx_zip.cli.engines import open_row_store
+from mlx_zip.cli.engines import choose, open_row_store
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    choose(args, name)
     with (
         open_row_store(args) as row_store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,

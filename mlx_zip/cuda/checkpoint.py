@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.decoders import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
 
@@ -121,7 +122,7 @@ def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: Entry) -
     mode, bits, group = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
     if mode != "affine":
         raise ModelError(f"{where}: {name} is quantized in the mode {mode!r}; supported: affine")
-    if type(bits) is not int or type(group) is not int or bits not in (4, 8) or group not in (32, 64, 128):
+    if type(bits) is not int or type(group) is not int or bits not in TORCH_BITS or group not in TORCH_GROUPS:
         raise ModelError(
             f"{where}: {name} is quantized to {bits} bits in groups of {group}; supported: 4 or 8 bits, groups of 32, "
             "64 or 128"
