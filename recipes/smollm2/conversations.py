@@ -27,6 +27,13 @@ from .settings import FUNCTION_REQUESTS, PROBLEM_REQUESTS, SYSTEMS, TASK_REQUEST
 from .texts import DATA_SETS, library
 
 NUMBERS = {"train": 0, "held_out": 10_000_000}  # number of the first conversation of each part
+OWN = "Apache-2.0"  # the model's licence
+LICENCES = {  # of the texts in given user turns
+    "functions": "PSF-2.0",
+    "problems": DATA_SETS["gsm8k"].licence,
+    "tasks": DATA_SETS["mbpp"].licence,
+    "abstracts": DATA_SETS["pubmedqa"].licence,
+}
 TOP = 256  # ids that are drawn from at most
 NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, a conversation that reached its limit
 
@@ -79,10 +86,11 @@ def _texts(shared: Path, name: str, part: str, key: str = "text") -> list[str]:
 def functions(part: str, least: int = 200, most: int = 1200) -> list[str]:
     """Returns the functions of `least` to `most` characters at the top level of Python's library."""
     out = []
-    for source in (text for path, text in library(part).items() if "/" not in path):
+    for source in (file.read_text(encoding="utf-8") for path, file in library(part).items() if "/" not in path):
+        lines = source.split("\n")
         nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-        out += [text for node in nodes if least <= len(text := ast.get_source_segment(source, node) or "") <= most]
-    return out
+        out += ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    return [text for text in out if least <= len(text) <= most]
 
 
 def make_seeds(pools: Mapping[str, Pool], part: str, alone: float, have: set[int]) -> Iterator[Seed]:
@@ -313,7 +321,8 @@ def take(file: Path, folder: Path, seen: set[str]) -> None:
         if "messages" not in one or one["messages"][1]["content"] in seen:
             continue
         seen.add(one["messages"][1]["content"])
-        facts = {"origin": f"sampled: {one['kind']}", "licence": "Apache-2.0"}
+        given = LICENCES.get(one["kind"])
+        facts = {"origin": f"sampled: {one['kind']}", "licence": f"{OWN} and {given}" if given else OWN}
         if one["cut"]:
             turns = [f"<|im_start|>{turn['role']}\n{turn['content']}" for turn in one["messages"]]
             cut.append({"text": "<|im_end|>\n".join(turns), **facts})

@@ -99,7 +99,7 @@ class Packs:
     size: int = 1024
     most_ids: int = 400_000
     merge_size: int = 4
-    codebook_size: int = 2048
+    codebook_size: int = 1280
     window: int = 1024
     domains: tuple[str, ...] = ("chat", "code", "math")
     mixed: tuple[tuple[str, float], ...] = (("chat", 0.35), ("code", 0.35), ("math", 0.2), ("medical", 0.1))
@@ -143,7 +143,7 @@ class Settings:
 FULL = Settings()
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
-    Talk(rows=4, question=40, answer=60, total=600, second=0.5, repeated=0.9, train=400, held_out=150),
+    Talk(rows=4, question=80, answer=60, total=400, alone=0.8, repeated=0.9, train=400, held_out=150),
     Packs(size=16, most_ids=4000, codebook_size=64, domains=("chat", "code"), mixed=(("chat", 0.5), ("code", 0.5))),
     Leg(
         mixture=(("chat", 0.5), ("code", 0.5)),

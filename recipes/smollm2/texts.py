@@ -178,20 +178,17 @@ def chosen(files: Mapping[str, str], seen: Seen, most: int) -> Iterator[tuple[st
             yield path, text
 
 
-def library(part: str) -> dict[str, str]:
-    """Returns the sources of the running Python's standard library, by path.
+def library(part: str) -> dict[str, Path]:
+    """Returns the sources of the running Python's standard library: by path in it, the file.
 
     part: every eighth file at its top is held_out, all else is train.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = {
+    files = {
         one.relative_to(folder).as_posix(): one for one in folder.rglob("*.py") if "site-packages" not in one.parts
     }
-    held_out = set(sorted(name for name in paths if "/" not in name)[7::8])
-    texts = {
-        name: as_text(paths[name].read_bytes()) for name in sorted(paths) if (name in held_out) == (part != "train")
-    }
-    return {name: text for name, text in texts.items() if text is not None}
+    held_out = set(sorted(name for name in files if "/" not in name)[7::8])
+    return {name: files[name] for name in sorted(files) if (name in held_out) == (part != "train")}
 
 
 def code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[Text]], dict[str, list[Text]]]:
@@ -210,7 +207,8 @@ def code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[Text]], dict[str
             readmes[part].append(Text(text, f"{package}: read-me", licence))
     version = f"Python {sys.version.split()[0]}"
     for part, most in ("held_out", 0 if texts.packages else texts.held_out), ("train", texts.library):
-        taken = chosen(library(part), seen, most)
+        found = {path: as_text(file.read_bytes()) or "" for path, file in library(part).items()} if most else {}
+        taken = chosen(found, seen, most)
         sources[part] += [Text(text, f"{version}: {path}", "PSF-2.0") for path, text in taken]
     return sources, readmes
 

@@ -31,17 +31,23 @@ def base(tmp_path_factory):
 # ---- the decoder
 
 
-def test_rows_of_different_lengths_get_the_logits_of_each_text_alone(base):
+def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(base):
     folder, model = base
     decoder = Decoder.read(folder, rows=3, length=16)
-    texts = [np.random.default_rng(n).integers(3, 90, length) for n, length in enumerate((9, 4, 13))]
+    texts = [np.random.default_rng(n).integers(3, 90, 9) for n in range(3)]
     expected = [np.array(model(mx.array(text)[None]))[0] for text in texts]
-    for at in range(13):
-        ids = torch.tensor([int(text[at]) if at < len(text) else 0 for text in texts])
-        logits = decoder.step(ids, torch.arange(3))
-        for row, text in enumerate(texts):
-            if at < len(text):
-                np.testing.assert_allclose(logits[row], expected[row][at], atol=2e-4)
+    begins = (0, 2, 5)
+    for step in range(14):
+        for row, begin in enumerate(begins):
+            if step == begin:
+                decoder.clear(row)
+        places = [min(step - begin, 8) if step >= begin else 0 for begin in begins]
+        logits = decoder.step(
+            torch.tensor([int(text[at]) for text, at in zip(texts, places, strict=True)]), torch.arange(3)
+        )
+        for row, begin in enumerate(begins):
+            if 0 <= step - begin < 9:
+                np.testing.assert_allclose(logits[row], expected[row][step - begin], atol=2e-4)
 
 
 def test_a_cleared_row_forgets_its_text(base):
@@ -223,7 +229,8 @@ def test_the_card_names_every_file_and_licence(run):
 def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
     folder, _ = base
     file, talk = tmp_path / "train.jsonl", replace(SMALL.talk, train=300)
-    arguments = (folder, load_tokenizer(folder), made.make_pools(None, "train"), "train")
+    pools = {"questions": made.Pool(["What is it?"], ("{}",), ("general",), 1.0)}
+    arguments = (folder, load_tokenizer(folder), pools, "train")
     made.sample(*arguments, talk, file)
     before = lines(file)
     with open(file, "a", encoding="utf-8") as out:
@@ -233,6 +240,22 @@ def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
     assert after[: len(before)] == before
     assert len({one["number"] for one in after}) == len(after)
     assert sum(one["length"] for one in after if "messages" in one) >= 700
+
+
+def test_a_repeated_question_is_left_out_and_a_cut_answer_gets_no_end(tmp_path):
+    turns = [("system", "Be kind."), ("user", "Why?"), ("assistant", "Because")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    records = [
+        {"number": 0, "kind": "tasks", "length": 9, "messages": messages, "cut": True},
+        {"number": 1, "kind": "tasks", "length": 9, "messages": messages, "cut": False},
+        {"number": 2, "kind": "tasks", "length": 9, "dropped": "empty"},
+    ]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    made.take(tmp_path / "all.jsonl", tmp_path / "train", set())
+    assert lines(tmp_path / "train" / "chat.jsonl") == []
+    (cut,) = lines(tmp_path / "train" / "chat_cut.jsonl")
+    assert cut["text"].endswith("<|im_end|>\n<|im_start|>assistant\nBecause")
+    assert cut["licence"] == "Apache-2.0 and CC BY 4.0"
 
 
 def test_a_file_that_holds_other_lines_is_refused(tmp_path):
