@@ -111,17 +111,27 @@ def is_converted(place: Place) -> bool:
     return config.is_file() and "zip2zip" in read_object(config)
 
 
-def open_checkpoint(place: Place) -> Checkpoint:
+def check_takes_base(place: Place) -> None:
+    """Raises `ConversionError` unless the place is a checkpoint that needs a base model, which --base can name."""
+    config = place.folder / CONFIG
+    if not place.folder.is_dir() or is_converted(place) or not config.is_file():
+        raise ConversionError(f"--base: {place.name} is no zip2zip checkpoint that needs a base model")
+    if read_object(config).get("base_model_name_or_path") == SELF_CONTAINED:
+        raise ConversionError(f"--base: {place.name} holds its own base model")
+
+
+def open_checkpoint(place: Place, base: Place | None = None) -> Checkpoint:
     """Reads the configs of a checkpoint and lists its tensors, without their data.
 
-    Raises `ConversionError` for a missing or corrupt file, and for a folder that is no zip2zip checkpoint.
+    base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` for a
+    missing or corrupt file, and for a folder that is no zip2zip checkpoint.
     """
     folder = place.folder
     if not (folder / CONFIG).is_file():
         raise ConversionError(f"{place.name} has no {CONFIG}: {_other_kind(folder)}")
     place = complete(place)
     zip_config = read_object(folder / CONFIG)
-    base = _base(place, zip_config)
+    base = base or _base(place, zip_config)
     base_config = _base_config(base)
     contained = base.folder == folder
     adapter = folder if not contained and (folder / ADAPTER_CONFIG).is_file() else None

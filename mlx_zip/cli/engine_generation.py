@@ -1,4 +1,4 @@
-"""One answer of an engine as the responses that `stream_generate` gives; for `mlx_zip generate --engine cuda`."""
+"""One answer of an engine as the responses that `stream_generate` gives; for `mlx_zip generate` on PyTorch."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class Batch:
         count, size = len(self), self._size(len(self))
         logits = logits and chooser is not None
         head = self._graphs.run(("head", size, logits), partial(self._head, size, logits))
-        head = Head(head.best[:count], head.lse[:count], None if head.logits is None else head.logits[:count])
+        head = Head(*(None if part is None else part[:count] for part in head[:3]))
         ids = head.best if chooser is None else chooser(head)
         self._download.begin(ids)
         # `follow` refuses an illegal id, but the body reads it before: it must not read outside of the tables

@@ -1,0 +1,334 @@
+"""Conversations that a model writes itself: how they begin, sampling many at a time, and which ones are kept.
+
+A conversation begins with a system message. Its first user turn is either the model's own too (after the beginning of a
+user turn a chat model writes one), or it is given: a question, or a request about a text. The model answers, and in
+some conversations it writes a second user turn and answers that. What is given and drawn follows from the
+conversation's number, so a run that was stopped goes on with the numbers that its file lacks.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_zip.errors import DataError
+from mlx_zip.files import whole_file
+
+from .decoder import Decoder
+from .settings import FUNCTION_REQUESTS, PROBLEM_REQUESTS, SYSTEMS, TASK_REQUESTS, TEXT_REQUESTS, Talk
+from .texts import DATA_SETS, library
+
+NUMBERS = {"train": 0, "held_out": 10_000_000}  # number of the first conversation of each part
+OWN = "Apache-2.0"  # the model's licence
+LICENCES = {  # of the texts in given user turns
+    "functions": "PSF-2.0",
+    "problems": DATA_SETS["gsm8k"].licence,
+    "tasks": DATA_SETS["mbpp"].licence,
+    "abstracts": DATA_SETS["pubmedqa"].licence,
+}
+TOP = 256  # ids that are drawn from at most
+NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, a conversation that reached its limit
+
+
+# --- How conversations begin ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seed:
+    """The beginning of a conversation. number: all draws follow from it. user: the first user turn; None: written."""
+
+    number: int
+    kind: str
+    system: str
+    user: str | None = None
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What given user turns of one kind are made of. requests: each with a place for a text. systems: names in
+    `SYSTEMS`. share: weight of the kind.
+    """
+
+    texts: Sequence[str]
+    requests: Sequence[str]
+    systems: Sequence[str]
+    share: float
+
+
+def make_pools(shared: Path | None, part: str) -> dict[str, Pool]:
+    """Returns the pools of a part, train or held_out, whose texts are different ones.
+
+    shared: folder that holds data/text; None for functions alone. Raises `DataError`.
+    """
+    pools = {"functions": Pool(functions(part), FUNCTION_REQUESTS, ("general", "coding"), 0.3)}
+    if shared is not None:
+        problems, tasks = _texts(shared, "gsm8k", part, "question"), _texts(shared, "mbpp", part)
+        abstracts = [text for text in _texts(shared, "pubmedqa", part) if len(text) < 1600]
+        pools["problems"] = Pool(problems, PROBLEM_REQUESTS, ("general", "maths"), 0.25)
+        pools["tasks"] = Pool(tasks, TASK_REQUESTS, ("general", "coding"), 0.15)
+        pools["abstracts"] = Pool(abstracts, TEXT_REQUESTS, ("general", "summary", "science"), 0.3)
+    return pools
+
+
+def _texts(shared: Path, name: str, part: str, key: str = "text") -> list[str]:
+    """Returns one value of each record of a data set."""
+    return [record[key].replace("\r\n", "\n").strip() for record in DATA_SETS[name].read(shared, part)]
+
+
+def functions(part: str, least: int = 200, most: int = 1200) -> list[str]:
+    """Returns the functions of `least` to `most` characters at the top level of Python's library."""
+    out = []
+    for source in (file.read_text(encoding="utf-8") for path, file in library(part).items() if "/" not in path):
+        lines = source.split("\n")
+        nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        out += ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    return [text for text in out if least <= len(text) <= most]
+
+
+def make_seeds(pools: Mapping[str, Pool], part: str, alone: float, have: set[int]) -> Iterator[Seed]:
+    """Yields the seeds of a part without end, but not those whose numbers are in `have`.
+
+    alone: part of the seeds whose user turn is left to the model.
+    """
+    names, number = list(pools), NUMBERS[part]
+    while True:
+        if number not in have:
+            draw = random.Random(f"seed {number}")
+            if draw.random() < alone:
+                name = draw.choice(list(SYSTEMS))
+                yield Seed(number, f"own {name}", SYSTEMS[name])
+            else:
+                name = draw.choices(names, [pools[one].share for one in names])[0]
+                pool = pools[name]
+                user = draw.choice(pool.requests).format(draw.choice(pool.texts))
+                yield Seed(number, name, SYSTEMS[draw.choice(pool.systems)], user)
+        number += 1
+
+
+# --- One conversation -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Writing:
+    """A conversation that is being written in one row of the decoder.
+
+    tokenizer: the model's; ChatML's marks in a text are its special tokens.
+    """
+
+    seed: Seed
+    talk: Talk
+    tokenizer: Any
+    given: deque[int] = field(default_factory=deque)  # ids that are read next
+    turn: list[int] = field(default_factory=list)  # ids of the turn that is being written
+    messages: list[dict[str, str]] = field(default_factory=list)
+    length: int = 0  # base ids read and written
+    dropped: str = ""  # why it ended early
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed.number)
+        self.temperature = self.draw.choice(self.talk.temperatures)
+        self.turns = 4 if self.draw.random() < self.talk.second else 2
+        self.end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.messages.append({"role": "system", "content": self.seed.system})
+        text = f"<|im_start|>system\n{self.seed.system}<|im_end|>\n<|im_start|>user\n"
+        if self.seed.user is not None:
+            self.messages.append({"role": "user", "content": self.seed.user})
+            text += f"{self.seed.user}<|im_end|>\n<|im_start|>assistant\n"
+        self._give(text)
+
+    @property
+    def role(self) -> str:
+        """Whose turn is being written."""
+        return "assistant" if self.messages[-1]["role"] == "user" else "user"
+
+    def next(self, drawn: int | None) -> int | None:
+        """Returns the id to be read next, None at the end. drawn: the id drawn after the last one, if none is given."""
+        if self.length == self.talk.total:
+            self.dropped = TOO_LONG
+            return None
+        self.length += 1
+        if self.given:
+            return self.given.popleft()
+        assert drawn is not None
+        if drawn == self.end:
+            return self._end_turn()
+        self.turn.append(drawn)
+        if len(self.turn) > (self.talk.answer if self.role == "assistant" else self.talk.question):
+            self.dropped = NOT_ENDED
+            return None
+        return drawn
+
+    def record(self) -> dict[str, Any]:
+        """Returns the JSON record: pairs of turns, or why there are none.
+
+        An answer that reached its limit is kept, and `cut` is true: its end must not be taken for the answer's.
+        """
+        cut = False
+        if self.dropped in (NOT_ENDED, TOO_LONG) and self.role == "assistant":
+            text = self.tokenizer.decode(self.turn)
+            self.dropped = fault(self.turn, text, self.talk.repeated)
+            if cut := not self.dropped:
+                self.messages.append({"role": "assistant", "content": text})
+        messages = self.messages[: len(self.messages) - (self.messages[-1]["role"] == "user")]
+        out = {"number": self.seed.number, "kind": self.seed.kind, "length": self.length}
+        if len(messages) < 3:
+            return {**out, "dropped": self.dropped or "no answer"}
+        return {**out, "messages": messages, "cut": cut}
+
+    def _end_turn(self) -> int | None:
+        """Keeps the turn that has ended and begins the next one; returns the id that ends it, None at the end."""
+        text = self.tokenizer.decode(self.turn)
+        self.dropped = fault(self.turn, text, self.talk.repeated)
+        if self.dropped:
+            return None
+        self.messages.append({"role": self.role, "content": text})
+        self.turn = []
+        if len(self.messages) > self.turns:
+            return None
+        self._give(f"\n<|im_start|>{self.role}\n")
+        return self.end
+
+    def _give(self, text: str) -> None:
+        self.given.extend(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def fault(ids: Sequence[int], text: str, most: float) -> str:
+    """Returns why a turn is not kept, or nothing. most: largest part of repeated 4-grams."""
+    if not text.strip():
+        return "empty"
+    if "\ufffd" in text or "<|" in text:
+        return "not text"
+    return "repeats" if repeated(ids) > most else ""
+
+
+def repeated(ids: Sequence[int], n: int = 4) -> float:
+    """Returns the part of a sequence's n-grams that occurred in it before; 0 for a sequence shorter than n."""
+    grams = Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
+    return 1 - len(grams) / grams.total() if grams else 0.0
+
+
+# --- Many conversations ---------------------------------------------------------------------------------------------
+
+
+def draw(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, points: Sequence[float]) -> list[int]:
+    """Returns one id per row of logits [n, vocabulary], drawn from the most likely ids that make up `top_p`.
+
+    points: numbers in 0..1, one per row, that choose the id.
+    """
+    best = logits.topk(min(TOP, logits.shape[-1]))
+    shares = (best.values / torch.tensor(temperatures)[:, None]).softmax(-1).cumsum(-1)
+    places = torch.searchsorted(shares, torch.tensor(points)[:, None] * top_p)
+    return best.indices.gather(1, places).squeeze(1).tolist()
+
+
+def write_all(
+    decoder: Decoder, tokenizer: Any, seeds: Iterator[Seed], talk: Talk, done: Callable[[list[dict[str, Any]]], bool]
+) -> None:
+    """Writes conversations until `done` says so, which takes records as they are finished.
+
+    A row whose conversation has ended begins the next one at once, so all rows are always at work.
+    """
+    rows = [Writing(next(seeds), talk, tokenizer) for _ in range(len(decoder.lengths))]
+    ids, drawn = torch.zeros(len(rows), dtype=torch.int64), dict[int, int]()
+    while True:
+        finished = []
+        for row, writing in enumerate(rows):
+            chosen = writing.next(drawn.get(row))
+            if chosen is None:
+                finished.append(writing.record())
+                rows[row] = Writing(next(seeds), talk, tokenizer)
+                chosen = rows[row].next(None)
+                decoder.clear(row)
+            ids[row] = chosen
+        if finished and done(finished):
+            return
+        drawing = {row: one for row, one in enumerate(rows) if not one.given}
+        logits = decoder.step(ids, torch.tensor(list(drawing), dtype=torch.int64))
+        points = [one.draw.random() for one in drawing.values()]
+        chosen_ids = draw(logits, [one.temperature for one in drawing.values()], talk.top_p, points)
+        drawn = dict(zip(drawing, chosen_ids, strict=True))
+
+
+def sample(
+    model: Path,
+    tokenizer: Any,
+    pools: Mapping[str, Pool],
+    part: str,
+    talk: Talk,
+    file: Path,
+    say: Callable[[str], object] = lambda line: None,
+) -> None:
+    """Appends conversations of a part, train or held_out, to a file of JSON lines until it holds enough.
+
+    An interrupted run goes on. model: a folder of a Llama model, dense or packed. say: is given lines of progress.
+    Raises `ModelError`, `DataError`.
+    """
+    have = read_records(file)
+    wanted, kept = getattr(talk, part), sum(one["length"] for one in have if "messages" in one)
+    if kept >= wanted:
+        return
+    decoder = Decoder.read(model, talk.rows, talk.total)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    seeds = make_seeds(pools, part, talk.alone, {one["number"] for one in have})
+    with open(file, "a", encoding="utf-8") as out:
+
+        def done(records: list[dict[str, Any]]) -> bool:
+            nonlocal kept
+            out.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
+            out.flush()
+            before, kept = kept, kept + sum(one["length"] for one in records if "messages" in one)
+            if before * 20 // wanted < kept * 20 // wanted:
+                say(f"conversations, {part}: {kept:,} of {wanted:,} base ids")
+            return kept >= wanted
+
+        write_all(decoder, tokenizer, seeds, talk, done)
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """Returns the records of a file of JSON lines that `sample` wrote, [] if there is none.
+
+    A last line that was not finished is removed from the file. Raises `DataError` for another broken line.
+    """
+    if not file.exists():
+        return []
+    text = file.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        with whole_file(file) as partial:
+            partial.write_text(whole, encoding="utf-8")
+    try:
+        return [json.loads(line) for line in whole.split("\n")[:-1]]
+    except ValueError as error:
+        raise DataError(f"{file} holds a line that is no JSON: {error}; delete the file to begin again") from error
+
+
+def take(file: Path, folder: Path, seen: set[str]) -> None:
+    """Writes the conversations in a file of `sample` to chat.jsonl in a folder, whole or not at all.
+
+    Those whose last answer was cut become texts in chat_cut.jsonl, which end without the mark of an end. seen: first
+    user turns that were taken before; a conversation that repeats one is left out.
+    """
+    whole, cut = list[dict[str, Any]](), list[dict[str, Any]]()
+    for one in read_records(file):
+        if "messages" not in one or one["messages"][1]["content"] in seen:
+            continue
+        seen.add(one["messages"][1]["content"])
+        given = LICENCES.get(one["kind"])
+        facts = {"origin": f"sampled: {one['kind']}", "licence": f"{OWN} and {given}" if given else OWN}
+        if one["cut"]:
+            turns = [f"<|im_start|>{turn['role']}\n{turn['content']}" for turn in one["messages"]]
+            cut.append({"text": "<|im_end|>\n".join(turns), **facts})
+        else:
+            whole.append({"messages": one["messages"], **facts})
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, records in ("chat", whole), ("chat_cut", cut):
+        with whole_file(folder / f"{name}.jsonl") as partial, open(partial, "w", encoding="utf-8") as out:
+            out.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)

@@ -1,0 +1,199 @@
+"""Every choice of the recipe: packages, sizes, requests, packs, training. `FULL` is the run, `SMALL` a test of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PYPI, NPM = "PyPI", "npm"
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of source files. version: the one that is read, and no other. held_out: whether only measured with."""
+
+    registry: str
+    name: str
+    version: str
+    held_out: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.registry} {self.name} {self.version}"
+
+
+def _packages(registry: str, names: str, held_out: bool = False) -> tuple[Package, ...]:
+    """Returns packages given as name==version, separated by white space."""
+    return tuple(Package(registry, *one.split("=="), held_out=held_out) for one in names.split())
+
+
+PACKAGES = (
+    *_packages(
+        PYPI,
+        """aiosmtplib==5.1.3 anyio==4.16.0 attrs==26.1.0 boltons==26.2.0 celery==5.7.0 click==8.5.1 django==5.2.19
+        einops==0.8.2 fastapi==0.165.0 flask==3.1.3 httpx==0.28.1 jinja2==3.1.6 keras==3.15.1 marshmallow==4.4.0
+        mkdocs==1.6.1 more-itertools==11.2.1 networkx==3.6.1 nltk==3.10.4 pygments==2.21.0 pyparsing==3.3.3
+        pytest==9.2.0 redis==8.1.0 requests==2.34.2 rich==15.0.0 scrapy==2.19.0 starlette==1.10.0 sympy==1.14.0
+        textual==8.2.8 toolz==1.2.0 trio==0.35.0 typer==0.29.2 urllib3==2.8.0 werkzeug==3.1.9""",
+    ),
+    *_packages(
+        PYPI,
+        """cachetools==8.0.1 humanize==4.17.0 itsdangerous==2.2.0 jsonschema==4.26.0 markdown==3.11.3 parso==0.8.7
+        tabulate==0.10.0""",
+        held_out=True,
+    ),
+    *_packages(
+        NPM,
+        """axios==1.21.1 commander==14.0.3 eslint==10.15.0 express==5.3.0 fastify==5.12.8 handlebars==4.7.10
+        jsdom==29.1.1 knex==3.3.0 mocha==12.0.3 moment==2.31.0 mongoose==9.12.1 three==0.187.0 underscore==1.13.8
+        webpack==5.112.2 winston==3.19.0 ws==8.23.0""",
+    ),
+    *_packages(NPM, "chalk==5.6.2 koa==3.3.0 luxon==3.7.2", held_out=True),
+)
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """Which packages are read, and sizes in bytes.
+
+    package: most of one package. library: most of Python's standard library. held_out_package: most of one held-out
+    package. held_out: most of every other held-out file.
+    """
+
+    packages: tuple[Package, ...] = PACKAGES
+    package: int = 500_000
+    library: int = 4_000_000
+    held_out_package: int = 40_000
+    held_out: int = 400_000
+
+
+@dataclass(frozen=True)
+class Talk:
+    """How conversations are sampled; sizes in base ids.
+
+    rows: conversations at a time. question, answer, total: most ids of a turn that the model writes as the user, as the
+    assistant, and of a whole conversation. top_p: part of the probability that is drawn from. temperatures: one is
+    drawn for each conversation. alone: part of the conversations whose first user turn is the model's too. second: part
+    that has a second user turn. repeated: largest part of repeated 4-grams of a turn that is kept. train, held_out: ids
+    of conversations to keep.
+    """
+
+    rows: int = 40
+    question: int = 128
+    answer: int = 384
+    total: int = 768
+    top_p: float = 0.95
+    temperatures: tuple[float, ...] = (0.7, 0.8, 0.9, 1.0)
+    alone: float = 0.35
+    second: float = 0.35
+    repeated: float = 0.5
+    train: int = 400_000
+    held_out: int = 40_000
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Packs. size: most entries of each. most_ids: base ids of each domain that a pack is learned from. merge_size,
+    codebook_size: of the model, entries of a pack included. window: base ids that are compressed separately.
+    mixed: domains of the mixed pack and their shares.
+    """
+
+    size: int = 1024
+    most_ids: int = 400_000
+    merge_size: int = 4
+    codebook_size: int = 1280
+    window: int = 1024
+    domains: tuple[str, ...] = ("chat", "code", "math")
+    mixed: tuple[tuple[str, float], ...] = (("chat", 0.35), ("code", 0.35), ("math", 0.2), ("medical", 0.1))
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One leg of the training. mixture: domains and their shares. samples: most windows that are prepared; context:
+    base ids of each. encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
+    """
+
+    mixture: tuple[tuple[str, float], ...] = (("code", 0.45), ("chat", 0.35), ("math", 0.1), ("medical", 0.1))
+    samples: int = 4000
+    context: int = 512
+    iters: int = 1000
+    batch_size: int = 4
+    warmup: int = 20
+    seed: int = 1
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 2e-5
+    lora_rank: int = 32
+    lora_scale: float = 2.0
+    save_every: int = 20
+    valid_share: float = 0.0
+    encoder: tuple[str | int | float, ...] = (
+        *("--encoder", "res_latent_attn", "--encoder-size", 256, "--encoder-layers", 1, "--encoder-heads", 4),
+        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 3e-6),
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of the recipe."""
+
+    texts: TextSizes = TextSizes()
+    talk: Talk = Talk()
+    packs: Packs = Packs()
+    leg: Leg = Leg()
+
+
+FULL = Settings()
+SMALL = Settings(
+    TextSizes(packages=(), library=60_000, held_out=20_000),
+    Talk(rows=4, question=80, answer=60, total=400, alone=0.8, repeated=0.9, train=400, held_out=150),
+    Packs(size=16, most_ids=4000, codebook_size=64, domains=("chat", "code"), mixed=(("chat", 0.5), ("code", 0.5))),
+    Leg(
+        mixture=(("chat", 0.5), ("code", 0.5)),
+        samples=12,
+        context=96,
+        iters=3,
+        batch_size=2,
+        warmup=1,
+        lora_rank=2,
+        save_every=2,
+        encoder=(
+            *("--encoder", "res_latent_attn", "--encoder-size", 8, "--encoder-layers", 1, "--encoder-heads", 2),
+            *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
+        ),
+    ),
+)
+
+GENERAL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the chat template's own
+SYSTEMS = {
+    "general": GENERAL,
+    "coding": "You are a helpful programming assistant. You answer with short, working code and explain it.",
+    "maths": "You are a patient mathematics tutor. You solve problems step by step.",
+    "writing": "You are a writing assistant. You help people to write stories, letters and articles.",
+    "science": "You are a science teacher. You explain how things work, with examples.",
+    "summary": "You summarise and rewrite the texts that the user gives you.",
+    "planning": "You help people to plan: trips, meals, projects and learning. You answer with clear lists.",
+}
+FUNCTION_REQUESTS = (
+    "Explain what this function does:\n\n{}",
+    "Explain the following code line by line.\n\n{}",
+    "Write a docstring for this function, and give the complete function back:\n\n{}",
+    "Add comments to this code:\n\n```python\n{}\n```",
+    "Rewrite this function so that its names are clearer:\n\n```python\n{}\n```",
+    "Add type hints to this Python code and return the whole code:\n\n```python\n{}\n```",
+    "Is there a bug in this function? Give a corrected version.\n\n{}",
+    "Write three tests for this function:\n\n```python\n{}\n```",
+    "Make this function shorter:\n\n{}",
+    "{}\n\nHow is this function called? Give two examples.",
+)
+TEXT_REQUESTS = (
+    "Summarise the following text in three sentences.\n\n{}",
+    "Summarise this text as a list of bullet points:\n\n{}",
+    "Rewrite the following text in plain English.\n\n{}",
+    "What are the most important facts in this text?\n\n{}",
+    "{}\n\nWrite five questions about this text, each with its answer.",
+    "Give the following text a title and explain why you chose it.\n\n{}",
+    "Correct the grammar and style of this text and give it back:\n\n{}",
+    "Continue this text:\n\n{}",
+    "Read this text and answer in one paragraph: what was found, and how?\n\n{}",
+    "Rewrite this text as a conversation between two people:\n\n{}",
+)
+PROBLEM_REQUESTS = ("{}", "{}", "Solve this problem step by step.\n\n{}", "{}\n\nExplain how you got the answer.")
+TASK_REQUESTS = ("{}", "{} Use Python.", "{} Show an example of its use.")

