@@ -79,9 +79,11 @@ class Settings:
         value = self.take(name, default)
         if value is default:
             return default
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        with np.errstate(over="ignore"):
+            short = float(str(np.float32(value))) if type(value) in (int, float) else 0.0
+        if not 0 < short < math.inf:
             raise self.error(f"{self.kind}.{name} must be a number above zero, got {str(value)[:80]}")
-        return float(str(np.float32(value)))
+        return short
 
     def factors(self, name: str, count: int) -> list[float]:
         """Returns the values of a tensor that holds `count` factors of the rotary frequencies."""

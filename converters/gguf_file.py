@@ -313,7 +313,7 @@ class _Reader:
             last = end + tensor.nbytes
             end = -(-last // step) * step
             if last > len(self.data):
-                raise self.error(f"is truncated: {tensor.name} ends at byte {last} of {len(self.data)}")
+                raise self.error(f"the file is truncated: {tensor.name} ends at byte {last} of {len(self.data)}")
         if len(self.data) > end:
-            raise self.error(f"has {len(self.data) - end} bytes after its last tensor, which nothing accounts for")
+            raise self.error(f"{len(self.data) - end} bytes follow the last tensor, which nothing accounts for")
         return placed

@@ -74,8 +74,8 @@ def write_model(
 ) -> None:
     """Writes `model*.safetensors` and its index, and empties `weights` tensor by tensor to save memory.
 
-    weights: arrays, or `Planned` ones, by name. parameters: number of parameters, for the index. on_tensor(name, array, bytes) is called
-    after each tensor is written. framework: "mlx" or "pt", the format named in the files' metadata.
+    weights: arrays, or `Planned` ones, by name. parameters: number of parameters, for the index. on_tensor(name, array,
+    bytes) is called after each tensor is written. framework: "mlx" or "pt", the format named in the files' metadata.
     """
     shards = _shards(weights)
     total = sum(array.nbytes for array in weights.values())
