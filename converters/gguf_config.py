@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -39,10 +39,11 @@ class Settings:
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.left = {k: v for k, v in file.metadata.items() if not k.startswith(("tokenizer.", *_HARMLESS))}
-        self.kind = file.metadata.get("general.architecture")
-        if not isinstance(self.kind, str) or self.kind not in KINDS:
+        kind = file.metadata.get("general.architecture")
+        self.kind = kind if isinstance(kind, str) else ""
+        if self.kind not in KINDS:
             raise self.error(
-                f"general.architecture {str(self.kind)[:80]!r} is not supported; supported: {', '.join(KINDS)}"
+                f"general.architecture {str(kind)[:80]!r} is not supported; supported: {', '.join(KINDS)}"
             )
         if (content := file.metadata.get("general.type", "model")) != "model":
             raise self.error(f"general.type is {str(content)[:80]!r}; only models are converted")
@@ -65,14 +66,14 @@ class Settings:
 
     def size(self, name: str, default: Any = ...) -> int:
         """Returns an integer from 1 to 2^31 - 1. An array, which holds a value per layer, must repeat one value."""
-        value = self.take(name, default)
+        value: Any = self.take(name, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()
         if value is not default and not (type(value) is int and 1 <= value < 1 << 31):
             raise self.error(
                 f"{self.kind}.{name} must be a positive integer, one for all layers, got {str(value)[:80]}"
             )
-        return value
+        return cast(int, value)
 
     def number(self, name: str, default: Any = ...) -> Any:
         """Returns a finite number above zero, as short in decimals as its float32 allows."""

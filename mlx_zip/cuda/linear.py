@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def joined(parts: Sequence[Linear]) -> Linear:
     if len(parts) == 1:
         return parts[0]
     packed = [part.weight for part in parts if isinstance(part.weight, Packed)]
-    dense = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
+    dense: list[Any] = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
     if packed and dense:
         dtype = dense[0].dtype
         dense = [unpack(part.weight, dtype) if isinstance(part.weight, Packed) else part.weight for part in parts]

@@ -153,7 +153,7 @@ class _Reader:
             raise
         except (ValueError, TypeError, OverflowError) as error:
             raise self.error(f"the tokenizer cannot be built: {first_line(error)[:300]}") from error
-        names = {name: self.tokens[ids[key]] for key, name in _IDS.items() if ids[key] is not None}
+        names = {name: self.tokens[one] for key, name in _IDS.items() if (one := ids[key]) is not None}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **names,

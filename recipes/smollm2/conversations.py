@@ -247,6 +247,7 @@ def write_all(
                 rows[row] = Writing(next(seeds), talk, tokenizer)
                 chosen = rows[row].next(None)
                 decoder.clear(row)
+            assert chosen is not None  # of a new text there is always a first id
             ids[row] = chosen
         if finished and done(finished):
             return
