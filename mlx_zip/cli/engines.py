@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mlx_zip.decoders import refused_by_torch
@@ -30,9 +32,15 @@ REFUSED = {  # flags that PyTorch has no use for, and what to do
     "prompt_cache_file": "its prompt caches are not kept in files",
     "row_cache": "its rows are kept in memory only",
     "row_cache_bytes": "its rows are kept in memory only",
+    "keep_cache": "its turns are read anew",
 }
 RANK = "MLX_RANK"  # what mlx.launch tells each process
-_OFF = {"row_cache": "off", "kv_group_size": 64, "quantized_kv_start": 5000}  # values that ask for nothing
+_OFF = {
+    "row_cache": "off",
+    "keep_cache": False,
+    "kv_group_size": 64,
+    "quantized_kv_start": 5000,
+}  # values that ask for nothing
 
 
 def add_flag(add: Any) -> None:
@@ -52,22 +60,23 @@ def is_torch(args: argparse.Namespace) -> bool:
     return args.engine in (TORCH, CUDA)
 
 
-def choose(args: argparse.Namespace, model: Any, group: Any = None) -> None:
+def choose(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
     """Replaces --engine auto in `args` by mlx or torch. Prints a line if the choice is not what a user would expect.
 
-    model: folder, hub id or bundled model, downloaded if need be. group: the machines of this run, None for one. Raises
-    `ModelError` if there is no such model, `ConfigError` for a device that MLX does not have.
+    models: folders, hub ids or bundled models, downloaded if need be; None for one that is in a file. group: the
+    machines of this run, None for one. Raises `ModelError` if there is no such model, `ConfigError` for a device that
+    MLX does not have.
     """
     if args.engine != AUTO:
         return
-    args.engine, why = _choice(args, model, group)
+    args.engine, why = _choice(args, [one for one in models if one is not None], group)
     if why is not None:
         print(f"engine: {args.engine}, {why}", file=sys.stderr)
     if args.engine == MLX:
         choose_device()
 
 
-def _choice(args: argparse.Namespace, model: Any, group: Any) -> tuple[str, str | None]:
+def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:
     """Returns the faster installed engine that can do what is asked, and what to say of it, None for nothing."""
     if find_spec("torch") is None or group is not None or RANK in os.environ:
         return MLX, None
@@ -75,14 +84,20 @@ def _choice(args: argparse.Namespace, model: Any, group: Any) -> tuple[str, str 
         return TORCH, "because MLX is not installed"
     if sys.platform == "darwin":
         return MLX, None
-    folder = model_folder(model, getattr(args, "revision", None)) if model is not None else None
-    if folder is not None and sum(file.stat().st_size for file in folder.glob("model*.safetensors")) < SMALL_MB << 20:
+    folders = [model_folder(model, getattr(args, "revision", None)) for model in models]
+    if folders and max(map(_weight_bytes, folders)) < SMALL_MB << 20:
         return MLX, None
     if (flag := next(_only_mlx(args), None)) is not None:
         return MLX, f"because torch does not take --{flag.replace('_', '-')}"
-    if folder is not None and (reason := refused_by_torch(read_config(folder))) is not None:
-        return MLX, f"because torch does not run {reason}"
+    for folder in folders:
+        if (reason := refused_by_torch(read_config(folder))) is not None:
+            return MLX, f"because torch does not run {reason}"
     return TORCH, "which is faster here (--engine mlx takes MLX)"
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Returns the bytes of a model's weight files."""
+    return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
 def _only_mlx(args: argparse.Namespace) -> Any:

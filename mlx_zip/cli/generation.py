@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     engines.check_flags(args)
     group = engines.machines_of(args)
     _check_machines(args, group)
-    engines.choose(args, args.model, group)
+    engines.choose(args, args.model, group=group)
     if engines.is_torch(args):
         return _run_on_engine(args, biases, read_prompt(args.prompt))
 
@@ -91,8 +91,8 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
 
 def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str) -> int:
     """Does what `run` does after its checks, on PyTorch."""
-    from mlx_zip.cli.engine_generation import answer
     from mlx_zip.cli.opening import request_pack
+    from mlx_zip.engine.answering import answer
     from mlx_zip.folders import model_folder
     from mlx_zip.sampling_options import Sampling, as_logit_bias
     from mlx_zip.text.prompts import encode_prompt

@@ -51,7 +51,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     options = _options(args, name)
     with _bound(running, args.host, args.port, options["api_key"]) as listener:
-        engines.choose(args, name, group)
+        engines.choose(args, name, group=group)
         with (
             engines.open_row_store(args) as store,
             opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
@@ -71,7 +71,7 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
-    engines.choose(args, name, group)
+    engines.choose(args, name, group=group)
     with (
         engines.open_row_store(args) as store,
         opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,

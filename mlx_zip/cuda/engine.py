@@ -98,7 +98,7 @@ def open_cuda_engine(
 
     def load() -> tuple[CudaModel, Any]:
         model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
-        return model, _tokenizer(model, tokenizer_config or {}, trust_remote_code)
+        return model, tokenizer_of(model, tokenizer_config or {}, trust_remote_code)
 
     run = RunOptions(prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
@@ -128,7 +128,7 @@ def chosen_device(needs_card: bool = False) -> torch.device:
         raise ModelError(f"{error} ({VARIABLE}=cpu computes on the CPU)") from error
 
 
-def _tokenizer(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
+def tokenizer_of(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
     """Returns the model's tokenizer. config: `chat_template` replaces the tokenizer's own."""
     found = model.tokenizer
     if trust_remote_code:

@@ -263,6 +263,11 @@ class CudaModel:
             return cpu_head(h, self.scores, rows, installed, self.layout.vocab_size, logits)
         return joint_head(h, self.matrix, rows, installed, self.layout.vocab_size, logits)
 
+    def base_logits(self, h: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [N, V] of base ids, float32, of many outputs of the body h [N, D]."""
+        scores = Linear(self.matrix) if self.scores is None else self.scores
+        return scores(h)[:, : self.layout.vocab_size].float()
+
     def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, lengths [N] int64.
 

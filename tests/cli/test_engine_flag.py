@@ -194,7 +194,7 @@ def choice(monkeypatch, folder, *, installed=("torch", "mlx"), platform="linux",
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(engines, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setattr(engines.sys, "platform", platform)
-    return engines._choice(argparse.Namespace(engine="auto", **flags), folder, group)
+    return engines._choice(argparse.Namespace(engine="auto", **flags), [] if folder is None else [folder], group)
 
 
 @pytest.fixture
