@@ -42,9 +42,7 @@ class Settings:
         kind = file.metadata.get("general.architecture")
         self.kind = kind if isinstance(kind, str) else ""
         if self.kind not in KINDS:
-            raise self.error(
-                f"general.architecture {str(kind)[:80]!r} is not supported; supported: {', '.join(KINDS)}"
-            )
+            raise self.error(f"general.architecture {str(kind)[:80]!r} is not supported; supported: {', '.join(KINDS)}")
         if (content := file.metadata.get("general.type", "model")) != "model":
             raise self.error(f"general.type is {str(content)[:80]!r}; only models are converted")
         parts = [self.left.pop(f"split.{name}", 0) for name in ("count", "no", "tensors.count")]
