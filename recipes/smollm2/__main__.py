@@ -9,16 +9,17 @@ A stage that was interrupted goes on when the same command is given again; a fil
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip import cli
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import whole_file
 from mlx_zip.text.tokenizers import load_tokenizer
+from recipes.stories.runner import run_in_own_process
 
 from .settings import FULL, SMALL, Settings
 from .texts import card, make_texts, write
@@ -26,14 +27,17 @@ from .texts import card, make_texts, write
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every stage gets. model: folder of the base. out: folder of all results. shared: folder that holds
-    data/text, None for no data sets.
+    """What every stage gets.
+
+    model: folder of the base. out: folder of all results. shared: folder that holds data/text, None for no data sets.
+    call: runs a Python module with arguments in a folder and returns its exit status.
     """
 
     settings: Settings
     model: Path
     out: Path
     shared: Path | None = None
+    call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
 
     @property
     def data(self) -> Path:
@@ -69,21 +73,35 @@ def make_packs(recipe: Recipe) -> None:
     packs, folder = recipe.settings.packs, recipe.out / "packs"
     folder.mkdir(parents=True, exist_ok=True)
     mixture = folder / "mixed.yaml"
-    shares = [f"  - data: ../data/train/{name}.jsonl\n    share: {share}\n" for name, share in packs.mixed]
-    mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
+    sources = [f"  - data: {json.dumps(files(recipe, name))}\n    share: {share}\n" for name, share in packs.mixed]
+    mixture.write_text("sources:\n" + "".join(sources), encoding="utf-8")
+    sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
+    sizes |= {"window": packs.window, "most-ids": packs.most_ids}
+    flags = [word for flag, value in sizes.items() for word in (f"--{flag}", str(value))]
     for name in (*packs.domains, "mixed"):
-        out = folder / f"{name}.npz"
-        held_out = [recipe.data / "held_out" / f"{one}.jsonl" for one in ([name] if name != "mixed" else packs.domains)]
-        texts = ["--mixture", mixture] if name == "mixed" else ["--data", recipe.data / "train" / f"{name}.jsonl"]
-        sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
-        sizes |= {"window": packs.window, "most-ids": packs.most_ids}
-        flags = [word for flag, value in sizes.items() for word in (f"--{flag}", value)]
-        words = ["vocab", "pack", "learn", "--tokenizer", recipe.model, *texts, "--held-out", *held_out, *flags]
-        if not out.exists() and cli.main([str(word) for word in (*words, "--out", out)]):
+        out, mixed = folder / f"{name}.npz", name == "mixed"
+        texts = ["--mixture", str(mixture)] if mixed else ["--data", *files(recipe, name)]
+        held_out = [str(recipe.data / "held_out" / f"{one}.jsonl") for one in (packs.domains if mixed else [name])]
+        words = ["--tokenizer", str(recipe.model), *texts, "--held-out", *held_out, *flags, "--out", str(out)]
+        if not out.exists() and recipe.call("mlx_zip", ["vocab", "pack", "learn", *words], recipe.out):
             raise TrainingError(f"the pack {name} could not be learned from {recipe.data}")
 
 
+def files(recipe: Recipe, domain: str) -> list[str]:
+    """Returns the files of a domain to train on: its own, and for conversations those that were cut."""
+    return [str(file) for file in sorted((recipe.data / "train").glob(f"{domain}*.jsonl")) if file.stat().st_size]
+
+
 STAGES: dict[str, Callable[[Recipe], None]] = {"data": make_data, "packs": make_packs}
+
+
+def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
+    """Runs the named stages (none named: all) in order. Raises `MlxZipError`."""
+    if unknown := sorted(set(stages) - set(STAGES)):
+        raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
+    for name in stages or STAGES:
+        say(f"== {name}")
+        STAGES[name](recipe)
 
 
 def say(line: str) -> None:
@@ -97,11 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, out = (Path(path).expanduser().resolve() for path in (args.model, args.out))
     recipe = Recipe(SMALL if args.small else FULL, model, out, args.shared and Path(args.shared).expanduser().resolve())
     try:
-        if unknown := sorted(set(args.stages) - set(STAGES)):
-            raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
-        for name in args.stages or STAGES:
-            say(f"== {name}")
-            STAGES[name](recipe)
+        run(recipe, args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         say(f"error: {error}")
         return 2

@@ -247,7 +247,7 @@ def write_all(
                 rows[row] = Writing(next(seeds), talk, tokenizer)
                 chosen = rows[row].next(None)
                 decoder.clear(row)
-            ids[row] = chosen
+            ids[row] = chosen or 0
         if finished and done(finished):
             return
         drawing = {row: one for row, one in enumerate(rows) if not one.given}

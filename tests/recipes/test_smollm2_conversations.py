@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.errors import DataError
+from mlx_zip import cli
+from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import load_pack
 from support.chat_toy import chat_model, chat_tokenizer
@@ -168,11 +169,17 @@ def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
 # ---- the whole
 
 
+def here(module, arguments, folder):
+    """Runs the project's own command in this process, which spares starts of Python."""
+    assert module == "mlx_zip"
+    return cli.main(list(arguments))
+
+
 @pytest.fixture(scope="module")
 def run(base, tmp_path_factory):
     """The folder of a finished small run."""
     out = tmp_path_factory.mktemp("run")
-    assert main.main(["--model", str(base[0]), "--out", str(out), "--small"]) == 0
+    main.run(main.Recipe(SMALL, base[0], out, call=here))
     return out
 
 
@@ -201,6 +208,12 @@ def test_the_card_names_every_file_and_licence(run):
         assert f"| {file.parent.name}/{file.name} | {len(lines(file))} |" in card
     assert "PSF-2.0" in card
     assert "Apache-2.0" in card
+
+
+def test_a_pack_that_cannot_be_learned_is_named(base, run):
+    (run / "packs" / "code.npz").unlink()
+    with pytest.raises(TrainingError, match="the pack code could not be learned"):
+        main.run(main.Recipe(SMALL, base[0], run, call=lambda *_: 2), ["packs"])
 
 
 def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
