@@ -95,8 +95,8 @@ def _open(models: Models) -> CudaModel:
     device = find_device(None)
     config = zip_config(models.base_config, models.options)
     bits = int(models.precision) if models.precision in ("8", "4") else None
-    dtype = torch.float32 if models.precision == "float32" or device.type == "cpu" else torch.bfloat16
-    made = random_folder(config, device, dtype, bits, GROUP_SIZE)
+    dtype = torch.float32 if models.precision == "float32" else torch.bfloat16
+    made = random_folder(config, device, dtype, bits, GROUP_SIZE, kernels=device.type == "cuda")
     return CudaModel(made, made.zip)
 
 

@@ -14,6 +14,20 @@ PRECISIONS = ("float32", "16", "8", "4")
 ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
 _LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up factors: other values would take equal time
 SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+    },
     "small-125m": {
         "model_type": "llama",
         "hidden_size": 768,

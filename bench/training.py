@@ -28,7 +28,8 @@ from mlx_zip.errors import MlxZipError
 from .codec import synthetic_ids
 from .record import summary, surroundings
 
-PARTS = ("step", "prepare", "memory")
+PARTS = ("step", "prepare", "memory", "torch")
+BY_DEFAULT = PARTS[:3]  # the others need PyTorch
 TRAINERS = ("mlx_zip", "mlx-lm", "mlx-lm same ids")
 VOCAB, SLOTS = 2048, 2048
 DOCUMENT = 200  # base ids per synthetic document
@@ -55,7 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain model to train: model folder or hub id; needs --data (default: a small Llama with random weights)",
     )
     add("--data", help="folder that `mlx_zip prepare` made for --model, with hypertokens (default: synthetic ids)")
-    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the bench to run (default: all)")
+    add(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(BY_DEFAULT),
+        help="parts of the bench to run; torch: steps of --engine torch and of MLX, and the machine's products "
+        "(default: all but torch)",
+    )
     add("--context", type=int, default=256, help="number of base ids per synthetic sample (default: 256)")
     add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of synthetic samples (default: 3)")
     add(
@@ -118,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(bench.memory_of(args.memory_of)))
             return 0
         for name in args.only:
-            record = {"step": bench.step, "prepare": bench.prepare, "memory": bench.memory}[name]()
+            record = {"step": bench.step, "prepare": bench.prepare, "memory": bench.memory, "torch": bench.torch}[
+                name
+            ]()
             line = {"bench": "training", "what": name, **record, "setting": bench.setting, "data": bench.data_name}
             print(json.dumps({**line, **surroundings("mlx", "mlx-lm")}), flush=True)
     return 0
@@ -249,6 +259,24 @@ class Bench:
         settings = self._settings(self.args.fine_tune_type)
         models = self._model(self.shards.params), self._model(self._plain())
         return measure_steps(*models, samples, self.shards.params, settings, self.args.trials).record()
+
+    def torch(self) -> dict[str, Any]:
+        """Measures steps of both engines; returns the record, see `training_torch`."""
+        from mlx_zip.training.batches import batch_order
+        from mlx_zip.training.settings import EncoderOptions
+        from mlx_zip.training.starting_model import start_model
+
+        from .training_torch import measure_engines
+
+        order = batch_order(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
+        samples = [[self.shards[int(i)] for i in batch] for batch in order]
+        encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
+
+        def make() -> tuple[Any, dict[str, Any]]:
+            return start_model(self.base, None if self.base else SMALL, self.shards.params, encoder)
+
+        settings = self._settings(self.args.fine_tune_type)
+        return measure_engines(make, samples, self.shards.params, settings, self.args.trials)
 
     def _plain(self) -> CodecParams:
         """Returns the codec without a codebook."""

@@ -16,6 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; imports nothing heavy."""
     add = parser.add_argument
     add("--hf-path", "--model", required=True, help="checkpoint to convert: folder or hub id")
+    add(
+        "--base",
+        metavar="PATH",
+        help="base model to use instead of the one that the checkpoint names: folder, hub id or GGUF file, whose "
+        "packed weights are unpacked to float32 (default: the one named)",
+    )
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet (default: %(default)s)")
     add(
         "-q",
@@ -103,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
     flags = (
         "hf_path",
+        "base",
         "mlx_path",
         "quantize",
         "q_group_size",

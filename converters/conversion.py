@@ -13,6 +13,8 @@ from typing import Any
 from mlx_zip.chosen_packs import read_packs
 from mlx_zip.config import config_of
 from mlx_zip.converters import hub, output, source
+from mlx_zip.converters.base import base_folder
+from mlx_zip.converters.gguf import convert_gguf
 from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
 from mlx_zip.converters.starting_pack import begin_with, check_rows, keep_pack
@@ -44,6 +46,7 @@ def convert(
     trust_remote_code: bool = False,
     progress: bool = True,
     codebook: Sequence[str | Path] | None = None,
+    base: str | None = None,
 ) -> Path:
     """Converts a zip2zip checkpoint (formats 1 and 2) to an mlx-lm folder, and returns that folder's path.
 
@@ -56,7 +59,8 @@ def convert(
     (`mlx_zip.canonical`), None for what the source says. pack: a pack, or several that are merged, with which every
     request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they were tuned
     for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what the source
-    says. codebook: the old name of `pack`.
+    says. codebook: the old name of `pack`. base: base model to use in place of the one that the checkpoint names, a
+    folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`.
 
     Raises `ConversionError` or `ConfigError` for a source or arguments that cannot be converted, `DataError` for a pack
     that cannot be read or does not fit, and `ModelError` for tuned rows that are not this model's. Each message names
@@ -75,21 +79,39 @@ def convert(
     output.refuse_existing(out)
     recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)
     place = source.locate(hf_path, revision)
-    if lora_only:
+    if base is not None:
+        source.check_takes_base(place)
+    if place.folder.is_file():
+        given = {
+            "--keep-adapter": keep_adapter,
+            "--lora-only": lora_only,
+            "--encoder-bits": encoder_bits is not None,
+            "--canonical": canonical is not None,
+            "--pack": pack is not None,
+            "--policy": policy is not None,
+            "--trust-remote-code": trust_remote_code,
+        }
+        if flags := [flag for flag, value in given.items() if value]:
+            raise ConversionError(
+                f"{' and '.join(flags)}: a GGUF file holds a plain model, for which this has no effect"
+            )
+        convert_gguf(place, out, dtype, recipe, progress)
+    elif lora_only:
         others = any(option is not None for option in (canonical, pack, policy))
         _refuse_with_lora_only(recipe, keep_adapter or others)
         write_adapter(out, source.complete(place), dtype, progress)
     else:
-        prepared = prepare(place, dtype, keep_adapter, trust_remote_code)
-        _set_options(prepared.config["zip2zip"], canonical, policy)
-        packs = read_packs(pack)
-        if packs is not None:
-            begin_with(prepared, packs, trust_remote_code)
-        elif source.is_converted(place):
-            keep_pack(prepared, trust_remote_code)
-        _quantize(prepared, recipe)
-        check_rows(prepared, packs)
-        write_model_folder(out, prepared, trust_remote_code, progress)
+        with base_folder(base, out, progress) as given:
+            prepared = prepare(place, dtype, keep_adapter, trust_remote_code, given)
+            _set_options(prepared.config["zip2zip"], canonical, policy)
+            packs = read_packs(pack)
+            if packs is not None:
+                begin_with(prepared, packs, trust_remote_code)
+            elif source.is_converted(place):
+                keep_pack(prepared, trust_remote_code)
+            _quantize(prepared, recipe)
+            check_rows(prepared, packs)
+            write_model_folder(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
         hub.upload(out, upload_repo)
     return out

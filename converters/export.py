@@ -113,6 +113,10 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
     if (kind := config.encoder.kind) in _REFUSED_ENCODERS:
         why = _REFUSED_ENCODERS[kind]
         raise ConversionError(f"zip2zip 0.2.0 cannot run the {kind!r} encoder: {why}; nothing to export")
+    if config.encoder.residual_by_side:
+        raise ConversionError(
+            "zip2zip 0.2.0 has no encoder whose rows begin by side (residual_by_side); nothing to export"
+        )
     if config.codebook_size == 0:
         raise ConversionError("zip2zip 0.2.0 cannot run a model without a codebook (max_codebook_size 0)")
     if facts.pad_id != config.pad_id:

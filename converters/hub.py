@@ -53,6 +53,16 @@ def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
     return Place(folder, name, folder.name)
 
 
+def list_files(place: Place) -> list[str]:
+    """Returns the names of all files of a hub repository at the place's commit. Raises `ConversionError`."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(place.name, revision=place.revision)
+    except hub.hub_errors() as error:
+        raise ConversionError(f"the hub does not list the files of {place.name}: {first_line(error)}") from error
+
+
 def upload(folder: Path, repository: str) -> None:
     """Creates the repository if needed and uploads the folder to it in one commit.
 

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,27 @@ from mlx_zip.hyper import host_bytes
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is made when it is written. make: returns an array of this shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    make: Callable[[], mx.array]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.dtype.size
+
+
 OnTensor = Callable[[str, mx.array, memoryview], None]
 
 
@@ -47,12 +70,12 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
 
 
 def write_model(
-    folder: Path, weights: dict[str, mx.array], parameters: int, on_tensor: OnTensor, framework: str = "mlx"
+    folder: Path, weights: dict[str, Any], parameters: int, on_tensor: OnTensor, framework: str = "mlx"
 ) -> None:
     """Writes `model*.safetensors` and its index, and empties `weights` tensor by tensor to save memory.
 
-    weights: tensors by name. parameters: number of parameters, for the index. on_tensor(name, array, bytes) is called
-    after each tensor is written. framework: "mlx" or "pt", the format named in the files' metadata.
+    weights: arrays, or `Planned` ones, by name. parameters: number of parameters, for the index. on_tensor(name, array,
+    bytes) is called after each tensor is written. framework: "mlx" or "pt", the format named in the files' metadata.
     """
     shards = _shards(weights)
     total = sum(array.nbytes for array in weights.values())
@@ -67,7 +90,7 @@ def write_model(
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
-def _shards(weights: Mapping[str, mx.array]) -> list[list[str]]:
+def _shards(weights: Mapping[str, Any]) -> list[list[str]]:
     """Returns the sorted names in groups, one for each file of at most `MAX_SHARD_BYTES`."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -81,9 +104,9 @@ def _shards(weights: Mapping[str, mx.array]) -> list[list[str]]:
 
 
 def write_tensors(
-    path: Path, arrays: dict[str, mx.array], on_tensor: OnTensor | None = None, framework: str = "mlx"
+    path: Path, arrays: dict[str, Any], on_tensor: OnTensor | None = None, framework: str = "mlx"
 ) -> None:
-    """Writes one safetensors file, and empties `arrays` tensor by tensor to save memory.
+    """Writes one safetensors file, and empties `arrays`, which may be `Planned`, tensor by tensor to save memory.
 
     Tensors are ordered by item size, for alignment, and by name. on_tensor, framework: as in `write_model`.
     """
@@ -100,6 +123,7 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             array = arrays.pop(name)
+            array = array.make() if isinstance(array, Planned) else array
             data = host_bytes(array)
             file.write(data)
             if on_tensor is not None:

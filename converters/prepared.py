@@ -46,17 +46,19 @@ class Prepared:
     pack: Pack | None = None
 
 
-def prepare(place: Place, dtype: str | None, keep_adapter: bool, trust_remote_code: bool) -> Prepared:
+def prepare(
+    place: Place, dtype: str | None, keep_adapter: bool, trust_remote_code: bool, base: Place | None = None
+) -> Prepared:
     """Reads and checks a published checkpoint or a converted model; returns it with lazy weights.
 
     dtype: name of the type to cast to, None for the source's. keep_adapter: leave the checkpoint's adapter unmerged.
-    Raises `ConversionError` or `ConfigError`.
+    base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` or `ConfigError`.
     """
     if source.is_converted(place):
         if keep_adapter:
             raise ConversionError(f"{place.name} is converted already; there is no adapter to keep")
         return _prepare_converted(source.complete(place), dtype, trust_remote_code)
-    return _prepare_checkpoint(source.open_checkpoint(place), dtype, keep_adapter, trust_remote_code)
+    return _prepare_checkpoint(source.open_checkpoint(place, base), dtype, keep_adapter, trust_remote_code)
 
 
 def _prepare_checkpoint(

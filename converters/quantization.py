@@ -101,11 +101,11 @@ def _check_widths(model: Any, recipe: Recipe) -> list[str]:
 
     Raises `ConversionError` if no other layer is left.
     """
-    group = recipe.group_size or GROUP_SIZES[recipe.mode]
+    group, allowed = recipe.group_size or GROUP_SIZES[recipe.mode], _allowed(model)
     widths = {
         path: module.weight.shape[-1]
         for path, module in model.named_modules()
-        if hasattr(module, "to_quantized") and model.quant_predicate(path, module)
+        if hasattr(module, "to_quantized") and allowed(path, module)
     }
     left_out = [path for path, width in widths.items() if group < 1 or width % group]
     if len(left_out) == len(widths):
@@ -128,9 +128,15 @@ def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
         from mlx_lm.convert import mixed_quant_predicate_builder
 
         chosen = mixed_quant_predicate_builder(chosen, model, recipe.group_size or 64)
+    allowed = _allowed(model)
     if chosen is None:
-        return model.quant_predicate
-    return lambda path, module: model.quant_predicate(path, module) and chosen(path, module)
+        return allowed
+    return lambda path, module: allowed(path, module) and chosen(path, module)
+
+
+def _allowed(model: Any) -> QuantPredicate:
+    """Returns the model's function that says which layers may be quantized: all of a model that has none."""
+    return getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
 
 def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> None:

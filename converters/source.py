@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters import hub
+from mlx_zip.converters.gguf_file import is_gguf
 from mlx_zip.converters.hub import Place
-from mlx_zip.converters.tensors import Table, read_header, read_model_files, read_object
+from mlx_zip.converters.tensors import Table, read_header, read_model_files, read_object, some
 from mlx_zip.errors import ConversionError
+from mlx_zip.files import at_home
 
 ENCODER_FILES = ("zip2zip_encoders.safetensors", "encoders.safetensors")  # the first that exists, as upstream
 CONFIG, ADAPTER_CONFIG, META = "zip2zip_config.json", "adapter_config.json", "meta.pt"
@@ -41,13 +44,58 @@ class Checkpoint:
 def locate(path: str, revision: str | None) -> Place:
     """Returns the folder at `path`, or that of a hub repository, of which only the configuration is downloaded.
 
-    Raises `ConversionError`, also for a folder with a `revision`.
+    For a GGUF file, and for a folder or repository that holds one and no other model, that file takes the folder's
+    place. Raises `ConversionError`, also for a folder or file with a `revision`.
     """
-    if (place := hub.local(path)) is None:
-        return hub.fetch(path, revision, hub.CONFIGS)
+    place = hub.local(path)
+    if place is None and not os.path.isfile(at_home(path)):
+        return _on_hub(path, revision)
     if revision is not None:
-        raise ConversionError(f"{path} is a folder, so --revision {revision} does not apply")
-    return place
+        kind = "file" if place is None else "folder"
+        raise ConversionError(f"{path} is a {kind}, so --revision {revision} does not apply")
+    if place is None:
+        file = at_home(path)
+        if not is_gguf(file):
+            raise ConversionError(f"{path} is neither a folder nor a GGUF file")
+        return Place(file, file.name)
+    name = _only_gguf(path, [file.name for file in place.folder.iterdir()])
+    return place if name is None else Place(place.folder / name, name)
+
+
+def _on_hub(name: str, revision: str | None) -> Place:
+    """Returns the place of a hub repository, or of a GGUF file in it, which is named behind the repository's id or the
+    only model there. That file is downloaded.
+    """
+    repository, _, file = name.rpartition("/")
+    if file.endswith(".gguf") and "/" in repository:
+        return _gguf_on_hub(hub.fetch(repository, revision, [file]), file)
+    place = hub.fetch(name, revision, hub.CONFIGS)
+    if (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place):
+        return place
+    found = _only_gguf(name, hub.list_files(place))
+    return place if found is None else _gguf_on_hub(hub.fetch(name, place.revision, [found]), found)
+
+
+def _gguf_on_hub(place: Place, file: str) -> Place:
+    """Returns the place of a downloaded GGUF file. Raises `ConversionError` if the repository has no such file."""
+    if not (place.folder / file).is_file():
+        raise ConversionError(f"{place.name} has no file {file}")
+    return Place(place.folder / file, f"{place.name}/{file}", place.revision)
+
+
+def _only_gguf(where: str, names: list[str]) -> str | None:
+    """Returns the only GGUF file among a model's files; None if there is none, or weights of another format.
+
+    Raises `ConversionError` listing the files if there are several.
+    """
+    found = sorted(name for name in names if name.endswith(".gguf"))
+    if not found or any(name.endswith(".safetensors") for name in names):
+        return None
+    if len(found) > 1:
+        raise ConversionError(
+            f"{where} holds {len(found)} GGUF files; name one of them, {where}/FILE: {some(found, 40)}"
+        )
+    return found[0]
 
 
 def complete(place: Place) -> Place:
@@ -63,17 +111,27 @@ def is_converted(place: Place) -> bool:
     return config.is_file() and "zip2zip" in read_object(config)
 
 
-def open_checkpoint(place: Place) -> Checkpoint:
+def check_takes_base(place: Place) -> None:
+    """Raises `ConversionError` unless the place is a checkpoint that needs a base model, which --base can name."""
+    config = place.folder / CONFIG
+    if not place.folder.is_dir() or is_converted(place) or not config.is_file():
+        raise ConversionError(f"--base: {place.name} is no zip2zip checkpoint that needs a base model")
+    if read_object(config).get("base_model_name_or_path") == SELF_CONTAINED:
+        raise ConversionError(f"--base: {place.name} holds its own base model")
+
+
+def open_checkpoint(place: Place, base: Place | None = None) -> Checkpoint:
     """Reads the configs of a checkpoint and lists its tensors, without their data.
 
-    Raises `ConversionError` for a missing or corrupt file, and for a folder that is no zip2zip checkpoint.
+    base: the base model's place, None for the one that the checkpoint names. Raises `ConversionError` for a
+    missing or corrupt file, and for a folder that is no zip2zip checkpoint.
     """
     folder = place.folder
     if not (folder / CONFIG).is_file():
         raise ConversionError(f"{place.name} has no {CONFIG}: {_other_kind(folder)}")
     place = complete(place)
     zip_config = read_object(folder / CONFIG)
-    base = _base(place, zip_config)
+    base = base or _base(place, zip_config)
     base_config = _base_config(base)
     contained = base.folder == folder
     adapter = folder if not contained and (folder / ADAPTER_CONFIG).is_file() else None

@@ -32,7 +32,7 @@ FILES = (
     ADAPTED,
 )
 TEMPLATES = "additional_chat_templates"
-_PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
+PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFa
     try:
         with _quiet_transformers(), bare_exceptions_as_value_errors():
             tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-            probe = tuple(tokenizer.encode(_PROBE, add_special_tokens=False))
+            probe = tuple(tokenizer.encode(PROBE, add_special_tokens=False))
     except (*failures, StrictDataclassError) as error:  # the last: config.json has a value of a wrong type
         raise ConversionError(f"the tokenizer in {folder.name} cannot be loaded: {first_line(error)[:300]}") from error
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

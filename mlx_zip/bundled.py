@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mlx_zip import named
 from mlx_zip.errors import ModelError
 from mlx_zip.files import at_home
 
@@ -12,7 +13,19 @@ NAMES = {
     "stories": "tells children's stories on request; the default of `mlx_zip generate`",
     "stories-base": "the baseline: an equally trained model without hypertokens",
 }
-PARTNERS = {"stories": "stories-base", "stories-base": "stories"}  # each was trained as much as the other
+KNOWN = (*NAMES, *named.NAMES)  # all names that stand for a model
+PARTNERS = {  # a model with hypertokens and its baseline; of stories, each was trained as much as the other
+    "stories": "stories-base",
+    "stories-base": "stories",
+    "smollm2": "smollm2-base",
+    "smollm2-base": "smollm2",
+}
+LABELS = {  # what a partner is to its partner
+    "stories": "an equally trained model with hypertokens",
+    "stories-base": "an equally trained model without hypertokens",
+    "smollm2": "this model, taught hypertokens",
+    "smollm2-base": "the model that it was made from, without hypertokens",
+}
 QUALITY = {  # as in README.md
     "stories": "0.760 bits per byte of held-out stories, 6.8 % more than stories-base",
     "stories-base": "0.711 bits per byte of held-out stories",
@@ -36,14 +49,17 @@ def bundled_model(name: str) -> Path:
 
 
 def here_or_bundled(name: str | Path) -> Path:
-    """Returns the path itself, or the bundled folder for a bundled model's name; a local model folder takes precedence.
+    """Returns the path itself, or the folder of the model that a name of `KNOWN` stands for.
 
-    Raises `ModelError` if that bundled model is not installed, and for a path that the system cannot look up, for
-    example one that is too long.
+    A local model folder of that name takes precedence. A model of `named.NAMES` is made if need be. Raises `ModelError`
+    if the bundled model is not installed, and for a path that the system cannot look up, for example one that is too
+    long; `MlxZipError` if a named model cannot be made.
     """
     path = at_home(name)
     try:
         path.exists()
     except OSError as error:
         raise ModelError(f"{name!s:.80}: no such model folder ({error.strerror or error})") from error
-    return bundled_model(str(name)) if str(name) in NAMES and not (path / "config.json").is_file() else path
+    if str(name) not in KNOWN or (path / "config.json").is_file():
+        return path
+    return bundled_model(str(name)) if str(name) in NAMES else named.named_model(str(name))

@@ -26,7 +26,7 @@ ENCODER_FIELDS = {
     "averaging": _COMMON,
     "attention": _COMMON | {"num_heads"},
     "transformer": _COMMON | _BLOCK,
-    "res_latent_attn": _COMMON | _BLOCK | {"model_hidden_size", "causal", "residual"},
+    "res_latent_attn": _COMMON | _BLOCK | {"model_hidden_size", "causal", "residual", "residual_by_side"},
 }
 _TOP = {
     "format_version",
@@ -46,7 +46,8 @@ class EncoderConfig:
     kind: one of the keys of `ENCODER_FIELDS`. hidden_size: width H of the encoder. model_hidden_size: width D of the
     model if it differs from H, else None; the encoder then projects from D to H and back (`res_latent_attn` only).
     tie_encoders: whether one encoder makes both input rows (from the embedding) and output rows (from the head).
-    position_encoding: for `transformer` None or "learnable". causal, residual: see `ResLatentAttention`.
+    position_encoding: for `transformer` None or "learnable". causal, residual, residual_by_side: see
+    `ResLatentAttention`; the last is not in zip2zip.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class EncoderConfig:
     model_hidden_size: int | None = None
     causal: bool = False
     residual: bool = True
+    residual_by_side: bool = False
 
     def __post_init__(self) -> None:
         if self.intermediate_size == 0:
@@ -67,6 +69,20 @@ class EncoderConfig:
             raise ConfigError(f"encoder: num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}")
         if self.kind == "transformer" and self.position_encoding not in (None, "learnable"):
             raise ConfigError(f"encoder: position_encoding {self.position_encoding!r} is not null or 'learnable'")
+        if self.residual_by_side and (self.tie_encoders or not self.residual):
+            raise ConfigError(
+                "encoder: residual_by_side needs residual, and an encoder for each side (tie_encoders false)"
+            )
+
+    def residual_of(self, side: str) -> str | None:
+        """Returns which base row `res_latent_attn` adds to a row: "first", "last", "mean" of all, or None.
+
+        side: one of `SIDES`. An input row begins as the entry's last base row, after which the text goes on; an output
+        row as the mean, because it stands for all of its parts (with `residual_by_side`; else both as the first row).
+        """
+        if not self.residual:
+            return None
+        return "first" if not self.residual_by_side else "last" if side == SIDES[0] else "mean"
 
     @property
     def model_size(self) -> int:
@@ -97,13 +113,14 @@ class EncoderConfig:
         for name in {"intermediate_size", "model_hidden_size"} & fields.keys():
             if fields[name] is not None:
                 values[name] = _integer("encoder", fields, name, low=1)
-        for name in {"tie_encoders", "causal", "residual"} & fields.keys():
+        for name in {"tie_encoders", "causal", "residual", "residual_by_side"} & fields.keys():
             values[name] = _flag("encoder", fields, name)
         return cls(kind=kind, position_encoding=fields.get("position_encoding"), **values)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the `encoder` object of `zip2zip_config.json`."""
-        return {name: getattr(self, name) for name in sorted(ENCODER_FIELDS[self.kind])}
+        named = ENCODER_FIELDS[self.kind] - (set() if self.residual_by_side else {"residual_by_side"})
+        return {name: getattr(self, name) for name in sorted(named)}
 
 
 @dataclass(frozen=True)

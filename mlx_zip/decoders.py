@@ -42,11 +42,28 @@ FAMILIES = {
     "gemma2": Family("gemma2", tied=True, activations=_GELU, ropes=("default",)),
     "gemma3_text": Family("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
 }
+TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # those that `mlx_zip.cuda` runs too
+TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # packings in MLX's mode "affine" that it reads
 
 
 def supported_types() -> tuple[str, ...]:
     """Returns the base model types (`model_type` in config.json) that can be made or converted."""
     return tuple(FAMILIES)
+
+
+def refused_by_torch(config: Mapping[str, Any]) -> str | None:
+    """Returns what of a config.json `mlx_zip.cuda` does not run, in words; None for nothing that is easily seen."""
+    section = config.get("zip2zip")
+    kind = section.get("base_model_type") if isinstance(section, Mapping) else config["model_type"]
+    if kind not in TORCH_FAMILIES:
+        return f"models of type {kind!r}"
+    record = config.get("quantization")
+    whole = record if isinstance(record, Mapping) else {}
+    for one in (whole, *(value for value in whole.values() if isinstance(value, Mapping))):
+        bits, group, mode = one.get("bits", 4), one.get("group_size", 32), one.get("mode", "affine")
+        if bits not in TORCH_BITS or group not in TORCH_GROUPS or mode != "affine":
+            return f"weights of {bits} bits in groups of {group}, mode {mode}"
+    return None
 
 
 def check_options(config: Mapping[str, Any]) -> None:

@@ -138,4 +138,5 @@ def _install_mlx() -> str:
     """Returns the command that installs MLX on this system."""
     if sys.platform == "darwin":
         return install_hint("mlx")
-    return f"{install_hint(extra='cpu')} (with an NVIDIA GPU: '.[mlx-cuda]', or '.[cuda]' and --engine cuda)"
+    cards = "with an NVIDIA GPU: '.[mlx-cuda]', or '.[cuda]' and --engine cuda"
+    return f"{install_hint(extra='cpu')} ({cards}; without MLX: '.[torch]' and --engine torch)"

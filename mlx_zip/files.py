@@ -205,6 +205,17 @@ def data_folder() -> Path:
     return (Path(given) if os.path.isabs(given) else at_home("~/.local/share")) / "mlx_zip"
 
 
+def cache_folder() -> Path:
+    """Returns the folder for what mlx_zip can make again, such as converted models; it may not exist yet.
+
+    On a Mac ~/Library/Caches/mlx_zip, elsewhere mlx_zip in $XDG_CACHE_HOME or in ~/.cache.
+    """
+    if sys.platform == "darwin":
+        return at_home("~/Library/Caches/mlx_zip")
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else at_home("~/.cache")) / "mlx_zip"
+
+
 def _full_sync(handle: int) -> bool:
     """Flushes an open file and the cache of its disk; returns False where there is no such call."""
     command = getattr(fcntl, "F_FULLFSYNC", None)  # Macs only

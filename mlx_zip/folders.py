@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import NAMES, here_or_bundled
+from mlx_zip.bundled import KNOWN, here_or_bundled
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
 from mlx_zip.register import MODEL_TYPE
@@ -19,9 +19,10 @@ _MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, "*.jsonl")
 
 
 def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """Returns the local folder of a model, given a folder, a bundled model's name or a hub id, tried in that order.
+    """Returns the local folder of a model, given a folder, a name of `bundled.KNOWN` or a hub id, tried in that order.
 
-    A model on the hub is downloaded first. revision: the hub's branch, tag or commit. Raises `ModelError`.
+    A model on the hub is downloaded first, and a model of `named.NAMES` is made the first time. revision: the hub's
+    branch, tag or commit. Raises `ModelError`, and `MlxZipError` for a model that cannot be made.
     """
     path, name = here_or_bundled(path_or_hf_repo), str(path_or_hf_repo)
     if os.path.isdir(path):  # unlike Path.is_dir, does not raise for a name that is no valid path
@@ -29,7 +30,7 @@ def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
         return _checked_folder(path)
     if os.path.exists(path) or not hub.is_hub_id(name):
-        raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(NAMES)}), nor a hub id owner/name")
+        raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(KNOWN)}), nor a hub id owner/name")
     _checked_folder(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive
     return hub.download(name, _MODEL_FILES, revision)
 

@@ -97,7 +97,7 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
 
 
 def _parsed(name: str, args: argparse.Namespace) -> int | None:
-    """Runs a command; `mlx_zip.cuda` chooses its device by itself."""
+    """Runs a command; engines that are not MLX's choose their device by themselves, and --engine auto chooses later."""
     if getattr(args, "engine", MLX) == MLX:
         choose_device()
     return import_module(COMMANDS[name][0]).run(args)

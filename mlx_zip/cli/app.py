@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip import bundled
+from mlx_zip import bundled, named
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
-from mlx_zip.cli.engines import open_row_store
+from mlx_zip.cli.engines import choose, open_row_store
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
@@ -95,20 +95,29 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    choose(args, name)
     with (
         open_row_store(args) as row_store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
     ):
         from mlx_zip.engine.engines import Engines, other_models
 
-        named, open_model = args.race_against, partial(_other, args)
+        rival, open_model = args.race_against, partial(_other, args)
         options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
         ceiling = engine.ceiling()
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         showing = running.Showing(browser=not args.no_open, window=args.window)
-        hypertokens = {} if named is None else {named: not packs.is_plain(named)}
-        engines = Engines(engine, other_models(engine, named, open_model))
+        hypertokens = {} if rival is None else {rival: not packs.is_plain(rival)}
+        engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
+
+
+def _offered(main: str) -> dict[str, str]:
+    """Returns the models that the page offers beside a bundled one: those that nothing has to be fetched for."""
+    if main not in bundled.KNOWN:
+        return {}
+    offered = [bundled.DEFAULT, named.ZIP] if named.ZIP in named.at_hand() else [bundled.DEFAULT]
+    return {name: {**bundled.NAMES, **named.NAMES}[name] for name in offered}
 
 
 def _other(args: argparse.Namespace, name: str) -> Any:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.cli import packs, rows
+from mlx_zip.cli import engines, packs, rows
 from mlx_zip.cli.actions import DATA, writable
 from mlx_zip.errors import DataError
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="model to evaluate: folder, hub id or bundled model; repeat the flag to compare, the baseline first",
     )
+    engines.add_flag(add)
     add("--out", metavar="FILE", help="JSON file to write with all figures, settings and versions (default: none)")
     add("--json", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # --out's old name
     add(
@@ -165,7 +166,9 @@ def run(args: argparse.Namespace) -> int:
         raise DataError("--tasks names no task; lm-eval ls tasks lists them")
     what = Evaluation(**{field.name: getattr(args, field.name) for field in fields(Evaluation)})
     out = None if args.out is None else writable("--out", args.out, read=[*args.data, args.prompts])
-    with rows.open_store(args) as store:
+    engines.check_flags(args)
+    engines.choose(args, *args.model)
+    with engines.open_row_store(args) as store:
         record = evaluate(
             args.model,
             what,
@@ -174,8 +177,20 @@ def run(args: argparse.Namespace) -> int:
             row_store=store,
             progress=True,
             announce=lambda line: print(line, file=sys.stderr),
+            runner=_runner(args.engine) if engines.is_torch(args) else None,
         )
     print(report.table(record))
     if out is not None:  # last: the table has been printed if this fails
         write_json(out, record)
     return 0
+
+
+def _runner(engine: str) -> Any:
+    """Returns what runs the models on PyTorch. engine: torch or cuda. Raises what `engines.torch_module` raises."""
+    from functools import partial
+
+    from mlx_zip.evaluation.evaluate import Runner
+
+    module = engines.torch_module("evaluated", engine)
+    device = engines.torch_module("engine", engine).chosen_device(needs_card=engine == engines.CUDA)
+    return Runner(engine, str(device), partial(module.load_evaluated, device=device))

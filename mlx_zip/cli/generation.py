@@ -28,14 +28,16 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and args.prompt_cache_file is None:
         _choose_bundled_model(args)
     biases = _json_map("--logit-bias", args.logit_bias)
-    if engines.is_cuda(args):
+    engines.check_flags(args)
+    group = engines.machines_of(args)
+    _check_machines(args, group)
+    engines.choose(args, args.model, group=group)
+    if engines.is_torch(args):
         return _run_on_engine(args, biases, read_prompt(args.prompt))
 
     from mlx_zip.machine_watch import watched
-    from mlx_zip.machines import lost_machines_as_errors, machines
+    from mlx_zip.machines import lost_machines_as_errors
 
-    group = machines()
-    _check_machines(args, group)
     with lost_machines_as_errors(), watched(group):
         return _run(args, biases, read_prompt(args.prompt), group)
 
@@ -88,11 +90,9 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
 
 
 def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str) -> int:
-    """Does what `run` does after its checks, with --engine cuda."""
-    engines.check_flags(args)
-
-    from mlx_zip.cli.engine_generation import answer
+    """Does what `run` does after its checks, on PyTorch."""
     from mlx_zip.cli.opening import request_pack
+    from mlx_zip.engine.answering import answer
     from mlx_zip.folders import model_folder
     from mlx_zip.sampling_options import Sampling, as_logit_bias
     from mlx_zip.text.prompts import encode_prompt
@@ -102,8 +102,9 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
     Sampling.of(sampling)
     chosen, folder = packs.read(args), model_folder(args.model, args.revision)
     plain = packs.is_plain(str(folder))
-    with engines.open_cuda(
+    with engines.open_torch(
         folder,
+        args.engine,
         canonical=args.canonical,
         trust_remote_code=args.trust_remote_code,
         prefill_step_size=args.prefill_step_size,

@@ -18,10 +18,10 @@ from mlx_zip.files import at_home, check_in
 def opened(group: Any, name: str, engine: str = engines.MLX, **options: Any) -> Any:
     """Returns the engine of a model. group: the machines that the model is split over, None for one.
 
-    engine: the value of --engine.
+    engine: mlx, torch or cuda.
     """
-    if engine == engines.CUDA:
-        return engines.open_cuda(name, **options)
+    if engine != engines.MLX:
+        return engines.open_torch(name, engine, **options)
     if group is None:
         from mlx_zip.engine.mlx_engine import open_engine
 

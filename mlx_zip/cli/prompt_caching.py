@@ -8,7 +8,7 @@ import time
 
 from mlx_zip import bundled
 from mlx_zip.cli import packs, rows
-from mlx_zip.cli.engines import CUDA, MLX
+from mlx_zip.cli.engines import MLX, NAMES, is_torch
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.generation_flags import REFUSED
 from mlx_zip.errors import GenerationError
@@ -46,14 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
     )
     rows.add_flags(add)
-    add("--engine", choices=(MLX, CUDA), default=MLX, help=f"mlx; {CUDA} is refused: {NO_FILES} (default: mlx)")
+    add(
+        "--engine",
+        choices=NAMES,
+        default=MLX,
+        help=f"mlx or auto; torch and cuda are refused: {NO_FILES} (default: mlx)",
+    )
     add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads the prompt, writes the file, and prints figures; returns 0. Raises `MlxZipError`."""
-    if args.engine == CUDA:
-        raise GenerationError(f"--engine cuda cannot be used: {NO_FILES}")
+    if is_torch(args):
+        raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
     if args.max_kv_size is not None:
         raise GenerationError(f"--max-kv-size cannot be used: {REFUSED['max_kv_size']}; mlx_lm.cache_prompt has it")
     if args.model == "":

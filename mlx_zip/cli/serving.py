@@ -33,15 +33,15 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running = _server_module("running")
-    if engines.is_cuda(args):
-        engines.check_flags(args)
+    engines.check_flags(args)
+    group = engines.machines_of(args)
+    if group is None:
         return _lead(args, None, running)
 
     from mlx_zip.machine_watch import watched
-    from mlx_zip.machines import is_first, machines
+    from mlx_zip.machines import is_first
 
-    group = machines()
-    _check_machines(args, group)
+    _check_machines(args)
     with watched(group):
         return _lead(args, group, running) if is_first(group) else _follow(args, group)
 
@@ -50,14 +50,15 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     options = _options(args, name)
-    with (
-        _bound(running, args.host, args.port, options["api_key"]) as listener,
-        engines.open_row_store(args) as store,
-        opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
-    ):
-        options |= _pack_options(chosen, packs.is_plain(name), engine)
-        served = _server_module("options").Options(**options)
-        fault = running.serve(engine, served, listener, args.log_level)
+    with _bound(running, args.host, args.port, options["api_key"]) as listener:
+        engines.choose(args, name, group=group)
+        with (
+            engines.open_row_store(args) as store,
+            opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
+        ):
+            options |= _pack_options(chosen, packs.is_plain(name), engine)
+            served = _server_module("options").Options(**options)
+            fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:
         print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
     return 0 if fault is None else 1
@@ -70,6 +71,7 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    engines.choose(args, name, group=group)
     with (
         engines.open_row_store(args) as store,
         opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
@@ -78,9 +80,9 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     return 0
 
 
-def _check_machines(args: argparse.Namespace, group: Any) -> None:
+def _check_machines(args: argparse.Namespace) -> None:
     """Raises `GenerationError` for a flag that cannot be used for a model on several machines."""
-    if group is not None and args.session_files:
+    if args.session_files:
         raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
 
 

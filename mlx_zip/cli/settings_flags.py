@@ -16,6 +16,7 @@ ENCODER_FLAGS = {  # field of EncoderOptions: its flag's name
     "size": "encoder_size",
     "intermediate_size": "encoder_intermediate_size",
     "tie_encoders": "tie_encoders",
+    "residual_by_side": "residual_by_side",
     "position_mode": "position_mode",
 }
 

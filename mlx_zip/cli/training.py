@@ -16,6 +16,7 @@ from mlx_zip.files import at_home
 from mlx_zip.training.mlx_lm_names import NAMES, translate
 from mlx_zip.training.settings import (
     ADAPTED_BITS,
+    ENGINES,
     SAVE_DTYPES,
     SAVES,
     VALID_SHARE,
@@ -28,7 +29,7 @@ STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signa
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
 _KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hold for names that are not settings
     **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), str),
-    **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file"), str),
+    **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file", "engine", "init_from"), str),
     **dict.fromkeys(("plot", "canonical", "mask_prompt"), bool),
     "max_seq_length": int,
     "valid_share": (int, float),
@@ -92,6 +93,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="draw OUT/curves.png when the run ends; needs matplotlib (default: off)",
+    )
+    add(
+        "--engine",
+        choices=ENGINES,
+        help="what computes the steps; mlx: MLX, torch: PyTorch, on an NVIDIA card if there is one, else the CPU, "
+        "where it is much faster than MLX (default: mlx)",
+    )
+    add(
+        "--init-from",
+        metavar="RUN",
+        help="folder of another run whose trained weights (LoRA adapters, hyper-encoders) this run begins with; its "
+        "optimizer starts anew (default: new adapters and encoders)",
     )
     add_all(add, TrainSettings)
     add_all(add, EncoderOptions, ENCODER_FLAGS)
@@ -171,6 +184,7 @@ def run_options(values: dict[str, Any]) -> RunOptions:
         "valid": _paths(values.get("valid") or []),
         "out": at_home(values["out"]),
     }
+    chosen |= {"init_from": _path(values.get("init_from"))}
     chosen |= {"scratch": _path(values.get("from_scratch")), "tokenizer": _path(values.get("tokenizer"))}
     return RunOptions(**chosen, encoder=EncoderOptions(**encoder))
 

@@ -191,7 +191,8 @@ class Batch:
         count, size = len(self), self._size(len(self))
         logits = logits and chooser is not None
         head = self._graphs.run(("head", size, logits), partial(self._head, size, logits))
-        head = Head(head.best[:count], head.lse[:count], None if head.logits is None else head.logits[:count])
+        parts: list[Any] = [None if part is None else part[:count] for part in head[:3]]
+        head = Head(*parts)
         ids = head.best if chooser is None else chooser(head)
         self._download.begin(ids)
         # `follow` refuses an illegal id, but the body reads it before: it must not read outside of the tables

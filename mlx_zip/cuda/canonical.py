@@ -32,4 +32,5 @@ def without(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence
 def best_canonical(head: Head, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
     """Returns the best ids [B] of a head with logits, after `without`."""
     assert head.logits is not None
+    assert head.lse is not None
     return without(head.logits, head.lse, excluded, never).argmax(1)

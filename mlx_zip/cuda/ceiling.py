@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mlx_zip.cuda.cpu_products import Half
 from mlx_zip.cuda.kernel_bytes import bytes_of
 from mlx_zip.cuda.linear import Linear
 from mlx_zip.cuda.memory import free_bytes
@@ -37,11 +38,12 @@ def ceiling(model: CudaModel) -> Ceiling | None:
 
 def step_weight_bytes(model: CudaModel) -> int:
     """Returns the bytes of weights that a step reads: layers, norms and the head."""
-    values: list[Any] = [model.matrix, model.decoder.norm]
+    values: list[Any] = [model.matrix if model.scores is None else model.scores, model.decoder.norm]
     for layer in model.decoder.layers:
-        for one in (getattr(layer, each.name) for each in fields(layer)):
-            values += [one.weight, one.bias] if isinstance(one, Linear) else [one]
-    return bytes_of([one for one in values if one is not None])
+        values += [getattr(layer, each.name) for each in fields(layer)]
+    linear = [one for one in values if isinstance(one, Linear)]
+    half = sum(one.weight.nbytes for one in linear if isinstance(one.weight, Half))
+    return half + bytes_of([*values, *((one.weight, one.bias) for one in linear)])
 
 
 def copy_speed(device: torch.device, size: int, limit_s: float = math.inf) -> float:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.decoders import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
 
@@ -82,9 +83,11 @@ def read_tensors(
     entries: Mapping[str, Entry],
     device: torch.device,
     dtype: torch.dtype,
+    as_stored: bool = False,
 ) -> dict[str, torch.Tensor | Packed]:
     """Returns the tensors of `entries` on a device, floating-point ones in `dtype`, packed ones as `Packed`.
 
+    as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file.
     Raises `ModelError` naming file and tensor for dtypes and quantizations that are not supported.
     """
     settings = {name: _packing(folder, config, name, entry) for name, entry in entries.items() if entry.dtype == WORDS}
@@ -96,7 +99,8 @@ def read_tensors(
     for file in sorted({entry.file for entry in entries.values()}):
         with _opened(folder / file) as tensors:
             for name in (name for name, entry in entries.items() if entry.file == file):
-                loose[name] = _moved(tensors.get_tensor(name), device, dtype)
+                tensor = tensors.get_tensor(name)
+                loose[name] = _moved(tensor, device, tensor.dtype if as_stored and tensor.dim() > 1 else dtype)
     return _put_together(folder, entries, settings, loose)
 
 
@@ -118,7 +122,7 @@ def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: Entry) -
     mode, bits, group = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
     if mode != "affine":
         raise ModelError(f"{where}: {name} is quantized in the mode {mode!r}; supported: affine")
-    if type(bits) is not int or type(group) is not int or bits not in (4, 8) or group not in (32, 64, 128):
+    if type(bits) is not int or type(group) is not int or bits not in TORCH_BITS or group not in TORCH_GROUPS:
         raise ModelError(
             f"{where}: {name} is quantized to {bits} bits in groups of {group}; supported: 4 or 8 bits, groups of 32, "
             "64 or 128"

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.cuda.rope import Rope, make_rope
-from mlx_zip.decoders import check_options, head_width, is_tied, layer_rope, layer_types, norm_eps, sliding_window
+from mlx_zip.decoders import (
+    TORCH_FAMILIES,
+    check_options,
+    head_width,
+    is_tied,
+    layer_rope,
+    layer_types,
+    norm_eps,
+    sliding_window,
+)
 from mlx_zip.errors import ConfigError
 from mlx_zip.register import MODEL_TYPE
-
-SUPPORTED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,14 @@ class DecoderConfig:
         """
         config = _of_base(config)
         kind = config.get("model_type")
-        if kind not in SUPPORTED:
-            raise ConfigError(f"model_type {kind!r} is not supported on CUDA; supported: {', '.join(SUPPORTED)}")
+        if kind not in TORCH_FAMILIES:
+            known = ", ".join(TORCH_FAMILIES)
+            raise ConfigError(f"model_type {kind!r} is not supported on PyTorch; supported: {known}")
         check_options(config)
         types = layer_types(config)
         ropes = [layer_rope(config, one) for one in sorted(set(types))]
         if any(rope != ropes[0] for rope in ropes):
-            raise ConfigError("config.json: rope_parameters that differ between layers are not supported on CUDA")
+            raise ConfigError("config.json: rope_parameters that differ between layers are not supported on PyTorch")
         window, has_options = sliding_window(config), kind in ("llama", "mistral")
         heads, width = config["num_attention_heads"], head_width(config)
         return cls(

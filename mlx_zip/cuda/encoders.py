@@ -7,7 +7,7 @@ of a matrix [R, D], dense or `Packed`: the embedding on the input side, the head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +29,25 @@ class Weights:
     """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
 
     take: called with a tensor's whole name and shape, as `Folder.take`. prefix: "input_encoder." or "output_encoder.".
+    keep: dtype of the vectors for which matrices are kept for a CPU (`Linear.keep`); None for kernels.
     """
 
-    def __init__(self, take: Callable[..., Matrix], prefix: str) -> None:
-        self._take, self._prefix = take, prefix
+    def __init__(self, take: Callable[..., Matrix], prefix: str, keep: torch.dtype | None = None) -> None:
+        self._take, self._prefix, self._keep = take, prefix, keep
 
-    def matrix(self, name: str, rows: int, columns: int) -> Linear:
-        """Returns the product with the matrix `name`.weight [rows, columns]. Raises `ModelError`."""
-        return Linear(self._take(f"{self._prefix}{name}.weight", rows, columns))
+    @property
+    def side(self) -> str:
+        """The side whose rows the encoder makes, one of `SIDES`."""
+        return self._prefix
+
+    def matrix(self, names: str | Sequence[str], rows: int, columns: int) -> Linear:
+        """Returns the product with the matrix NAME.weight [rows, columns], or with several, joined by their rows.
+
+        Raises `ModelError`.
+        """
+        names = [names] if isinstance(names, str) else names
+        whole = joined([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
+        return whole if self._keep is None else whole.keep(self._keep)
 
     def dense(self, name: str, *shape: int) -> torch.Tensor:
         """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""
@@ -93,7 +104,8 @@ def transformer(config: EncoderConfig, merge_size: int, weights: Weights) -> Enc
 
 
 def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
-    """Returns the pre-norm transformer with the first base row as residual, pooled over real places (zip2zip++)."""
+    """Returns the pre-norm transformer with a base row as residual, pooled over real places (zip2zip++)."""
+    residual = {None: None, "first": "first", "last": "last", "mean": "real"}[config.residual_of(weights.side)]
     width, model = config.hidden_size, config.model_size
     places = weights.dense("pos_embed.weight", merge_size, width)
     enter = weights.matrix("proj_in", width, model) if model != width else None
@@ -103,17 +115,22 @@ def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weight
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         x = entry_rows(entries, matrix, None)
-        first = x[:, 0]
+        base = x
         x = (x if enter is None else times(x, enter)) + places[: entries.shape[1]]
         for layer in layers:
             x = layer(x, lengths)
         row = pool(norm(x), lengths, kind)
-        residual = first.contiguous() if config.residual else None
+        added = None if residual is None else _residual_row(base, lengths, residual)
         if leave is not None:
-            return product(row, leave, residual=residual)
-        return row if residual is None else row + residual
+            return product(row, leave, residual=added)
+        return row if added is None else row + added
 
     return encode
+
+
+def _residual_row(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns the base row [N, D] that an entry's row begins as: the first of x [N, S, D], or what `pool` returns."""
+    return x[:, 0].contiguous() if kind == "first" else pool(x, lengths, kind)
 
 
 @dataclass(frozen=True)
@@ -168,8 +185,8 @@ def _projections(config: EncoderConfig, weights: Weights, at: str, mask: str) ->
 def _attention(config: EncoderConfig, weights: Weights, names: list[str], mask: str) -> Attend:
     """Returns multi-head attention; names: of the matrices of queries, keys, values and output."""
     width = config.hidden_size
-    *inputs, leave = [weights.matrix(name, width, width) for name in names]
-    enter, heads = joined(inputs), config.num_heads
+    enter, leave = weights.matrix(names[:3], width, width), weights.matrix(names[3], width, width)
+    heads = config.num_heads
 
     def attend(x: torch.Tensor, lengths: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return times(small_attention(times(x, enter), lengths, heads, mask), leave, residual)

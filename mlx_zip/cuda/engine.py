@@ -72,7 +72,7 @@ class CudaEngine(ThreadedEngine):
 def open_cuda_engine(
     model_name: str | Path,
     *,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     dtype: str | None = None,
     pack: Any = None,
     canonical: bool | None = None,
@@ -89,17 +89,16 @@ def open_cuda_engine(
 ) -> CudaEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
 
-    device: None takes the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else an NVIDIA card; `ModelError` if there is
-    none. dtype: see `read_folder`. tokenizer_config: `chat_template` only. max_kv_bytes: of all requests together, None
-    for most of the card's free memory; each request has an equal part. sessions: bounds of the kept sessions, None to
-    keep none. Other options are those of `mlx_zip.engine.mlx_engine.open_engine`.
+    device: None for the one that `chosen_device` returns. dtype: see `read_folder`. tokenizer_config: `chat_template`
+    only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request has an equal
+    part. sessions: bounds of the kept sessions, None to keep none. Other options are those of
+    `mlx_zip.engine.mlx_engine.open_engine`.
     """
+    where = chosen_device() if device is None else device
 
     def load() -> tuple[CudaModel, Any]:
-        model = open_model(
-            model_name, chosen_device(device), dtype, pack=pack, codebook_size=codebook_size, canonical=canonical
-        )
-        return model, _tokenizer(model, tokenizer_config or {}, trust_remote_code)
+        model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
+        return model, tokenizer_of(model, tokenizer_config or {}, trust_remote_code)
 
     run = RunOptions(prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
@@ -114,22 +113,22 @@ def make_store(served: CudaServed, options: SessionOptions) -> SessionStore:
     return SessionStore(CudaCaches(served.model, served.tokenizer, served.seats), options)
 
 
-def chosen_device(name: str | None = None) -> torch.device:
-    """Returns the device to run on: `name`, else what MLX_ZIP_DEVICE names, else an NVIDIA card.
+def chosen_device(needs_card: bool = False) -> torch.device:
+    """Returns the device to run on: the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else a card, else the CPU.
 
-    Raises `ModelError` with the reason if there is no usable card, `ConfigError` for a wrong name in the variable.
+    needs_card: whether only the variable may choose the CPU. Raises `ModelError` with the reason if there is no usable
+    card, `ConfigError` for a wrong name in the variable.
     """
     asked = os.environ.get(VARIABLE) or None
-    if name is None and asked not in (None, "cpu", "gpu"):
+    if asked not in (None, "cpu", "gpu"):
         raise ConfigError(f"{VARIABLE}={asked}: it is one of cpu, gpu")
-    name = name or ("cpu" if asked == "cpu" else "cuda")
     try:
-        return find_device(name)
+        return find_device("cpu" if asked == "cpu" else "cuda" if asked == "gpu" or needs_card else None)
     except ModelError as error:
-        raise ModelError(f"{error} ({VARIABLE}=cpu computes on the CPU, slowly)") from error
+        raise ModelError(f"{error} ({VARIABLE}=cpu computes on the CPU)") from error
 
 
-def _tokenizer(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
+def tokenizer_of(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
     """Returns the model's tokenizer. config: `chat_template` replaces the tokenizer's own."""
     found = model.tokenizer
     if trust_remote_code:

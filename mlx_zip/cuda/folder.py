@@ -27,7 +27,9 @@ class Folder:
     """A model's folder with its tensors on a device.
 
     config: config.json. zip: its zip2zip section, None for a plain model. tensors: by checkpoint name; the name of a
-    packed matrix ends in ".weight" too. dtype: of all floating-point tensors. files: the file that each came from.
+    packed matrix ends in ".weight" too. files: the file that each came from. kernels: whether the model runs by
+    kernels, or by their references where there is no card; else by PyTorch's own operations on a CPU. dtype: of all
+    floating-point tensors; without kernels of what is computed, and matrices may still be as the files have them.
     """
 
     path: Path
@@ -38,6 +40,7 @@ class Folder:
     device: torch.device
     tensors: dict[str, Weight]
     files: dict[str, str] = field(repr=False)
+    kernels: bool = field(default=True, kw_only=True)
 
     def take(self, name: str, *shape: int) -> Weight:
         """Removes a tensor from `tensors` and returns it. Raises `ModelError` if it is missing or has another shape."""
@@ -59,18 +62,26 @@ class Folder:
             )
         return value
 
+    def as_table(self, value: Weight) -> Weight:
+        """Returns a matrix whose rows are looked up in the model's dtype."""
+        if isinstance(value, Packed):
+            return value._replace(scales=value.scales.to(self.dtype), biases=value.biases.to(self.dtype))
+        return value.to(self.dtype)
+
 
 def read_folder(
     path: str | Path,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     without: Sequence[str] = (),
+    kernels: bool = True,
 ) -> Folder:
     """Returns a model's folder with its tensors on a device.
 
     path: a folder, a bundled model's name or a hub id. device: None takes the first CUDA card, else the CPU. dtype:
     bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. without: prefixes of
-    tensors that are not read. Raises `ModelError` naming file and tensor, or needed and free bytes; `ConfigError`.
+    tensors that are not read. kernels: see `Folder`; without kernels the dtype None computes in float32, with matrices
+    as the files have them. Raises `ModelError` naming file and tensor, or needed and free bytes; `ConfigError`.
     """
     where, folder = find_device(device), model_folder(path)
     config = read_config(folder)
@@ -82,12 +93,13 @@ def read_folder(
         for name, entry in list_tensors(folder).items()
         if not name.startswith(skip) and "rotary_emb.inv_freq" not in name
     }
-    kind = _dtype(dtype) or _own_dtype(folder, entries)
+    own, asked = _own_dtype(folder, entries), _dtype(dtype)
+    kind = asked or (own if kernels else torch.float32)
     check_dtype(kind, where)
     _check_room(folder, entries, kind, decoder, where)
-    tensors = read_tensors(folder, config, entries, where, kind)
+    tensors = read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
     files = {name: entry.file for name, entry in entries.items()}
-    return Folder(folder, config, section, decoder, kind, where, tensors, files)
+    return Folder(folder, config, section, decoder, kind, where, tensors, files, kernels=kernels)
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -53,10 +53,10 @@ def _layer(folder: Folder, config: DecoderConfig, index: int) -> Layer:
         qkv=_qkv(folder, config, f"{at}self_attn."),
         q_norm=folder.take_dense(f"{at}self_attn.q_norm.weight", config.head_width) if normed else None,
         k_norm=folder.take_dense(f"{at}self_attn.k_norm.weight", config.head_width) if normed else None,
-        output=_linear(folder, f"{at}self_attn.o_proj", width, config.query_columns, config.output_bias),
+        output=_made(folder, _linear(folder, f"{at}self_attn.o_proj", width, config.query_columns, config.output_bias)),
         mlp_norm=folder.take_dense(f"{at}post_attention_layernorm.weight", width),
-        gate_up=joined(gate_up),
-        down=_linear(folder, f"{at}mlp.down_proj", width, inner, biased),
+        gate_up=_made(folder, *gate_up),
+        down=_made(folder, _linear(folder, f"{at}mlp.down_proj", width, inner, biased)),
         window=config.windows[index],
     )
 
@@ -65,7 +65,13 @@ def _qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
     """Returns the product that makes queries, keys and values."""
     queries, keys = config.query_columns, config.key_columns
     rows = {"qkv_proj": queries + 2 * keys} if config.joined else {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    return joined([_linear(folder, at + name, n, config.width, config.qkv_bias) for name, n in rows.items()])
+    return _made(folder, *(_linear(folder, at + name, n, config.width, config.qkv_bias) for name, n in rows.items()))
+
+
+def _made(folder: Folder, *parts: Linear) -> Linear:
+    """Returns the product whose rows are those of all parts, as the folder's device takes it."""
+    whole = joined(parts)
+    return whole if folder.kernels else whole.keep(folder.dtype)
 
 
 def _linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) -> Linear:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from mlx_zip.cuda.cpu_products import Half, kept
 from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.matvec import MOST, matvec
 from mlx_zip.cuda.kernels.norm import rms_norm
@@ -16,15 +18,26 @@ from mlx_zip.cuda.kernels.unpack import unpack
 
 @dataclass(frozen=True)
 class Linear:
-    """x [N, D] -> x W' + bias [N, R] in x's dtype; weight [R, D] dense or `Packed`; bias [R] or None."""
+    """x [N, D] -> x W' + bias [N, R] in x's dtype; weight [R, D] dense, `Packed` or `Half`; bias [R] or None.
 
-    weight: torch.Tensor | Packed
+    kept: whether the weight was made for PyTorch's own products on a CPU, which no kernel takes.
+    """
+
+    weight: torch.Tensor | Packed | Half
     bias: torch.Tensor | None = None
+    kept: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product by PyTorch's matrix product; a packed matrix is unpacked for the call."""
+        if isinstance(self.weight, Half):
+            return self.weight(x)
         weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
         return torch.nn.functional.linear(x, weight, self.bias)
+
+    def keep(self, dtype: torch.dtype) -> Linear:
+        """Returns the product with its weight made for a CPU, for vectors of `dtype`."""
+        assert not isinstance(self.weight, Half)
+        return Linear(*kept(self.weight, self.bias, dtype), kept=True)
 
 
 def product(
@@ -39,7 +52,8 @@ def product(
     x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: W has the rows of a gate, then of the values, and
     silu(gate) * values [N, R / 2] takes the product's place. residual: of the result's shape. Few rows take one launch.
     """
-    if x.shape[0] <= MOST:
+    if x.shape[0] <= MOST and not linear.kept:
+        assert not isinstance(linear.weight, Half)
         return matvec(x, linear.weight, linear.bias, norm, residual, gate)
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -57,7 +71,7 @@ def joined(parts: Sequence[Linear]) -> Linear:
     if len(parts) == 1:
         return parts[0]
     packed = [part.weight for part in parts if isinstance(part.weight, Packed)]
-    dense = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
+    dense: list[Any] = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
     if packed and dense:
         dtype = dense[0].dtype
         dense = [unpack(part.weight, dtype) if isinstance(part.weight, Packed) else part.weight for part in parts]

@@ -14,12 +14,15 @@ import torch
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.cuda.cpu_decoder import CpuDecoder, cpu_head
 from mlx_zip.cuda.decoder import Decoder
 from mlx_zip.cuda.encoders import Matrix, Weights, make_encoder
 from mlx_zip.cuda.fingerprint import folder_fingerprint
 from mlx_zip.cuda.folder import Folder, read_folder
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
+from mlx_zip.cuda.linear import Linear
+from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.rows import STORE_BYTES, RowStore
 from mlx_zip.cuda.starts import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError
@@ -45,6 +48,7 @@ def open_model(
     codebook_size: int | None = None,
     canonical: bool | None = None,
     store_bytes: int = STORE_BYTES,
+    kernels: bool | None = None,
 ) -> CudaModel:
     """Returns a converted zip2zip model or a plain model.
 
@@ -52,9 +56,12 @@ def open_model(
     decoder alone, as a plain model. pack: what requests begin with unless they name another; default: the tuned pack in
     the folder, else the config's entries. A plain model takes a pack only if its rows were tuned for it. codebook_size:
     number of slots; canonical: whether decoding is canonical; default: as in config.json. store_bytes: memory for rows
-    that are kept between requests. Raises `ModelError`, `ConfigError`, `DataError`, `CodecError`.
+    that are kept between requests. kernels: see `Folder`; None for kernels on a card and none on a CPU. Raises
+    `ModelError`, `ConfigError`, `DataError`, `CodecError`.
     """
-    folder = read_folder(path, device, dtype, without=() if hypertokens else SIDES)
+    where = find_device(device)
+    kernels = where.type == "cuda" if kernels is None else kernels
+    folder = read_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
     start = None if pack is None else start_of(pack)
     if folder.zip is None and (codebook_size is not None or start is not None):
         folder.zip = _plain_config(folder, codebook_size, start)
@@ -107,9 +114,8 @@ class CudaModel:
         decoder = folder.decoder
         self.folder, self.config = folder, config
         self.device, self.dtype, self.width = folder.device, folder.dtype, decoder.width
-        self.embedding: Matrix = folder.take(EMBEDDING, decoder.rows, decoder.width)
-        self.matrix: Matrix = self.embedding if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
-        self.decoder = Decoder(folder)
+        self._take_tables()
+        self.decoder = Decoder(folder) if folder.kernels else CpuDecoder(folder)
         vocab = decoder.rows if folder.zip is None else folder.zip.vocab_size
         self.layout = Layout(vocab, 0 if config is None else config.codebook_size, decoder.rows)
         self.params = CodecParams(vocab, 0, 1) if config is None else config.codec_params
@@ -119,6 +125,15 @@ class CudaModel:
         self.store = None if config is None else RowStore(self.sides, self.width, self.dtype, self.device, store_bytes)
         self.begin = Begin(self.params, None, None)
         self._begins: dict[int, Begin] = {}
+
+    def _take_tables(self) -> None:
+        """Takes embedding and head out of the folder; on a CPU the head's product too. Raises `ModelError`."""
+        folder, decoder = self.folder, self.folder.decoder
+        low = folder.take(EMBEDDING, decoder.rows, decoder.width)
+        high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
+        self.scores = None if folder.kernels else Linear(high).keep(folder.dtype)
+        self.embedding: Matrix = folder.as_table(low)
+        self.matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
 
     def _take_encoders(self, config: ZipConfig | None) -> None:
         """Takes the hyper-encoders' tensors out of the folder. Raises `ModelError`, `ConfigError`."""
@@ -131,7 +146,9 @@ class CudaModel:
             )
         tied, take = config.encoder.tie_encoders, self.folder.take
         self.sides = 1 if tied and self.folder.decoder.tied else 2
-        sides = [make_encoder(config.encoder, config.merge_size, Weights(take, side)) for side in SIDES[: 2 - tied]]
+        keep = None if self.folder.kernels else self.dtype
+        weights = [Weights(take, side, keep) for side in SIDES[: 2 - tied]]
+        sides = [make_encoder(config.encoder, config.merge_size, one) for one in weights]
         self._read_encoder, self._written_encoder = sides[0], sides[-1]
 
     def _check_all_taken(self) -> None:
@@ -242,7 +259,14 @@ class CudaModel:
 
         rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool.
         """
+        if self.scores is not None:
+            return cpu_head(h, self.scores, rows, installed, self.layout.vocab_size, logits)
         return joint_head(h, self.matrix, rows, installed, self.layout.vocab_size, logits)
+
+    def base_logits(self, h: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [N, V] of base ids, float32, of many outputs of the body h [N, D]."""
+        scores = Linear(self.matrix) if self.scores is None else self.scores
+        return scores(h)[:, : self.layout.vocab_size].float()
 
     def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, lengths [N] int64.

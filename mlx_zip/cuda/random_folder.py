@@ -22,18 +22,21 @@ class RandomFolder(Folder):
     """Gives a random tensor of the right shape for each name that is asked for.
 
     bits, group: how matrices are packed whose width allows it; bits None keeps them dense. generator: of the numbers.
+    stored: dtype of dense matrices, and of scales and biases; None for the folder's own.
     """
 
     bits: int | None
     group: int
     generator: torch.Generator
+    stored: torch.dtype | None = None
 
     def take(self, name: str, *shape: int) -> Weight:
         """Returns ones for norms, zeros for biases, and matrices that keep the size of what they multiply."""
         if len(shape) == 1:
             return torch.full(shape, float(name.endswith(".weight")), dtype=self.dtype, device=self.device)
         if self.bits is None or shape[1] % self.group or "pos_embed" in name:
-            numbers = torch.randn(shape, generator=self.generator, dtype=self.dtype, device=self.generator.device)
+            kind = self.stored or self.dtype
+            numbers = torch.randn(shape, generator=self.generator, dtype=kind, device=self.generator.device)
             return numbers.mul_(shape[1] ** -0.5).to(self.device)
         return self._packed(self.bits, *shape)
 
@@ -43,7 +46,7 @@ class RandomFolder(Folder):
         kind = {"dtype": torch.int32, "device": self.generator.device}
         words = torch.randint(-(2**31), 2**31, size, generator=self.generator, **kind).to(self.device)
         step = math.sqrt(12 / columns) / 2**bits
-        scales = torch.full((rows, columns // self.group), step, dtype=self.dtype, device=self.device)
+        scales = torch.full((rows, columns // self.group), step, dtype=self.stored or self.dtype, device=self.device)
         return Packed(words, scales, scales * -(2 ** (bits - 1) - 0.5), bits, self.group)
 
 
@@ -55,10 +58,12 @@ def random_folder(
     group: int = 64,
     seed: int = 0,
     made_on: str | torch.device | None = None,
+    kernels: bool = True,
 ) -> RandomFolder:
     """Returns a folder for the config.json of a converted model or a plain one.
 
-    made_on: device whose numbers are taken, which differ between kinds of devices; None for the same device. Raises
+    made_on: device whose numbers are taken, which differ between kinds of devices; None for the same device. kernels:
+    see `Folder`; without kernels a model computes in float32, and `dtype` is that of its matrices. Raises
     `ConfigError`, and `ModelError`, with needed and free bytes where the decoder's weights do not fit.
     """
     where = find_device(device)
@@ -67,7 +72,9 @@ def random_folder(
     decoder = DecoderConfig.from_dict(config)
     check_room("random weights of the decoder", decoder_bytes(decoder, dtype, bits, group), where)
     numbers = torch.Generator(where if made_on is None else made_on).manual_seed(seed)
-    return RandomFolder(Path("random"), config, section, decoder, dtype, where, {}, {}, bits, group, numbers)
+    computed = dtype if kernels else torch.float32
+    whole = (Path("random"), config, section, decoder, computed, where, {}, {}, bits, group, numbers, dtype)
+    return RandomFolder(*whole, kernels=kernels)
 
 
 def decoder_bytes(decoder: DecoderConfig, dtype: torch.dtype, bits: int | None, group: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,16 +14,16 @@ from mlx_zip.errors import EngineError, EngineStoppedError, MlxZipError, first_l
 
 OFF = "off"
 _WITHOUT = "the same weights with hypertokens switched off"
-_ROLES = {"control": "an equally trained model without hypertokens", "model": "a model that you named", OFF: _WITHOUT}
+_NAMED = "a model that you named"
 
 
 @dataclass(frozen=True)
 class OtherModel:
     """A model to compare the main one with. open: returns its engine.
 
-    kind: "control" (trained as the main model was, without hypertokens), "model" (one that the user named) or "off"
-    (the main model with its hypertokens switched off). label: what the model is, in words. quality: its quality
-    figures in words, None if none are known.
+    kind: "control" (the main model's partner in `bundled.PARTNERS`), "model" (one that the user named or is offered)
+    or "off" (the main model with its hypertokens switched off). label: what the model is, in words. quality: its
+    quality figures in words, None if none are known.
     """
 
     name: str
@@ -34,21 +34,24 @@ class OtherModel:
 
 
 def other_models(
-    main: Engine, named: str | None = None, open_model: Callable[[str], Engine] | None = None
+    main: Engine,
+    named: str | None = None,
+    open_model: Callable[[str], Engine] | None = None,
+    offered: Mapping[str, str] = {},
 ) -> list[OtherModel]:
     """Returns the models that the main one can be compared with.
 
     named: a model that the user named, None for none. open_model: opens a model by its name; by default without kept
-    sessions.
+    sessions. offered: further models, name -> what the model is, in words.
     """
     name, opened, found = main.info.name, open_model or _opened, list[OtherModel]()
     kinds = {bundled.PARTNERS[name]: "control"} if name in bundled.PARTNERS else {}
     if named is not None and named != name:
         kinds.setdefault(named, "model")
+    kinds |= {other: "model" for other in offered if other != name and other not in kinds}
     for other, kind in kinds.items():
-        label = (
-            f"{other}: {_ROLES[kind]}" if other != "stories" else "stories: an equally trained model with hypertokens"
-        )
+        words = bundled.LABELS[other] if kind == "control" else offered.get(other, _NAMED)
+        label = f"{other}: {words}"
         found.append(OtherModel(other, kind, lambda other=other: opened(other), label, bundled.QUALITY.get(other)))
     if main.info.codebook_size:
         without = f"{name} without hypertokens"

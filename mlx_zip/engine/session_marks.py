@@ -14,7 +14,7 @@ from mlx_zip.engine.session_format import BadFileError
 from mlx_zip.engine.session_positions import is_as_trained
 
 MLX, TORCH = "mlx_zip session 1", "mlx_zip torch session 1"
-_WRITERS = {MLX: "--engine mlx", TORCH: "--engine cuda"}
+_WRITERS = {MLX: "--engine mlx", TORCH: "--engine torch"}
 _WORDS = {
     "model_fingerprint": "model",
     "tokenizer_fingerprint": "tokenizer",

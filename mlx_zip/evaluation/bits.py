@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scoring import Compressed, Scored, compress_row, context_limit, score
+from mlx_zip.evaluation.scoring import Compressed, Scored, compress_row, context_limit, score, scores_itself
 from mlx_zip.evaluation.windows import Window, Windows
 from mlx_zip.layout import is_zip
 from mlx_zip.vocab.tuned import AnyStart
@@ -35,7 +35,7 @@ class Bits:
     bits: what the text of each window costs the model, float64 [n]. n_bytes: UTF-8 bytes of that text, int64 [n].
     base_ids, ids, hypertokens: totals over all windows, without the id before each window, which is not scored.
     hyper_mass: mean over ids of the probability of all hypertokens together. seconds: time of compression and scoring.
-    peak_bytes: MLX's peak memory. availability: see `score`; None for a plain model.
+    peak_bytes: MLX's peak memory, or that of the process so far. availability: see `score`; None for a plain model.
     """
 
     bits: NDArray[np.float64]
@@ -111,7 +111,8 @@ def measure_bits(
     """
     check_context(model, max(len(window.base_ids) for window in windows.windows))
     prefix = np.array([windows.prefix], np.uint32)
-    mx.reset_peak_memory()
+    if not scores_itself(model):
+        mx.reset_peak_memory()
     begun = time.perf_counter()
     rows = [compress_row(model, prefix, window.base_ids, start=start) for window in windows.windows]
     scored = score(model, rows, batch_size, availability, progress)
@@ -126,7 +127,7 @@ def measure_bits(
         hypertokens=int(sum((row.spans > 1).sum() for row in rows)),
         hyper_mass=float(sum(part.hyper_mass.sum() for part in scored) / ids),
         seconds=seconds,
-        peak_bytes=mx.get_peak_memory(),
+        peak_bytes=model.peak_bytes() if scores_itself(model) else mx.get_peak_memory(),
         availability=availability if is_zip(model) else None,
     )
 

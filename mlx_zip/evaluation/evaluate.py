@@ -21,7 +21,7 @@ from mlx_zip.evaluation.before_loading import check_codebook_size, check_model, 
 from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
 from mlx_zip.evaluation.rates import Settings, measure_rates
 from mlx_zip.evaluation.report import make_record
-from mlx_zip.evaluation.scoring import context_limit
+from mlx_zip.evaluation.scoring import context_limit, scores_itself
 from mlx_zip.evaluation.windows import Windows, cut_windows
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
@@ -117,6 +117,18 @@ class Evaluation:
         return kept | {"stop": list(self.stop), "tasks": list(self.tasks)}
 
 
+@dataclass(frozen=True)
+class Runner:
+    """What runs the models. name: of the engine, as --engine has it. device: in words.
+
+    load: called as `mlx_zip.load`, returns a model and its tokenizer.
+    """
+
+    name: str
+    device: str
+    load: Callable[..., tuple[Any, Any]]
+
+
 @dataclass
 class _Inputs:
     """Everything that is read before a model is loaded, and the figures of the first model, the baseline.
@@ -145,25 +157,27 @@ def evaluate(
     row_store: RowStore | None = None,
     progress: bool = False,
     announce: Callable[[str], None] = lambda line: None,
+    runner: Runner | None = None,
 ) -> dict[str, Any]:
     """Returns the record of all figures (see `report.make_record`); the first model is the baseline of the others.
 
     models: folders, hub ids or bundled names. what: what to measure. pack: one pack or several to merge, each a path or
     a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
     hypertokens, None for each model's own. row_store: see `load`. progress: whether to show it on stderr. announce:
-    called once, before a model is loaded, with a line that says what will be measured.
+    called once, before a model is loaded, with a line that says what will be measured. runner: None for MLX.
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
     check_codebook_size(codebook_size)
     packs = chosen_packs.read_packs(pack)
     inputs = _prepare(models, what, packs, codebook_size)
-    announce(_header(models, what, inputs))
+    runner = Runner("mlx", mx.default_device().type.name, load) if runner is None else runner
+    announce(_header(models, what, inputs, runner))
     records = []
     for name in models:
-        records.append(_measure(name, what, inputs, codebook_size, row_store, progress))
+        records.append(_measure(name, what, inputs, codebook_size, row_store, progress, runner))
         gc.collect()  # the model's memory, before the next one is loaded
-    settings = {**what.record(), "context": inputs.context, "codebook_size": codebook_size}
+    settings = {**what.record(), "context": inputs.context, "codebook_size": codebook_size, "engine": runner.name}
     settings |= {"pack": None if packs is None else list(packs.files)}
     settings |= {"codebook_fingerprint": None if packs is None else packs.merged.fingerprint}
     data = None
@@ -222,7 +236,7 @@ def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, f
     check_windows(inputs.folders[name], windows)
 
 
-def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:
+def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs, runner: Runner) -> str:
     """Returns the line that says what will be measured: models, text, generation, tasks and device."""
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
@@ -237,7 +251,7 @@ def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:
         )
     if what.tasks:
         parts.append(f"tasks: {', '.join(what.tasks)}")
-    parts.append(f"device: {mx.default_device().type.name}")
+    parts.append(f"engine: {runner.name}; device: {runner.device}")
     return "; ".join(parts)
 
 
@@ -251,9 +265,10 @@ def _measure(
     codebook_size: int | None,
     row_store: RowStore | None,
     progress: bool,
+    runner: Runner,
 ) -> dict[str, Any]:
     """Loads a model, measures all that was asked for, and returns its part of the record."""
-    model, tokenizer = _load(inputs.folders[name], what, inputs.packs, codebook_size, row_store)
+    model, tokenizer = _load(inputs.folders[name], what, inputs.packs, codebook_size, row_store, runner)
     if inputs.packs is not None and is_zip(model):
         chosen_packs.check(inputs.packs, model, tokenizer)
     if inputs.task_context is None:
@@ -268,11 +283,18 @@ def _measure(
         record["generation"] = _rates(name, model, tokenizer, what, inputs, progress)
     if what.tasks:
         record["tasks"] = _tasks(model, tokenizer, what, inputs)
+    if scores_itself(model):
+        model.close()
     return record
 
 
 def _load(
-    folder: Path, what: Evaluation, packs: Packs | None, codebook_size: int | None, row_store: RowStore | None
+    folder: Path,
+    what: Evaluation,
+    packs: Packs | None,
+    codebook_size: int | None,
+    row_store: RowStore | None,
+    runner: Runner,
 ) -> tuple[Any, Any]:
     """Loads a model and its tokenizer; a plain model is loaded with the pack only if its rows were tuned for it."""
     options = {
@@ -283,12 +305,13 @@ def _load(
     plain = chosen_packs.is_plain(str(folder))
     chosen = chosen_packs.load_options(packs, codebook_size, plain)
     if not plain:
-        return load(folder, **options, **chosen)
-    loaded = load(folder, **options)
+        return runner.load(folder, **options, **chosen)
+    loaded = runner.load(folder, **options)
     rows = None if chosen["pack"] is None else chosen["pack"].rows
-    if rows is None or rows.plain is None or rows.model != model_fingerprint(loaded[0]):
+    if rows is None or rows.plain is None:
         return loaded
-    return load(folder, **options, **chosen)
+    own = loaded[0].fingerprint if scores_itself(loaded[0]) else model_fingerprint(loaded[0])
+    return runner.load(folder, **options, **chosen) if rows.model == own else loaded
 
 
 def _start(inputs: _Inputs) -> Any:

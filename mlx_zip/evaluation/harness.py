@@ -23,10 +23,9 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.rates import can_batch
+from mlx_zip.evaluation.rates import can_batch, stream
 from mlx_zip.evaluation.scoring import Compressed, compress_row, context_limit, score
 from mlx_zip.evaluation.windows import cut_windows, prefix_id
-from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.layout import is_zip
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import render_chat
@@ -220,10 +219,7 @@ class ZipLM(TemplateLM):
         """Returns the text generated after each prompt, in one batch. options: those of `stream_generate`."""
         options = {**options, "seed": seed, "pack": self.start if is_zip(self.model) else None}
         texts = [""] * len(prompts)
-        if len(prompts) == 1:
-            one = stream_generate(self.model, self.tokenizer, prompts[0], **options)
-            return ["".join(response.text for response in one)]
-        for row, response in stream_batch(self.model, self.tokenizer, prompts, **options):
+        for row, response in stream(self.model, self.tokenizer, prompts, **options):
             texts[row] += response.text
         return texts
 

@@ -14,9 +14,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_zip import sessions
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scoring import codec
+from mlx_zip.evaluation.scoring import codec, scores_itself
 from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.layout import is_zip
+from mlx_zip.response import GenerationResponse
 from mlx_zip.state import find_state
 from mlx_zip.text.conversations import Conversation, Prompt
 from mlx_zip.vocab.tuned import AnyStart
@@ -122,13 +123,15 @@ def measure_rates(
 
 
 def _keeps_cache(model: Any, settings: Settings) -> bool:
-    """Returns whether turns continue from the cache of the turn before."""
+    """Returns whether turns continue from the cache of the turn before. Raises `DataError` if the model has none."""
+    if settings.keep_cache and scores_itself(model):
+        raise DataError("keep_cache (--keep-cache) needs a model on MLX (--engine mlx)")
     return settings.keep_cache and is_zip(model)
 
 
 def can_batch(model: Any) -> bool:
-    """Returns whether `stream_batch` can run the model."""
-    return is_zip(model) or all(type(entry) is KVCache for entry in make_prompt_cache(model))
+    """Returns whether `stream` takes several prompts for the model."""
+    return scores_itself(model) or is_zip(model) or all(type(entry) is KVCache for entry in make_prompt_cache(model))
 
 
 def _run(
@@ -159,15 +162,29 @@ def _responses(
     options["seed"] = seed
     if cache is None and is_zip(model):
         options["pack"] = settings.start
-    if cache is None and len(turns) > 1:
-        yield from stream_batch(model, tokenizer, [turn.prompt for turn in turns], **options)
+    if cache is None:
+        yield from stream(model, tokenizer, [turn.prompt for turn in turns], **options)
         return
     prompt = turns[0].prompt
-    if cache is not None:
-        kept_ids, kept_base_ids = sessions.common_prefix(cache, prompt)
-        sessions.trim_to(cache, kept_ids)
-        prompt, turns[0].context = prompt[kept_base_ids:], _codebook(cache)
+    kept_ids, kept_base_ids = sessions.common_prefix(cache, prompt)
+    sessions.trim_to(cache, kept_ids)
+    prompt, turns[0].context = prompt[kept_base_ids:], _codebook(cache)
     yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))
+
+
+def stream(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], **options: Any
+) -> Iterator[tuple[int, GenerationResponse]]:
+    """Yields (index of the prompt, response) for new requests; several only if `can_batch`.
+
+    options: those of `stream_generate`.
+    """
+    if scores_itself(model):
+        yield from model.stream(tokenizer, prompts, **options)
+    elif len(prompts) > 1:
+        yield from stream_batch(model, tokenizer, prompts, **options)
+    else:
+        yield from ((0, one) for one in stream_generate(model, tokenizer, prompts[0], **options))
 
 
 def _codebook(cache: Sequence[Any]) -> Codebook:

@@ -12,7 +12,7 @@ from mlx_zip.evaluation.tasks import figures
 from mlx_zip.progress import counted
 
 VERSION = 1
-_LIBRARIES = ("mlx_zip", "mlx", "mlx-lm", "transformers", "lm_eval")
+_LIBRARIES = ("mlx_zip", "mlx", "mlx-lm", "torch", "transformers", "lm_eval")
 Format = Callable[[Any], str]
 
 

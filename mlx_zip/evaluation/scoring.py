@@ -1,7 +1,7 @@
 """Log-probabilities of ids under a model, in batches and bounded memory; every evaluation scores through this module.
 
 Rows of a batch are padded on the right, which a causal model does not see. The codebook of a padded row reads pad ids
-after the row's end, which never merge.
+after the row's end, which never merge. A model on another library than MLX scores its rows by itself (`Scorer`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +26,7 @@ from mlx_zip.request import base_config
 from mlx_zip.vocab.tuned import AnyStart
 
 LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
+Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices of a row's ids, and ids that cannot follow there
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,35 @@ class Scored:
     logprobs: NDArray[np.float64]
     greedy: NDArray[np.bool_]
     hyper_mass: NDArray[np.float64]
+
+
+class Scorer(Protocol):
+    """What a model on another library than MLX has beside what a model on MLX has of these names."""
+
+    layout: Any
+    config: Any
+    args: Any
+
+    def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
+        """Returns the predictions of a row. causal: see `score`. closed: ids that a canonical model forbids."""
+        ...
+
+    def stream(self, tokenizer: Any, prompts: Any, **options: Any) -> Any:
+        """Yields (index of the prompt, response) for prompts of base ids, as `stream_batch` does."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Returns the most memory that was in use so far."""
+        ...
+
+    def close(self) -> None:
+        """Frees what only writing needs."""
+        ...
+
+
+def scores_itself(model: Any) -> bool:
+    """Returns whether a model is a `Scorer`."""
+    return hasattr(model, "score_row")
 
 
 def context_limit(model: Any) -> int | None:
@@ -159,7 +189,7 @@ def _batches(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[li
     The longest rows come first, so that memory runs out at once if it does.
     """
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
-    size = 1 if _by_base_length(model) else batch_size
+    size = 1 if scores_itself(model) or _by_base_length(model) else batch_size
     return [by_length[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
@@ -170,6 +200,9 @@ def _by_base_length(model: Any) -> bool:
 
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
     """Scores some rows together, in as many model calls as memory needs. availability: see `score`."""
+    if scores_itself(model):
+        closed = [_excluded(model, [row])[1:] for row in rows]
+        return [model.score_row(row, availability == "causal", at) for row, at in zip(rows, closed, strict=True)]
     lengths = [len(row.ids) for row in rows]
     pad_id = model.config.pad_id if is_zip(model) else 0
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)

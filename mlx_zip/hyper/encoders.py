@@ -14,22 +14,26 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_zip.config import EncoderConfig
+from mlx_zip.config import ENCODER_FIELDS, SIDES, EncoderConfig
 from mlx_zip.errors import ConfigError
 
 LAYER_NORM_EPS = 1e-5
 
 
-def make_encoder(config: EncoderConfig, merge_size: int) -> nn.Module:
-    """Builds the encoder `config.kind` for entries of up to `merge_size` base ids. Raises `ConfigError`."""
+def make_encoder(config: EncoderConfig, merge_size: int, side: str = SIDES[0]) -> nn.Module:
+    """Builds the encoder `config.kind` for entries of up to `merge_size` base ids. Raises `ConfigError`.
+
+    side: one of `SIDES`, the rows that it makes; it matters with `residual_by_side` only.
+    """
     kinds = {
         "averaging": Averaging,
         "attention": Attention,
         "transformer": Transformer,
-        "res_latent_attn": ResLatentAttention,
     }
-    if config.kind not in kinds:
-        raise ConfigError(f"encoder_type {config.kind!r} is not one of {', '.join(sorted(kinds))}")
+    if config.kind not in ENCODER_FIELDS:
+        raise ConfigError(f"encoder_type {config.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
+    if config.kind == "res_latent_attn":
+        return ResLatentAttention(config, merge_size, config.residual_of(side))
     return kinds[config.kind](config, merge_size)
 
 
@@ -78,15 +82,16 @@ class Transformer(nn.Module):
 
 
 class ResLatentAttention(nn.Module):
-    """A pre-norm transformer of a width of its own, plus the first base row as residual (zip2zip++).
+    """A pre-norm transformer of a width of its own, plus a base row as residual (zip2zip++: the entry's first).
 
-    Pools over real positions: their mean, or the last of them if the attention is causal.
+    Pools over real positions: their mean, or the last of them if the attention is causal. residual: "first", "last" or
+    "mean" of the entry's base rows, None for none.
     """
 
-    def __init__(self, config: EncoderConfig, merge_size: int) -> None:
+    def __init__(self, config: EncoderConfig, merge_size: int, residual: str | None) -> None:
         super().__init__()
         width, model = config.hidden_size, config.model_size
-        self.causal, self.residual = config.causal, config.residual
+        self.causal, self.residual = config.causal, residual
         self.pos_embed = nn.Embedding(merge_size, width)
         if model != width:
             self.proj_in = nn.Linear(model, width, bias=False)
@@ -96,7 +101,7 @@ class ResLatentAttention(nn.Module):
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
-        first = x[:, 0]
+        residual = None if self.residual is None else residual_row(x, lengths, self.residual)
         if "proj_in" in self:
             x = self.proj_in(x)
         x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
@@ -107,7 +112,7 @@ class ResLatentAttention(nn.Module):
         pooled = last_real(x, lengths) if self.causal else mean_of_real(x, lengths)
         if "proj_out" in self:
             pooled = self.proj_out(pooled)
-        return pooled + first if self.residual else pooled
+        return pooled if residual is None else pooled + residual
 
     def _mask(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns the attention mask [N, 1, 1 or S, S], true for keys that are real (and not later, if causal).
@@ -207,6 +212,13 @@ def both_real(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns the attention mask [N, 1, S, S] bool that is true where neither query nor key is padding."""
     keep = real(x, lengths)
     return (keep[:, :, None] & keep[:, None, :])[:, None]
+
+
+def residual_row(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
+    """Returns the first, the last real, or the mean of the real rows [N, D] of x [N, S, D]; kind names which."""
+    if kind == "first":
+        return x[:, 0]
+    return last_real(x, lengths) if kind == "last" else mean_of_real(x, lengths)
 
 
 def mean_of_real(x: mx.array, lengths: mx.array) -> mx.array:

@@ -72,7 +72,7 @@ def _res_latent(encoder: ResLatentAttention, as_float: bool) -> Dense:
     positions, norm, causal, residual = encoder.pos_embed.weight, encoder.norm, encoder.causal, encoder.residual
 
     def forward(x: mx.array) -> mx.array:
-        first, n = x[:, 0], x.shape[1]
+        n, base = x.shape[1], x
         x = enter(x)
         x = x + positions[:n].astype(x.dtype)
         for layer in layers:
@@ -80,9 +80,14 @@ def _res_latent(encoder: ResLatentAttention, as_float: bool) -> Dense:
         x = norm(x)
         # The mean is divided last, so that the division and the residual are one operation.
         row = leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
-        return row + first if residual else row
+        return row if residual is None else row + _residual_row(base, residual)
 
     return forward
+
+
+def _residual_row(x: mx.array, kind: str) -> mx.array:
+    """Returns the first, the last or the mean of an entry's base rows x [1, n, D], all of them real."""
+    return x.mean(axis=1) if kind == "mean" else x[:, 0 if kind == "first" else -1]
 
 
 def _pre_norm(block: Any, as_float: bool, causal: bool) -> Dense:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_zip.config import ZipConfig
+from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
@@ -68,9 +68,9 @@ class Model(nn.Module):
         self.model = Body(config, layers, norm)
         if not self.traits.tied:
             self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
-        self.input_encoder = make_encoder(zip_config.encoder, zip_config.merge_size)
+        self.input_encoder = make_encoder(zip_config.encoder, zip_config.merge_size, SIDES[0])
         if not zip_config.encoder.tie_encoders:
-            self.output_encoder = make_encoder(zip_config.encoder, zip_config.merge_size)
+            self.output_encoder = make_encoder(zip_config.encoder, zip_config.merge_size, SIDES[1])
 
     def __copy__(self) -> Model:
         """Returns a model that shares this one's modules. If one of the two gets another module, the other does not."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import NAMES, here_or_bundled
+from mlx_zip.bundled import KNOWN, here_or_bundled
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.text import hub
 from mlx_zip.text.formats import KINDS, is_tokenizer_file, pair_in, read_library, special_names
@@ -78,7 +78,7 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
         return path
     if path.exists() or names_a_file(str(name)):
         raise DataError(
-            f"{name}: no folder with a tokenizer, no tokenizer file ({KINDS}), not bundled ({', '.join(NAMES)}), and "
+            f"{name}: no folder with a tokenizer, no tokenizer file ({KINDS}), not bundled ({', '.join(KNOWN)}), and "
             "no hub id of the form owner/name"
         )
     patterns = (*hub.TOKENIZER, *(hub.CODE if trust_remote_code else ()))

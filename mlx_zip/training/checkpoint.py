@@ -13,6 +13,7 @@ removed when the next checkpoint is written.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -30,6 +31,7 @@ from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder, write_json
 
 FOLDER = "checkpoints"
+TRAINED = "trained.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _RANDOM = "random."
 
@@ -66,7 +68,7 @@ def save_checkpoint(
         shutil.rmtree(left, ignore_errors=True)
     try:
         with whole_folder(path) as folder:
-            mx.save_safetensors(str(folder / "trained.safetensors"), trained)
+            mx.save_safetensors(str(folder / TRAINED), trained)
             mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
             write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
@@ -95,7 +97,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
         progress = Progress(**state)
         if mark == fingerprint:  # else another run's checkpoint is reported below
             _check_progress(path, progress)
-        trained: Any = mx.load(str(path / "trained.safetensors"))
+        trained: Any = mx.load(str(path / TRAINED))
         saved: Any = mx.load(str(path / "optimizer.safetensors"))
         mx.eval(trained, saved)  # reads the files
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
@@ -106,7 +108,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
         raise TrainingError(f"{path} belongs to another model, codec, data or settings; choose another folder")
     optimizer.init(trainee.trainable_parameters())
     key = saved.pop(f"{_RANDOM}0", mx.array([]))
-    _check(path / "trained.safetensors", trained, trainee.trainable_parameters())
+    _check(path / TRAINED, trained, trainee.trainable_parameters())
     if wrong := first_not_finite(trained):
         raise TrainingError(f"{path} holds values that are not numbers in {wrong}; delete it to go on from before")
     _check(path / "optimizer.safetensors", {**saved, "key": key}, {**optimizer.state, "key": random_key()})
@@ -115,6 +117,43 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     set_random_key(key)
     mx.eval(trainee.parameters(), optimizer.state, mx.random.state)
     return progress
+
+
+def take_trained(run: Path, trainee: nn.Module) -> None:
+    """Puts the trained weights of another run's last checkpoint into a trainee.
+
+    Raises `TrainingError` if the run has no checkpoint, or trained other weights than this trainee's.
+    """
+    path = _last_trained(run)
+    try:
+        found: Any = mx.load(str(path))
+        mx.eval(found)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"{path} cannot be read: {reason(error)}") from error
+    named: Any = tree_flatten(trainee.trainable_parameters())
+    wanted = {name: value.shape for name, value in named}
+    theirs = {name: value.shape for name, value in found.items()}
+    if wanted != theirs:
+        differ = sorted(name for name in wanted.keys() | theirs.keys() if wanted.get(name) != theirs.get(name))
+        raise TrainingError(f"--init-from {run}: that run trained other weights, for example {differ[0]}")
+    trainee.update(tree_unflatten(list(found.items())))
+
+
+def digest_of_trained(run: Path) -> str:
+    """Returns the SHA-256 of the trained weights that `take_trained` takes. Raises `TrainingError`."""
+    path = _last_trained(run)
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def _last_trained(run: Path) -> Path:
+    found = checkpoints(run)
+    if not found:
+        raise TrainingError(f"--init-from {run}: there is no checkpoint of a training run")
+    return found[-1][1] / TRAINED
 
 
 def _check(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:

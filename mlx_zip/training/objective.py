@@ -45,7 +45,7 @@ class Trainee(nn.Module):
     def __init__(self, model: nn.Module, weights: LossWeights) -> None:
         super().__init__()
         self.model: Any = model
-        self._weights = weights
+        self.loss_weights = weights
         if isinstance(model, Model):
             width = model.config.encoder.model_size
             if weights.reconstruction:
@@ -68,22 +68,38 @@ class Trainee(nn.Module):
             raise ValueError("a zip model is trained on samples with a codebook")
         out = run_whole(self.model, samples_of(arrays, long))
         sums = joint_nats(out.base, out.hyper, arrays)
-        if self._weights.reconstruction:
+        if self.loss_weights.reconstruction:
             mean = self._reconstruction(out, arrays)
             sums["reconstruction"] = mean * sums["count"]
-        if self._weights.token_type:
+        if self.loss_weights.token_type:
             sums["token_type"] = self._token_type(out, arrays)
         return sums
+
+    def base_losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
+        """Returns `nats` and `count` of a batch of base ids, read without hypertokens.
+
+        arrays: those of a `Batch` that was made for a codec without a codebook. long: as in `losses`.
+        """
+        model = self.model
+        if not isinstance(model, Model):
+            return plain_nats(model(arrays["inputs"]), arrays)
+        none, row = mx.zeros((1,), mx.int32), mx.zeros((1, model.config.encoder.model_size))  # one entry, never open
+        rows = mx.full(arrays["inputs"].shape, -1, mx.int32)
+        slots = mx.zeros((arrays["inputs"].shape[0], 1), mx.int32)
+        index = arrays["index"] if model.config.position_mode == "base_token_end" else None
+        samples = Samples(arrays["inputs"], none, rows, none[:, None], none, slots, index=index, long=long)
+        out = run_whole(model, samples, (row, row))
+        return joint_nats(out.base, out.hyper, {**arrays, "available": mx.zeros_like(arrays["targets"])})
 
     def total(self, sums: dict[str, mx.array]) -> mx.array:
         """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`."""
         added = [name for name in ("reconstruction", "token_type") if name in sums]
-        return sum((getattr(self._weights, name) * sums[name] for name in added), sums["nats"])
+        return sum((getattr(self.loss_weights, name) * sums[name] for name in added), sums["nats"])
 
     def _reconstruction(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
         """Returns the mean cross entropy of entries' base ids, predicted from their input and their output rows."""
         size = arrays["entries"].shape[0]
-        n = min(self._weights.reconstruct_entries, size)
+        n = min(self.loss_weights.reconstruct_entries, size)
         chosen = (mx.arange(n) * size) // n  # spread over the batch's entries, which are sorted by their ids
         entries, lengths = arrays["entries"][chosen], arrays["lengths"][chosen]
         real = (mx.arange(entries.shape[1]) < lengths[:, None]) & (lengths[:, None] > 1)

@@ -9,27 +9,50 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import build_schedule
 
+from mlx_zip.config import SIDES
 from mlx_zip.training.settings import TrainSettings
 
 
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
-    """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the rest."""
-    rate = _schedule(settings, settings.learning_rate)
-    decay = settings.weight_decay
+    """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the rest.
+
+    Hyper-encoders with a learning rate of their own have an optimizer of their own.
+    """
+    rest = _single(settings, settings.learning_rate)
     if settings.optimizer == "muon":
-        muon = optim.Muon(_schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
-        adamw = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
-        return optim.MultiOptimizer([muon, adamw], [_is_hidden_matrix])
-    if settings.optimizer == "adamw":
-        return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
+        muon = optim.Muon(schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
+        return optim.MultiOptimizer([muon, rest], [_is_hidden_matrix])
+    if settings.encoder_learning_rate:
+        return optim.MultiOptimizer([_single(settings, settings.encoder_learning_rate), rest], [_is_encoders])
+    return rest
+
+
+def _single(settings: TrainSettings, peak: float) -> optim.Optimizer:
+    """Returns one optimizer with the schedule that rises to `peak`; for "muon", the AdamW beside it."""
+    rate, decay = schedule(settings, peak), settings.weight_decay
     if settings.optimizer == "adafactor":  # by default it would choose its own rate
         return optim.Adafactor(rate, relative_step=False, scale_parameter=False)
     if settings.optimizer == "adam":
         return optim.Adam(rate, bias_correction=True)
-    return optim.SGD(rate)
+    if settings.optimizer == "sgd":
+        return optim.SGD(rate)
+    return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
 
 
-def _schedule(settings: TrainSettings, peak: float) -> Any:
+def single_of(optimizer: optim.Optimizer, name: str) -> optim.Optimizer:
+    """Returns the optimizer that updates the weight of this name. Not for "muon"."""
+    if not isinstance(optimizer, optim.MultiOptimizer):
+        return optimizer
+    return optimizer.optimizers[0 if _is_encoders(name, None) else 1]
+
+
+def peak_of(settings: TrainSettings, name: str) -> float:
+    """Returns the peak learning rate of the weight of this name."""
+    of_encoders = settings.encoder_learning_rate
+    return of_encoders if of_encoders and _is_encoders(name, None) else settings.learning_rate
+
+
+def schedule(settings: TrainSettings, peak: float) -> Any:
     """Returns a schedule: linear warm-up to `peak`, then a cosine until the run's end.
 
     Its final rate is the share of `peak` that `min_learning_rate` is of `learning_rate`.
@@ -39,13 +62,20 @@ def _schedule(settings: TrainSettings, peak: float) -> Any:
     return build_schedule({"name": "cosine_decay", "arguments": arguments, "warmup": settings.warmup})
 
 
+def _is_encoders(path: str, value: Any) -> bool:
+    """Whether a weight of the trainee belongs to a hyper-encoder. path: the weight's name."""
+    return path.removeprefix("model.").startswith(SIDES)
+
+
 def _is_hidden_matrix(path: str, value: mx.array) -> bool:
     """Whether Muon trains this weight: a matrix, but neither an embedding nor a head. path: the weight's name."""
     return value.ndim == 2 and not any(name in path for name in ("embed", "lm_head", "type_head", "decoder"))
 
 
 def learning_rate(optimizer: optim.Optimizer) -> float:
-    """Returns the learning rate of the last step; with Muon, that of AdamW."""
+    """Returns the learning rate of the last step; of several, the last one's: with Muon
+    that of AdamW, with an own rate of the encoders the other one.
+    """
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]
     rate: Any = optimizer.learning_rate.item()

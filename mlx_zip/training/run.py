@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from mlx_zip.machines import check_equal, summed, together
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
 from mlx_zip.training.baseline import base_bits_per_byte
-from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.checkpoint import checkpoints, digest_of_trained, take_trained
 from mlx_zip.training.held_out import held_out_count, split
 from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.objective import LossWeights, Trainee
@@ -33,6 +35,7 @@ from mlx_zip.training.services import Services, check_services
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
 from mlx_zip.training.shards import Shards
 from mlx_zip.training.starting_model import fingerprint, freeze, start_model
+from mlx_zip.training.stepping import Stepper
 from mlx_zip.training.summary import closing, header
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.training.unprepared import check_as_asked, check_prepared
@@ -72,13 +75,16 @@ def _run(
 ) -> Outcome:
     """Trains what `_start` returned, and saves the result if all steps are done."""
     trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
-    if settings.grad_checkpoint:
+    if options.init_from is not None:
+        take_trained(options.init_from, trainee)
+    if settings.grad_checkpoint and options.engine == "mlx":
         recompute_activations(start.model.layers)
     first = group.rank() == 0
     services = Services(options, settings) if first and options.report_to else None
     observe = services.send if services else lambda line: None
     mark, quiet = start.run_fingerprint, quiet or not first
-    trainer = Trainer(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe)
+    steps = make_stepper(options.engine, start.config)
+    trainer = Trainer(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
     if not quiet:
         _say(header(trainer, f"{options.model or options.scratch} ({settings.fine_tune_type})"))
     if trainer.valid is not None and not trainer.progress.step and options.scratch is None:
@@ -91,6 +97,17 @@ def _run(
             _say(closing(trainer, options))
         _save(options, settings, start, outcome)
     return outcome
+
+
+def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns what makes a trainer's stepper. config: the model's config.json. Raises `TrainingError`."""
+    if engine == "mlx":
+        return Stepper
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise TrainingError(f"--engine torch needs {' and '.join(missing)}: pip install 'mlx_zip[torch]'")
+    from mlx_zip.training.pytorch.stepping import TorchStepper
+
+    return partial(TorchStepper, config=config)
 
 
 def _say(lines: list[str]) -> None:
@@ -241,8 +258,9 @@ def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
 def _record(options: RunOptions, settings: TrainSettings, data: Joined) -> dict[str, Any]:
     """Returns what the run trains, by which the same command knows it again, see `open_run`."""
     origin = options.model if options.scratch is None else options.scratch.name
+    before = {} if options.init_from is None else {"init_from": digest_of_trained(options.init_from)}
     return {
-        "fixed": {"model": Path(origin).name if origin else None, "settings": settings.deciding()},
+        "fixed": {"model": Path(origin).name if origin else None, "settings": settings.deciding(), **before},
         "data": [_data_record(part) for part in data.parts],
         "encoder": vars(options.encoder),
         "mlx_zip": mlx_zip.__version__,

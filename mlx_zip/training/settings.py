@@ -19,6 +19,7 @@ OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "adafactor")
 FINE_TUNE_TYPES = ("lora", "full", "encoders")
 DTYPES = ("float32", "bfloat16")
 COMPILE = ("auto", "on", "off")
+ENGINES = ("mlx", "torch")
 MODEL, ADAPTER = "model", "adapter"
 SAVES = (MODEL, ADAPTER)
 SAVE_DTYPES = ("float32", "float16", "bfloat16")
@@ -33,7 +34,10 @@ CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
     "keep",
     "compile",
 )
-ADDED_LATER = ("lora_keys",)  # recorded only if set, so that runs begun by older versions can be continued
+ADDED_LATER = (
+    "lora_keys",
+    "encoder_learning_rate",
+)  # recorded only if set, so that runs begun by older versions can be continued
 LARGEST = 2**63 - 1  # largest integer that MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
@@ -83,6 +87,12 @@ class TrainSettings:
     )
     learning_rate: float = setting(3e-4, "peak learning rate of the cosine schedule")
     min_learning_rate: float = setting(1e-5, "final learning rate of the cosine schedule")
+    encoder_learning_rate: float = setting(
+        0.0,
+        "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once, so that they must often "
+        "be smaller",
+        shown="--learning-rate",
+    )
     muon_learning_rate: float = setting(
         0.02, "peak learning rate of the matrices that --optimizer muon trains with Muon"
     )
@@ -136,6 +146,8 @@ class TrainSettings:
             raise TrainingError(f"lora_dropout must be below 1, got {self.lora_dropout}")
         if self.lora_dropout and self.grad_checkpoint and self.fine_tune_type == "lora":
             raise TrainingError("grad_checkpoint would drop other values in its second pass: leave out lora_dropout")
+        if self.encoder_learning_rate and self.optimizer == "muon":
+            raise TrainingError("encoder_learning_rate is for one optimizer; muon has rates of its own")
         if self.warmup >= self.iters and self.warmup:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 
@@ -201,6 +213,11 @@ class EncoderOptions:
     tie_encoders: bool = setting(
         False, "add one hyper-encoder to a plain model for both input and output rows, instead of one for each"
     )
+    residual_by_side: bool = setting(
+        False,
+        "a res_latent_attn encoder's rows begin as the entry's last base row (input) and as the mean of its base rows "
+        "(output), instead of the first base row (needs an encoder for each side; not in the zip2zip package)",
+    )
     position_mode: str = setting(
         "compressed",
         "how a plain model with new hyper-encoders counts positions; compressed: by id, base_token_end: by base id",
@@ -220,6 +237,7 @@ class EncoderOptions:
             "num_hidden_layers": self.num_hidden_layers,
             "num_heads": self.num_heads,
             "intermediate_size": self.intermediate_size,
+            "residual_by_side": self.residual_by_side,
         }
         if self.kind == "transformer":
             chosen["position_encoding"] = "learnable"
@@ -242,7 +260,9 @@ class RunOptions:
     valid_share: share of the samples of `data` that is held out; None: `VALID_SHARE`, or the share that the run in
     `out` began with; 0: none. max_seq_length: base ids that a prepared sample may have at most; mask_prompt: whether
     the data must have been prepared without a loss on prompts; None: not checked. report_to: services that get the
-    run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there.
+    run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there. engine: what
+    computes the steps, one of `ENGINES`; it is no part of the run's record, and a run may continue on another one.
+    init_from: folder of another run, whose trained weights of its last checkpoint this run begins with.
     """
 
     data: Sequence[Path]
@@ -261,11 +281,15 @@ class RunOptions:
     mask_prompt: bool | None = None
     report_to: str | None = None
     project_name: str | None = None
+    engine: str = "mlx"
+    init_from: Path | None = None
 
     def check(self) -> None:
         """Raises `TrainingError` naming an option that is missing or not allowed."""
         if (self.model is None) == (self.scratch is None):
             raise TrainingError("give --model, or --from-scratch with a config.json")
+        if self.engine not in ENGINES:
+            raise TrainingError(f"engine {self.engine!r} is not one of {', '.join(ENGINES)}")
         if self.save not in SAVES:
             raise TrainingError(f"save {self.save!r} is not one of {', '.join(SAVES)}")
         if self.save_dtype is not None and self.save_dtype not in SAVE_DTYPES:

@@ -190,7 +190,7 @@ def _check_fit(folder: Path, model: Model) -> None:
 def init_encoders(model: Model) -> None:
     """Initialises new encoders so that the rows they make have the scale of the matrix whose rows they read.
 
-    `res_latent_attn` begins as its residual, the first base id's row, because its output is set to zero (as in
+    `res_latent_attn` begins as its residual, one base row or their mean, because its output is set to zero (as in
     zip2zip++). A `transformer` ends in a norm, whose gain is set to the matrix's scale. Other kinds stay random.
     """
     sides: list[tuple[Any, Any]] = [(model.input_encoder, model.model.embed_tokens)]

@@ -76,6 +76,14 @@ class Stepper:
         sums: dict[str, Any] = self.trainee.losses(to_device(batch), long)
         return {name: float(value.item()) for name, value in sums.items()}
 
+    def base_nats(self, batch: Batch, long: bool) -> float:
+        """Returns the summed nats of a batch of base ids, read without hypertokens. long: as in `step`."""
+        nats: Any = self.trainee.base_losses(to_device(batch), long)["nats"]
+        return nats.item()
+
+    def publish(self) -> None:
+        """Brings trainee and optimizer up to date; here they always are."""
+
     def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
         """Returns the loss to minimise and all sums, computed in the settings' dtype."""
         if self._low is None:

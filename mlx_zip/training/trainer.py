@@ -72,7 +72,8 @@ class Trainer:
 
     trainee: the model to train, with all other parameters frozen. data, valid: samples to train and to validate on.
     run: folder of checkpoints and metrics. fingerprint: a checkpoint is resumed only if its fingerprint equals this.
-    quiet: show no progress. observe: is called with each line of the log.
+    quiet: show no progress. observe: is called with each line of the log. make_stepper: `Stepper`, or what has its
+    interface and takes the same arguments.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Trainer:
         valid: Data | None = None,
         quiet: bool = False,
         observe: Callable[[dict[str, Any]], None] = lambda line: None,
+        make_stepper: Callable[..., Any] = Stepper,
     ) -> None:
         self.observe = observe
         self.trainee, self.data, self.valid, self.settings, self.run = trainee, data, valid, settings, run
@@ -97,7 +99,7 @@ class Trainer:
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._resumed()
-        self.stepper = Stepper(trainee, self.optimizer, settings, self.group)
+        self.stepper = make_stepper(trainee, self.optimizer, settings, self.group)
 
     def _resumed(self) -> Progress:
         """Restores the first machine's last checkpoint, or its new weights, on every machine; returns the progress."""
@@ -174,6 +176,7 @@ class Trainer:
             return
         found = checkpoints(self.run)
         if not found or found[-1][0] != self.progress.step:
+            self.stepper.publish()
             args = (self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
             save_checkpoint(*args)
 

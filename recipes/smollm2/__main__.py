@@ -1,7 +1,8 @@
-"""`python -m recipes.smollm2 --model DIR --out DIR`: makes the data and the packs that SmolLM2 is trained with.
+"""`python -m recipes.smollm2 --model DIR --out DIR`: teaches SmolLM2 hypertokens.
 
     data    documents and the model's own conversations, for training and held out, with a card that names all licences
     packs   packs learned from the training texts, measured on those held out
+    train   one leg of the training with the mixed pack, and of its control, which reads the same windows as they are
 
 A stage that was interrupted goes on when the same command is given again; a file that exists is not made again.
 """
@@ -30,13 +31,15 @@ class Recipe:
     """What every stage gets.
 
     model: folder of the base. out: folder of all results. shared: folder that holds data/text, None for no data sets.
-    call: runs a Python module with arguments in a folder and returns its exit status.
+    leg: the leg that is trained, counted from 1. call: runs a Python module with arguments in a folder and returns its
+    exit status.
     """
 
     settings: Settings
     model: Path
     out: Path
     shared: Path | None = None
+    leg: int = 1
     call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
 
     @property
@@ -92,7 +95,18 @@ def files(recipe: Recipe, domain: str) -> list[str]:
     return [str(file) for file in sorted((recipe.data / "train").glob(f"{domain}*.jsonl")) if file.stat().st_size]
 
 
-STAGES: dict[str, Callable[[Recipe], None]] = {"data": make_data, "packs": make_packs}
+def train(recipe: Recipe) -> None:
+    """Trains the leg that --leg names: leg-N/zip and leg-N/control. Raises `TrainingError`."""
+    from .training import prepare_data, train_leg
+
+    folder, leg = recipe.out / f"leg-{recipe.leg}", recipe.settings.leg
+    before = None if recipe.leg == 1 else recipe.out / f"leg-{recipe.leg - 1}"
+    pack = recipe.out / "packs" / "mixed.npz"
+    prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
+    train_leg(recipe.model, folder / "data", folder, leg, before, say)
+
+
+STAGES: dict[str, Callable[[Recipe], None]] = {"data": make_data, "packs": make_packs, "train": train}
 
 
 def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
@@ -113,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the stages; returns exit status 0, 2 after an error, 130 after Ctrl-C (the same command continues)."""
     args = parser().parse_args(argv)
     model, out = (Path(path).expanduser().resolve() for path in (args.model, args.out))
-    recipe = Recipe(SMALL if args.small else FULL, model, out, args.shared and Path(args.shared).expanduser().resolve())
+    shared = args.shared and Path(args.shared).expanduser().resolve()
+    recipe = Recipe(SMALL if args.small else FULL, model, out, shared, args.leg)
     try:
         run(recipe, args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
@@ -127,13 +142,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's flags."""
-    made = Parser(prog="python -m recipes.smollm2", description="Makes data and packs that SmolLM2 is trained with.")
+    made = Parser(prog="python -m recipes.smollm2", description="Teaches SmolLM2 hypertokens.")
     add = made.add_argument
     add("stages", nargs="*", metavar="STAGE", help=f"stages to run: {', '.join(STAGES)} (default: all, in this order)")
     add("--model", required=True, help="folder of the base model, with its tokenizer")
     add("--out", required=True, help="folder to write all results to; the same command continues an interrupted run")
     add(
         "--shared", help="folder that holds the data sets, in data/text (default: none: sources and conversations only)"
+    )
+    add(
+        "--leg",
+        type=int,
+        default=1,
+        help="leg to train; a later one begins with the weights of the one before (default: 1)",
     )
     add("--small", action="store_true", help="make little data without any package, as a test (default: off)")
     return made

@@ -1,4 +1,4 @@
-"""Every choice of the recipe's data: packages, sizes, requests and packs. `FULL` is the run, `SMALL` a test of it."""
+"""Every choice of the recipe: packages, sizes, requests, packs, training. `FULL` is the run, `SMALL` a test of it."""
 
 from __future__ import annotations
 
@@ -106,19 +106,59 @@ class Packs:
 
 
 @dataclass(frozen=True)
+class Leg:
+    """One leg of the training. mixture: domains and their shares. samples: most windows that are prepared; context:
+    base ids of each. encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
+    """
+
+    mixture: tuple[tuple[str, float], ...] = (("code", 0.45), ("chat", 0.35), ("math", 0.1), ("medical", 0.1))
+    samples: int = 4000
+    context: int = 512
+    iters: int = 1000
+    batch_size: int = 4
+    warmup: int = 20
+    seed: int = 1
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 2e-5
+    lora_rank: int = 32
+    lora_scale: float = 2.0
+    save_every: int = 20
+    valid_share: float = 0.0
+    encoder: tuple[str | int | float, ...] = (
+        *("--encoder", "res_latent_attn", "--encoder-size", 256, "--encoder-layers", 1, "--encoder-heads", 4),
+        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 3e-6),
+    )
+
+
+@dataclass(frozen=True)
 class Settings:
-    """All settings of the recipe's data."""
+    """All settings of the recipe."""
 
     texts: TextSizes = TextSizes()
     talk: Talk = Talk()
     packs: Packs = Packs()
+    leg: Leg = Leg()
 
 
 FULL = Settings()
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
-    Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=2000, held_out=500),
+    Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200),
     Packs(size=16, most_ids=4000, codebook_size=64, domains=("chat", "code"), mixed=(("chat", 0.5), ("code", 0.5))),
+    Leg(
+        mixture=(("chat", 0.5), ("code", 0.5)),
+        samples=12,
+        context=96,
+        iters=3,
+        batch_size=2,
+        warmup=1,
+        lora_rank=2,
+        save_every=2,
+        encoder=(
+            *("--encoder", "res_latent_attn", "--encoder-size", 8, "--encoder-layers", 1, "--encoder-heads", 2),
+            *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
+        ),
+    ),
 )
 
 GENERAL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the chat template's own

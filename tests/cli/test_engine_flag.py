@@ -1,5 +1,6 @@
 """--engine: which one runs, what is missing for it, and which flags it cannot use; each told in one line."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from mlx_zip.cli import engines
 from support.serving import MISSING
 
 needs_torch = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -39,21 +41,36 @@ def test_a_machine_without_mlx_generates_the_same_text():
     assert len(got.stdout) > 20
 
 
-def test_without_mlx_the_message_names_both_ways_to_go_on():
+@needs_torch
+def test_without_mlx_the_other_engine_is_taken_and_named():
+    expected = run(*SHORT)
+    got = run(*SHORT, missing=WITHOUT_MLX)
+    assert (got.returncode, got.stdout) == (0, expected.stdout)
+    assert got.stderr == "engine: torch, because MLX is not installed\n"
+
+
+def test_without_both_the_message_names_all_ways_to_go_on():
     for command in (SHORT, ("serve",)):
-        done = run(*command, missing=WITHOUT_MLX)
+        done = run(*command, missing=(*WITHOUT_MLX, *WITHOUT_TORCH))
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert "MLX is not installed" in line
         assert "--engine cuda" in line
+        assert "--engine torch" in line
 
 
-def test_without_pytorch_the_message_says_what_to_install():
-    done = run(*SHORT, "--engine", "cuda", missing=WITHOUT_TORCH)
+@pytest.mark.parametrize(("engine", "libraries"), [("cuda", "torch, triton"), ("torch", "torch")])
+def test_without_pytorch_the_message_says_what_to_install(engine, libraries):
+    done = run(*SHORT, "--engine", engine, missing=WITHOUT_TORCH)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "--engine cuda needs torch, triton" in line
-    assert ".[cuda]" in line
+    assert f"--engine {engine} needs {libraries}, which" in line
+    assert f".[{engine}]" in line
+
+
+@needs_torch
+def test_on_a_cpu_pytorch_needs_no_triton():
+    assert run(*SHORT, "--engine", "torch", missing=("triton",), device="").returncode == 0
 
 
 @needs_torch
@@ -119,11 +136,12 @@ def test_a_plain_model_refuses_a_pack_that_it_cannot_use(tmp_path, command, engi
         ("generate", "--row-cache"),
     ],
 )
-def test_flags_that_only_mlx_has_are_refused(command, flag):
-    done = run(command, "--engine", "cuda", flag, "x")
+@pytest.mark.parametrize("engine", ["torch", "cuda"])
+def test_flags_that_only_mlx_has_are_refused(command, flag, engine):
+    done = run(command, "--engine", engine, flag, "x")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert f"{flag} cannot be used with --engine cuda" in line
+    assert f"{flag} cannot be used with --engine {engine}" in line
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
@@ -166,3 +184,59 @@ def test_the_engine_on_pytorch_loads_no_mlx():
     code = "import sys, mlx_zip.cuda.engine\nprint([name for name in ('mlx', 'mlx_lm') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---- auto
+
+
+def choice(monkeypatch, folder, *, installed=("torch", "mlx"), platform="linux", group=None, **flags) -> tuple:
+    """What --engine auto becomes for a model's folder, and the line that says so."""
+    monkeypatch.delenv("MLX_RANK", raising=False)
+    monkeypatch.setattr(engines, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(engines.sys, "platform", platform)
+    return engines._choice(argparse.Namespace(engine="auto", **flags), [] if folder is None else [folder], group)
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A folder of a model that is large enough for PyTorch, on a disk that holds no zeros."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(engines.SMALL_MB << 20)
+    return tmp_path
+
+
+def test_auto_takes_pytorch_for_a_large_model_where_it_is_installed(monkeypatch, large):
+    assert choice(monkeypatch, large) == ("torch", "which is faster here (--engine mlx takes MLX)")
+    assert choice(monkeypatch, large, installed=("mlx",)) == ("mlx", None)
+    assert choice(monkeypatch, large, installed=("torch",)) == ("torch", "because MLX is not installed")
+    assert choice(monkeypatch, large, installed=()) == ("mlx", None)
+
+
+def test_auto_takes_mlx_on_a_mac_on_several_machines_and_for_a_small_model(monkeypatch, large):
+    assert choice(monkeypatch, large, platform="darwin") == ("mlx", None)
+    assert choice(monkeypatch, large, group=object()) == ("mlx", None)
+    with open(large / "model.safetensors", "wb") as file:
+        file.truncate((engines.SMALL_MB << 20) - 1)
+    assert choice(monkeypatch, large) == ("mlx", None)
+
+
+def test_auto_takes_mlx_for_what_only_mlx_can_do_and_says_so(monkeypatch, large):
+    assert choice(monkeypatch, large, kv_bits=8) == ("mlx", "because torch does not take --kv-bits")
+    assert choice(monkeypatch, large, kv_group_size=64, row_cache="off")[0] == "torch"
+    assert choice(monkeypatch, None, prompt_cache_file="x")[1] == "because torch does not take --prompt-cache-file"
+    (large / "config.json").write_text('{"model_type": "gemma2"}')
+    assert choice(monkeypatch, large) == ("mlx", "because torch does not run models of type 'gemma2'")
+    packed = {"bits": 4, "group_size": 64, "lm_head": {"bits": 6, "group_size": 64}}
+    (large / "config.json").write_text(json.dumps({"model_type": "llama", "quantization": packed}))
+    expected = "because torch does not run weights of 6 bits in groups of 64, mode affine"
+    assert choice(monkeypatch, large) == ("mlx", expected)
+
+
+def test_an_engine_that_is_named_stays_and_one_that_is_chosen_is_told(monkeypatch, capsys):
+    named, auto = argparse.Namespace(engine="cuda"), argparse.Namespace(engine="auto")
+    monkeypatch.setattr(engines, "_choice", lambda *_: ("torch", "because it is"))
+    for args in (named, auto):
+        engines.choose(args, "stories")
+    assert (named.engine, auto.engine) == ("cuda", "torch")
+    assert capsys.readouterr().err == "engine: torch, because it is\n"

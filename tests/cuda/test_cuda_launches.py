@@ -193,10 +193,10 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["warm", "cold"])
 def test_a_step_launches_as_many_triton_kernels_as_are_counted_without_them(tiny, kind):
-    model = open_model(tiny, "cpu")
+    model = open_model(tiny, "cpu", kernels=True)
     counts = step_costs(model)
     with triton_everywhere():
-        real = step_costs(open_model(tiny, "cpu"))
+        real = step_costs(open_model(tiny, "cpu", kernels=True))
     assert getattr(real, kind).count == getattr(counts, kind).count
 
 

@@ -15,6 +15,7 @@ from support.torch_folders import LLAMA3, make_model, pack, random_ids, save
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 
+from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import Folder, read_folder  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
@@ -52,10 +53,10 @@ class Reader:
     """One sequence in the PyTorch decoder: ids in, base logits out."""
 
     def __init__(self, folder: Folder, capacity: int = 64) -> None:
-        self.decoder = Decoder(folder)
-        self.table = dense(folder.tensors["model.embed_tokens.weight"])
-        self.head = self.table if folder.decoder.tied else dense(folder.tensors["lm_head.weight"])
-        self.kv = self.decoder.make_kv(1, capacity)
+        self.decoder = (Decoder if folder.kernels else CpuDecoder)(folder)
+        self.table = dense(folder.tensors["model.embed_tokens.weight"]).to(folder.dtype)
+        self.head = self.table if folder.decoder.tied else dense(folder.tensors["lm_head.weight"]).to(folder.dtype)
+        self.kv, self.on_cpu = self.decoder.make_kv(1, capacity), not folder.kernels
         self.log: list[int] = []
 
     def __call__(self, ids: Sequence[int]) -> np.ndarray:
@@ -69,8 +70,9 @@ class Reader:
         return self._step() if len(ids) == 1 else self._read(begin)
 
     def _read(self, begin: int) -> np.ndarray:
-        at = torch.arange(begin, len(self.log))[None]
-        return self._logits(self.decoder.read(self.table[torch.tensor(self.log[begin:])][None], at, at, self.kv)[0])
+        at, end = torch.arange(begin, len(self.log))[None], len(self.log) if self.on_cpu else None
+        h = self.table[torch.tensor(self.log[begin:])][None]
+        return self._logits(self.decoder.read(h, at, at, self.kv, end)[0])
 
     def _step(self) -> np.ndarray:
         at = torch.tensor([len(self.log) - 1])
@@ -104,30 +106,33 @@ def then_steps(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 WAYS = [whole, in_chunks, then_steps]
+both = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
 
 
-def check(model: Any, folder: Path, way: Callable[[Sequence[int]], list[Sequence[int]]]) -> None:
-    reader = Reader(read_folder(folder, "cpu"))
+def check(model: Any, folder: Path, way: Callable[[Sequence[int]], list[Sequence[int]]], kernels: bool) -> None:
+    reader = Reader(read_folder(folder, "cpu", kernels=kernels))
     found = np.concatenate([reader(chunk) for chunk in way(IDS)])
     np.testing.assert_allclose(found, expected(model, way(IDS)), atol=2e-4, rtol=2e-4)
 
 
+@both
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_decoder_agrees_with_mlx(case, way, tmp_path):
+def test_a_decoder_agrees_with_mlx(case, way, kernels, tmp_path):
     family, changes = CASES[case]
     model = make_model(family, **changes)
-    check(model, save(model, tmp_path / "model", shards=2), way)
+    check(model, save(model, tmp_path / "model", shards=2), way, kernels)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma")])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_decoder_packed_by_mlx_agrees_with_mlx(bits, family, way, tmp_path):
+@both
+def test_a_decoder_packed_by_mlx_agrees_with_mlx(kernels, bits, family, way, tmp_path):
     model = make_model(family, intermediate_size=96)
     own = {"layers.1.mlp.down_proj": False, "layers.0.self_attn.o_proj": {"bits": 8, "group_size": 32}}
     record = pack(model, bits, 32, own)
-    check(model, save(model, tmp_path / "model", quantization=record), way)
+    check(model, save(model, tmp_path / "model", quantization=record), way, kernels)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,13 +156,15 @@ def of_bundled(model: Any, chunks: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_bundled_model_in_half_the_precision_is_near_mlx_s_float32(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [("bfloat16", True), ("float16", True), ("bfloat16", False)], ids=lambda value: str(value)
+)
+def test_a_bundled_model_in_half_the_precision_is_near_mlx_s_float32(dtype, kernels):
     from mlx_zip.loading import load
 
     ids = random_ids(len(IDS), below=2048)
     exact = of_bundled(load("stories")[0], then_steps(ids))
-    reader = Reader(read_folder("stories", "cpu", dtype))
+    reader = Reader(read_folder("stories", "cpu", dtype, kernels=kernels))
     found = np.concatenate([reader(chunk) for chunk in then_steps(ids)])
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     assert error < 1e-2

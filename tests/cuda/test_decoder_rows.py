@@ -12,6 +12,7 @@ from support.torch_folders import make_model, save
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
+from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import read_folder  # noqa: E402
 from mlx_zip.cuda.kv import KV  # noqa: E402
@@ -23,8 +24,12 @@ FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
 ROOM = 60  # slots of a sequence
 
 
-def open_decoder(folder: Path, family: str = "llama") -> Decoder:
-    return Decoder(read_folder(save(make_model(family), folder / family), "cpu"))
+both = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
+
+
+def open_decoder(folder: Path, family: str = "llama", kernels: bool = True) -> Decoder:
+    read = read_folder(save(make_model(family), folder / family), "cpu", kernels=kernels)
+    return Decoder(read) if kernels else CpuDecoder(read)
 
 
 def embeddings(decoder: Decoder, seed: int) -> torch.Tensor:
@@ -36,7 +41,7 @@ def read(decoder: Decoder, h: torch.Tensor, kv: KV) -> torch.Tensor:
     """Reads h [1, L, D] as the next ids of a lone sequence."""
     at = int(kv.lengths[0]) + torch.arange(h.shape[1])[None]
     kv.which.fill_(decoder.rope.which(49))
-    return decoder.read(h, at, at, kv)
+    return decoder.read(h, at, at, kv, int(at[0, -1]) + 1 if isinstance(decoder, CpuDecoder) else None)
 
 
 def alone(decoder: Decoder, h: torch.Tensor) -> torch.Tensor:
@@ -44,9 +49,10 @@ def alone(decoder: Decoder, h: torch.Tensor) -> torch.Tensor:
     return read(decoder, h, decoder.make_kv(1, ROOM))[0]
 
 
+@both
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_different_lengths_step_together_as_each_does_alone(family, tmp_path):
-    decoder, lengths = open_decoder(tmp_path, family), [3, 40, 17]
+def test_rows_of_different_lengths_step_together_as_each_does_alone(family, kernels, tmp_path):
+    decoder, lengths = open_decoder(tmp_path, family, kernels), [3, 40, 17]
     kv, inputs = decoder.make_kv(3, ROOM), [embeddings(decoder, seed) for seed in range(3)]
     for row, length in enumerate(lengths):
         read(decoder, inputs[row][:, :length], kv.rows(row, row + 1))
@@ -75,8 +81,9 @@ def test_rows_are_read_together_with_padding_at_the_end(family, tmp_path):
         torch.testing.assert_close(out[row, :count], expected, atol=2e-4, rtol=2e-4)
 
 
-def test_a_row_that_takes_no_part_in_a_step_goes_on_as_before(tmp_path):
-    decoder = open_decoder(tmp_path)
+@both
+def test_a_row_that_takes_no_part_in_a_step_goes_on_as_before(kernels, tmp_path):
+    decoder = open_decoder(tmp_path, kernels=kernels)
     kv, inputs = decoder.make_kv(2, ROOM), [embeddings(decoder, seed) for seed in range(2)]
     for row in range(2):
         read(decoder, inputs[row][:, :5], kv.rows(row, row + 1))
@@ -86,40 +93,43 @@ def test_a_row_that_takes_no_part_in_a_step_goes_on_as_before(tmp_path):
     torch.testing.assert_close(out[0], alone(decoder, inputs[1])[5:9], atol=2e-4, rtol=2e-4)
 
 
-def test_rows_of_short_and_long_factors_step_together(tmp_path):
-    decoder = open_decoder(tmp_path, "phi3")
+@both
+def test_rows_of_short_and_long_factors_step_together(kernels, tmp_path):
+    decoder = open_decoder(tmp_path, "phi3", kernels)
     assert decoder.rope.long_from == 32
     assert [decoder.rope.which(last) for last in (0, 31, 32, 500)] == [SHORT, SHORT, LONG, LONG]
     kv, h = decoder.make_kv(2, ROOM), embeddings(decoder, 0)[:, :20]
     at = torch.arange(20)[None]
     for row in (SHORT, LONG):
         kv.which[row] = row
-        decoder.read(h, at, at, kv.rows(row, row + 1))
+        decoder.read(h, at, at, kv.rows(row, row + 1), 20)
     both = decoder.step(h[:, 0].repeat(2, 1), torch.tensor([20, 20]), kv)
     for row in (SHORT, LONG):
         lone = decoder.make_kv(1, ROOM)
         lone.which.fill_(row)
-        decoder.read(h, at, at, lone)
+        decoder.read(h, at, at, lone, 20)
         torch.testing.assert_close(both[row], decoder.step(h[:, 0], torch.tensor([20]), lone)[0], atol=2e-4, rtol=2e-4)
     assert (both[SHORT] - both[LONG]).abs().max() > 0.01
 
 
-def test_positions_need_not_be_slots(tmp_path):
+@both
+def test_positions_need_not_be_slots(kernels, tmp_path):
     """As in the position mode base_token_end: only differences between positions count, and windows count slots."""
-    decoder = open_decoder(tmp_path, "mistral")
+    decoder = open_decoder(tmp_path, "mistral", kernels)
     h, slots = embeddings(decoder, 0), torch.arange(50)[None]
     positions = torch.cumsum(torch.arange(50)[None] % 3 + 1, 1)
-    whole = decoder.read(h, positions, slots, decoder.make_kv(1, ROOM))
+    whole = decoder.read(h, positions, slots, decoder.make_kv(1, ROOM), 50)
     kv = decoder.make_kv(1, ROOM)
-    decoder.read(h[:, :30], positions[:, :30] + 7, slots[:, :30], kv)
+    decoder.read(h[:, :30], positions[:, :30] + 7, slots[:, :30], kv, 30)
     for at in range(30, 50):
         out = decoder.step(h[:, at], positions[:, at] + 7, kv)
         torch.testing.assert_close(out, whole[:, at], atol=2e-4, rtol=2e-4)
-    assert (whole - decoder.read(h, slots, slots, decoder.make_kv(1, ROOM))).abs().max() > 0.01
+    assert (whole - decoder.read(h, slots, slots, decoder.make_kv(1, ROOM), 50)).abs().max() > 0.01
 
 
-def test_a_trimmed_saved_or_copied_row_goes_on_as_it_would_have(tmp_path):
-    decoder = open_decoder(tmp_path)
+@both
+def test_a_trimmed_saved_or_copied_row_goes_on_as_it_would_have(kernels, tmp_path):
+    decoder = open_decoder(tmp_path, kernels=kernels)
     h = embeddings(decoder, 3)
     expected = alone(decoder, h)[20:24]
     kv = decoder.make_kv(4, ROOM)
@@ -144,8 +154,9 @@ def test_a_step_past_the_capacity_writes_nothing(tmp_path):
     assert torch.equal(kv.whole[:, :, 0], before[:, :, 0])
 
 
-def test_a_prompt_of_one_id_is_read(tmp_path):
-    decoder = open_decoder(tmp_path)
+@both
+def test_a_prompt_of_one_id_is_read(kernels, tmp_path):
+    decoder = open_decoder(tmp_path, kernels=kernels)
     h, kv = embeddings(decoder, 0), decoder.make_kv(1, ROOM)
     out = torch.cat([read(decoder, h[:, :1], kv), read(decoder, h[:, 1:2], kv)], dim=1)
     torch.testing.assert_close(out[0], alone(decoder, h)[:2], atol=2e-4, rtol=2e-4)
@@ -173,8 +184,9 @@ def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
     }
 
 
-def test_more_rows_than_a_product_takes_step_as_each_does_alone(tmp_path):
-    decoder = open_decoder(tmp_path)
+@both
+def test_more_rows_than_a_product_takes_step_as_each_does_alone(kernels, tmp_path):
+    decoder = open_decoder(tmp_path, kernels=kernels)
     kv, h = decoder.make_kv(20, 4), embeddings(decoder, 0)[0, :20]
     at = torch.zeros(20, dtype=torch.int64)
     out = decoder.step(h, at, kv)

@@ -244,7 +244,7 @@ def test_a_dtype_that_cannot_be_asked_for_is_named(folder, dtype):
 @pytest.mark.parametrize("kind", ["gemma", "mamba", None])
 def test_an_architecture_that_is_not_supported_is_named(folder, kind):
     edit_config(folder, zip2zip={"base_model_type": kind})
-    expected = f"model_type {kind!r} is not supported on CUDA; supported: llama, mistral, phi3, qwen2, qwen3"
+    expected = f"model_type {kind!r} is not supported on PyTorch; supported: llama, mistral, phi3, qwen2, qwen3"
     assert error_of(folder, ConfigError) == expected
 
 

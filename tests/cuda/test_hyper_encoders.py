@@ -56,10 +56,10 @@ def entries(count: int = 9) -> tuple[np.ndarray, np.ndarray]:
     return ids, lengths
 
 
-def check(model: Model, folder: Any) -> None:
+def check(model: Model, folder: Any, kernels: bool) -> None:
     ids, lengths = entries()
     inputs, outputs = (np.array(rows) for rows in model.rows(ids, lengths))
-    ours = open_model(folder, "cpu")
+    ours = open_model(folder, "cpu", kernels=kernels)
     made = ours.encode(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(lengths))
     assert made.shape == (len(ids), ours.sides, 64)
     np.testing.assert_allclose(made[:, 0].numpy(), outputs, atol=ROWS_ATOL, rtol=0)
@@ -67,20 +67,22 @@ def check(model: Model, folder: Any) -> None:
     assert ours.fingerprint == model.fingerprint
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
 @pytest.mark.parametrize("words", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_rows_equal_mlx_s(name, tied, words, tmp_path):
+def test_rows_equal_mlx_s(name, tied, words, kernels, tmp_path):
     model = model_with(name, tied, words)
-    check(model, save(model, tmp_path / "model"))
+    check(model, save(model, tmp_path / "model"), kernels)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_rows_of_packed_weights_equal_mlx_s(name, bits, tmp_path):
+def test_rows_of_packed_weights_equal_mlx_s(name, bits, kernels, tmp_path):
     model = model_with(name, tied=False)
     record = pack(model, bits, 32, {"pos_embed": False})
-    check(model, save(model, tmp_path / "model", quantization=record))
+    check(model, save(model, tmp_path / "model", quantization=record), kernels)
 
 
 # ---- the store

@@ -142,11 +142,12 @@ def test_golden_prompts_give_the_published_ids(golden, index, chunk):
 # ---- tiny models
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
-def test_tiny_models_emit_the_ids_that_mlx_emits(family, mode, tmp_path):
+def test_tiny_models_emit_the_ids_that_mlx_emits(family, mode, kernels, tmp_path):
     mlx = tiny_model(family, ENCODER, position_mode=mode)
-    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(20)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu", kernels=kernels), base_ids(20)
     assert ours(model, prompt, 50) == greedy(mlx, prompt, 50)
 
 
@@ -211,7 +212,7 @@ def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_pa
     from mlx_zip.cuda.kernels.dispatch import forced
 
     folder, prompt = save(tiny_model(family, ENCODER), tmp_path / "m"), base_ids(28)
-    model = open_model(folder, "cpu", hypertokens=hypertokens)
+    model = open_model(folder, "cpu", hypertokens=hypertokens, kernels=True)
     expected = ours(model, prompt, 8)
     if model.store is not None:
         model.store.forget()
@@ -231,10 +232,12 @@ EIGHT = {"bits": 8, "group_size": 32}
     ],
     ids=["8 bits", "4 bits, embedding and head 8", "8 bits, embedding 4, head dense"],
 )
-def test_a_packed_model_emits_the_ids_that_mlx_emits(bits, own, tmp_path):
+@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "references"])
+def test_a_packed_model_emits_the_ids_that_mlx_emits(bits, own, kernels, tmp_path):
     mlx = tiny_model(encoder=ENCODER)
     record = pack(mlx, bits, 32, {"pos_embed": False, **own})
-    model, prompt = open_model(save(mlx, tmp_path / "m", quantization=record), "cpu"), base_ids(30)
+    folder, prompt = save(mlx, tmp_path / "m", quantization=record), base_ids(30)
+    model = open_model(folder, "cpu", kernels=kernels)
     assert ours(model, prompt, 40) == greedy(mlx, prompt, 40)
 
 

@@ -571,7 +571,7 @@ def test_a_file_of_the_other_engine_is_not_used_and_stays_as_it_is(folder, caplo
     store = keeping.store(reader, folder=folder, max_disk_bytes=1)
     assert store.checkout(held + NEXT, OWN) is None
     assert store.sessions() == []
-    names = {"zip": "--engine mlx", "torch zip": "--engine cuda"}
+    names = {"zip": "--engine mlx", "torch zip": "--engine torch"}
     assert f"{names[writer]} wrote it, and {names[reader]} cannot go on from it" in caplog.text
     with pytest.raises(EngineError, match=f"{names[writer]} wrote it"):
         store.load(file)

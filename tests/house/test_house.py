@@ -15,7 +15,7 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "register", "bundled", "arguments", "progress", "tf32", "device"},
+    {"errors", "files", "register", "bundled", "named", "arguments", "progress", "tf32", "device"},
     {"layout", "config", "codec", "decoders"},
     {"vocab", "exclusions"},
     {"text"},
@@ -40,10 +40,11 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
         "entry_sums",
         "sessions",
     },
-    {"engine", "training", "evaluation"},
-    {"cuda", "vllm"},  # they stand on engine, and nothing stands on them
+    {"engine", "evaluation"},
+    {"cuda", "vllm"},  # they stand on engine
+    {"training"},  # on MLX or on PyTorch
 ]
-LOOPS = FLOORS[-2] | FLOORS[-3]
+LOOPS = FLOORS[-1] | FLOORS[-3] | FLOORS[-4]
 LEAVES = {"apps", "bench", "converters", "server", "golden", "recipes"}
 STANDS_ON = {("apps", "server")}  # the one leaf that another one may import
 NOT_INSTALLED = {  # package: folder, in a checkout only
@@ -54,7 +55,7 @@ NOT_INSTALLED = {  # package: folder, in a checkout only
 ROOT = ""  # `mlx_zip` itself: names and a version
 DOORS = {"__main__", "cli", "selftest"}  # they reach the rooms on demand, leaves by name only; nothing imports them
 HEAVY = {  # where a library that is large or optional may be imported; the declared ones not named here, anywhere
-    "torch": {"cuda", "vllm", "bench", "recipes"},
+    "torch": {"cuda", "training", "vllm", "bench", "recipes"},
     "triton": {"cuda", "vllm"},
     "starlette": {"server", "apps"},
     "prompt_toolkit": {"cli"},
@@ -64,7 +65,7 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "playwright": {"bench"},
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
-    "transformers": {"text", "converters", "bench", "recipes", *DOORS},
+    "transformers": {"text", "training", "converters", "bench", "recipes", *DOORS},
     "mlx": {"device", "hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"models", *LOOPS, "converters", "bench", *DOORS},
 }

@@ -16,9 +16,9 @@ from support.chat_toy import chat_model, chat_tokenizer
 
 torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
 
+from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
-from recipes.smollm2.decoder import Decoder  # noqa: E402
 from recipes.smollm2.settings import SMALL, Talk  # noqa: E402
 
 
@@ -28,21 +28,21 @@ def base(tmp_path_factory):
     return chat_model(tmp_path_factory.mktemp("base"))
 
 
-# ---- the decoder
+# ---- texts side by side
 
 
 def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(base):
     folder, model = base
-    decoder = Decoder.read(folder, rows=3, length=16)
+    rows = made.Rows(folder, 3, 16)
     texts = [np.random.default_rng(n).integers(3, 90, 9) for n in range(3)]
     expected = [np.array(model(mx.array(text)[None]))[0] for text in texts]
     begins = (0, 2, 5)
     for step in range(14):
         for row, begin in enumerate(begins):
             if step == begin:
-                decoder.clear(row)
+                rows.clear(row)
         places = [min(step - begin, 8) if step >= begin else 0 for begin in begins]
-        logits = decoder.step(
+        logits = rows.step(
             torch.tensor([int(text[at]) for text, at in zip(texts, places, strict=True)]), torch.arange(3)
         )
         for row, begin in enumerate(begins):
@@ -52,7 +52,7 @@ def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(ba
 
 def test_a_cleared_row_forgets_its_text(base):
     folder, _ = base
-    used, new = Decoder.read(folder, 2, 8), Decoder.read(folder, 2, 8)
+    used, new = made.Rows(folder, 2, 8), made.Rows(folder, 2, 8)
     for word in (5, 6, 7):
         used.step(torch.tensor([word, word]), torch.arange(2))
     used.clear(0)
@@ -200,6 +200,28 @@ def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
     assert packs.keys() == {"chat", "code", "mixed"}
     assert all(2 <= len(pack.entries) <= SMALL.packs.size for pack in packs.values())
     assert packs["mixed"].entries != packs["code"].entries
+
+
+def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
+    from mlx_zip.training.run_folder import read_object
+
+    for name, files in (("zip", 4), ("control", 2)):
+        assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
+    assert read_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
+    words = ["train", "--model", str(base[0]), "--out", str(run), "--small", "--leg", "2"]
+    assert main.main(words) == 0
+    record = read_object(run / "leg-2" / "zip" / "train.json")
+    assert record["fixed"]["init_from"] == digest_of_trained(run / "leg-1" / "zip")
+    log = (run / "leg-2" / "zip.log").read_bytes()
+    assert main.main(words) == 0  # nothing is left to do
+    assert (run / "leg-2" / "zip.log").read_bytes() == log
+
+
+def test_a_leg_that_fails_names_its_log(base, run, capsys):
+    words = ["train", "--model", str(base[0]), "--out", str(run), "--small", "--leg", "9"]
+    assert main.main(words) == 2
+    assert "zip.log" in capsys.readouterr().err
+    assert "no checkpoint" in (run / "leg-9" / "zip.log").read_text()
 
 
 def test_the_card_names_every_file_and_licence(run):

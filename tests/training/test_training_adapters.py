@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_zip.errors import TrainingError
 from mlx_zip.training.adapter import save_adapter
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.shards import codec_record
 from mlx_zip.training.starting_model import start_model
 from support.converting import convert
 from support.tiny_training import (
@@ -41,6 +43,17 @@ def test_an_adapter_folder_is_read_back_onto_its_base(changes, tmp_path, in_memo
     assert section["format_version"] == 1
     assert section["base_model_name_or_path"] == str((tmp_path / "plain").resolve())
     model, _ = load(convert(run.out / "adapter", tmp_path / "back"))
+    np.testing.assert_allclose(logits(model), in_memory["logits"], atol=2e-5)
+
+
+def test_an_adapter_folder_keeps_the_pack_of_its_data_and_canonical_decoding(tmp_path, in_memory):
+    start = ((5, 6), (6, 7, 8))
+    params = replace(CODEC, start=start)
+    write_shards(tmp_path / "data", params, codec={**codec_record(params), "start": start})
+    run = options(tmp_path / "run", save="adapter", canonical=True)
+    train(run, settings(iters=2), quiet=True)
+    model, _ = load(convert(run.out / "adapter", tmp_path / "back"))
+    assert (model.config.start, model.config.canonical) == (start, True)
     np.testing.assert_allclose(logits(model), in_memory["logits"], atol=2e-5)
 
 

@@ -76,12 +76,10 @@ def test_a_run_makes_a_model_canonical_or_keeps_what_it_is(tmp_path, monkeypatch
         assert seen
 
 
-def test_canonical_decoding_needs_a_codebook_and_a_format_that_knows_it(tmp_path):
+def test_canonical_decoding_needs_a_codebook(tmp_path):
     plain = write_shards(tmp_path / "no-codebook", PLAIN)
     with pytest.raises(TrainingError, match="prepared without one"):
         train(options(tmp_path / "run", data=[plain], canonical=True), settings(), quiet=True)
-    with pytest.raises(TrainingError, match="no place for canonical decoding"):
-        train(options(tmp_path / "run", save="adapter", canonical=True), settings(), quiet=True)
     assert not (tmp_path / "run").exists()
 
 

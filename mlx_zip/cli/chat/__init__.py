@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.text.tokenizer import add_eos_tokens
 
     settings = _settings(args)
+    engines.choose(args, name)
     with (
         engines.open_row_store(args) as store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=store) as engine,

@@ -15,11 +15,12 @@ MOST_TOP = 64
 class Head(NamedTuple):
     """What a head gives: best [B] int64, lse [B] float32, logits [B, W] float32 or None if not asked for.
 
+    lse may be None too where logits are not asked for.
     values [B, k] float32, ids [B, k] int64: the highest logits and their ids, highest first; None if not asked for.
     """
 
     best: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None
     logits: torch.Tensor | None
     values: torch.Tensor | None = None
     ids: torch.Tensor | None = None

@@ -1,0 +1,319 @@
+"""Reads GGUF files: everything before the tensors' data is checked completely before any tensor is read.
+
+Source of the format: gguf.md of ggml, versions 2 and 3; block layouts: ggml-common.h of ggml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.converters.tensors import some
+from mlx_zip.errors import ConversionError, missing_library
+
+MAGIC = b"GGUF"
+MAX_HEADER_BYTES = 100_000_000  # metadata and tensor list; the largest known files need 20 MB
+MAX_ITEMS = 1 << 21  # of one array; the largest known vocabularies have 0.5 million merges
+MAX_TENSORS, MAX_KEYS, MAX_NAME_BYTES = 1 << 16, 1 << 12, 256
+GROUP = 32  # weights in a block of Q8_0, Q4_0 and Q4_1, and the group size of their MLX form
+_CHUNK = 1 << 23  # values of a tensor that are held in float32 at a time
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A tensor type. values, bytes: of one block. bits: per weight in MLX's affine form, 0 if that has no such form."""
+
+    name: str
+    values: int
+    bytes: int
+    bits: int = 0
+
+
+KINDS = {
+    0: Kind("F32", 1, 4),
+    1: Kind("F16", 1, 2),
+    2: Kind("Q4_0", 32, 18, 4),
+    3: Kind("Q4_1", 32, 20, 4),
+    6: Kind("Q5_0", 32, 22),
+    7: Kind("Q5_1", 32, 24),
+    8: Kind("Q8_0", 32, 34, 8),
+    10: Kind("Q2_K", 256, 84),
+    11: Kind("Q3_K", 256, 110),
+    12: Kind("Q4_K", 256, 144),
+    13: Kind("Q5_K", 256, 176),
+    14: Kind("Q6_K", 256, 210),
+    30: Kind("BF16", 1, 2),
+}
+DENSE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+_U32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether a file begins as a GGUF file does, whatever its name is. Raises `ConversionError`."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == MAGIC
+    except OSError as error:
+        raise ConversionError(f"cannot read {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file. shape: [rows, columns] or [columns], outermost first. offset: of its data, from the file's
+    beginning.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, which is a whole number of blocks."""
+        return self.shape[-1] // self.kind.values * self.kind.bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The content of a file. metadata: values by key; an array is a NumPy array or a list of strings. data: all bytes,
+    mapped into memory.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+    data: memoryview
+
+    def sha256(self) -> str:
+        """Returns the hash of the whole file in hex."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    def dense(self, tensor: Tensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
+        """Returns the values of a tensor plus `shift`, in `dtype`; computed in float32, part by part.
+
+        order: the rows in the order in which they are returned, None for all as they are. Raises `InstallationError` if
+        the type needs the library gguf.
+        """
+        rows = self._rows(tensor, order)
+        step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
+        parts = [_values(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step)]
+        made = [part.astype(dtype) for part in parts]
+        return (mx.concatenate(made) if len(made) > 1 else made[0]).reshape(tensor.shape)
+
+    def words(self, tensor: Tensor, order: np.ndarray | None) -> mx.array:
+        """Returns the levels of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
+        blocks = self._rows(tensor, order).reshape(-1, tensor.kind.bytes)
+        if tensor.kind.bits == 8:
+            levels = blocks[:, 2:] ^ 0x80  # signed to unsigned
+        else:
+            halves = blocks[:, -16:]  # byte j holds levels j and j + 16
+            flat = np.concatenate([halves & 15, halves >> 4], axis=1)
+            levels = flat[:, ::2] | flat[:, 1::2] << 4
+        return mx.array(np.ascontiguousarray(levels).view("<u4").reshape(tensor.shape[0], -1))
+
+    def scales(self, tensor: Tensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False) -> mx.array:
+        """Returns the scales, or the biases, of a Q8_0, Q4_0 or Q4_1 matrix [rows, columns / 32] in `dtype`.
+
+        They are exact in float16 and float32. Raises `ConversionError` if one is not finite in `dtype`.
+        """
+        blocks = self._rows(tensor, order).reshape(-1, tensor.kind.bytes)
+        at = 2 if biases and tensor.kind.name == "Q4_1" else 0
+        stored = np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+        if biases and not at:
+            stored *= -(1 << tensor.kind.bits - 1)
+        made = mx.array(stored.reshape(tensor.shape[0], -1)).astype(dtype)
+        if not mx.all(mx.isfinite(made)).item():
+            kind = str(dtype).removeprefix("mlx.core.")
+            hint = " (--dtype float32 may hold it)" if np.isfinite(stored).all() else ": the file is damaged"
+            raise ConversionError(f"{self.path}: {tensor.name} has a scale that is not finite in {kind}{hint}")
+        return made
+
+    def _rows(self, tensor: Tensor, order: np.ndarray | None) -> np.ndarray:
+        """Returns the bytes of the rows, uint8 [rows, row_bytes], or those of a vector's values [columns, bytes].
+
+        They are not copied unless `order` is given.
+        """
+        rows = np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.shape[0], -1)
+        return rows if order is None else rows[order]
+
+
+def _values(rows: np.ndarray, kind: Kind) -> mx.array:
+    """Returns the values of rows of blocks, in float32 [rows, columns]."""
+    if kind.name == "BF16":
+        return mx.array(np.ascontiguousarray(rows).view("<u2")).view(mx.bfloat16).astype(mx.float32)
+    if kind.name in DENSE:
+        own = "<f4" if kind.name == "F32" else "<f2"
+        return mx.array(np.ascontiguousarray(rows).view(own).astype(np.float32))
+    return mx.array(dequantizer()(rows, kind.name))
+
+
+def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
+    """Returns the function from rows of blocks and a type's name to values. Raises `InstallationError`."""
+    try:
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError as error:
+        raise missing_library("this GGUF file's tensor types", "gguf", extra="gguf") from error
+    return lambda rows, name: dequantize(rows, GGMLQuantizationType[name])
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Returns the content of a file, its tensors not read but mapped. Raises `ConversionError` naming what is wrong.
+
+    Checks every length, type and string, that no key or tensor is there twice, and that the tensors lie one after
+    another and fill the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < 24 or file.read(4) != MAGIC:
+                raise ConversionError(f"{path} is no GGUF file, or its beginning is missing")
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    return _Reader(path, data).read()
+
+
+class _Reader:
+    """A position in a file that only moves forward; every read is checked against the file's end."""
+
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.path, self.data, self.at = path, data, 4
+        self.end = min(len(data), MAX_HEADER_BYTES)
+
+    def read(self) -> GgufFile:
+        """Returns the whole content; the position is just behind the magic bytes."""
+        version = self.number(_U32)
+        if version not in (2, 3):
+            big = version in (2 << 24, 3 << 24)
+            raise self.error(f"version {'of a big-endian machine' if big else version} is not supported; 2 and 3 are")
+        tensors, keys = self.count(24, MAX_TENSORS, "tensors"), self.count(13, MAX_KEYS, "keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.name("key", metadata)
+            metadata[key] = self.value(self.number(_U32), key)
+        listed: dict[str, Tensor] = {}
+        for _ in range(tensors):
+            name = self.name("tensor", listed)
+            listed[name] = self.tensor(name)
+        return GgufFile(self.path, metadata, self.placed(listed, metadata), self.data)
+
+    def error(self, what: str) -> ConversionError:
+        """Returns the error for something that is wrong with this file."""
+        return ConversionError(f"{self.path}: {what}")
+
+    def take(self, size: int) -> memoryview:
+        """Returns the next `size` bytes."""
+        if size > self.end - self.at:
+            longer = "is longer than this reader allows" if self.end == MAX_HEADER_BYTES else "is truncated or damaged"
+            raise self.error(f"the header {longer}: {size} bytes are needed at byte {self.at} of {len(self.data)}")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def number(self, kind: int) -> Any:
+        """Returns the next number, of a type in `_NUMBERS`, as a Python number."""
+        dtype = np.dtype(_NUMBERS[kind])
+        return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
+
+    def count(self, size: int, most: int, what: str) -> int:
+        """Returns the next uint64, a number of things of at least `size` bytes each, of which `most` are allowed."""
+        count = self.number(10)
+        if count > most or count * size > self.end - self.at:
+            raise self.error(f"{count} {what} are announced at byte {self.at - 8}, more than fit; the file is damaged")
+        return count
+
+    def string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
+        """Returns the next string."""
+        data = self.take(self.count(1, most, f"bytes of {what}"))
+        try:
+            return str(data, "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} at byte {self.at - len(data)} is not valid UTF-8") from error
+
+    def name(self, what: str, known: dict[str, Any]) -> str:
+        """Returns the next string, the name of a key or tensor, which is not among `known`."""
+        name = self.string(f"the name of a {what}", MAX_NAME_BYTES)
+        if not name or not name.isascii() or not name.isprintable():
+            raise self.error(f"{name!r} cannot be the name of a {what}")
+        if name in known:
+            raise self.error(f"the {what} {name} is there twice")
+        return name
+
+    def value(self, kind: int, key: str) -> Any:
+        """Returns the next value of metadata, of the type with this number."""
+        if kind == _BOOL:
+            return self.boolean(key)
+        if kind == _STRING:
+            return self.string(key)
+        if kind == _ARRAY:
+            return self.array(key)
+        if kind not in _NUMBERS:
+            raise self.error(f"{key} has the unknown type {kind}")
+        return self.number(kind)
+
+    def boolean(self, key: str) -> bool:
+        """Returns the next byte as true or false."""
+        value = self.number(0)
+        if value > 1:
+            raise self.error(f"{key} must be true or false, got {value}")
+        return bool(value)
+
+    def array(self, key: str) -> Any:
+        """Returns the next array: of numbers or truth values as a NumPy array, of strings as a list."""
+        kind = self.number(_U32)
+        if kind == _STRING:
+            count = self.count(8, MAX_ITEMS, f"strings of {key}")
+            return [self.string(key) for _ in range(count)]
+        if kind != _BOOL and kind not in _NUMBERS:
+            raise self.error(f"{key} is an array of the type {kind}, which is not supported")
+        dtype = np.dtype("u1" if kind == _BOOL else _NUMBERS[kind])
+        count = self.count(dtype.itemsize, MAX_ITEMS, f"values of {key}")
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).astype(bool if kind == _BOOL else dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the rest of a tensor's entry; its offset still counts from where the data begin."""
+        rank = self.number(_U32)
+        if not 1 <= rank <= 4:
+            raise self.error(f"{name} has {rank} dimensions")
+        shape = tuple(self.number(10) for _ in range(rank))[::-1]
+        number, offset = self.number(_U32), self.number(10)
+        kind = KINDS.get(number)
+        if kind is None:
+            known = ", ".join(one.name for one in KINDS.values())
+            raise self.error(f"{name} has the tensor type number {number}, which is not supported; supported: {known}")
+        if min(shape) < 1 or prod(shape) >= 1 << 62 or shape[-1] % kind.values:
+            raise self.error(f"{name} cannot have the shape {list(shape)} in {kind.name}")
+        return Tensor(name, kind, shape, offset)
+
+    def placed(self, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns the tensors with offsets from the file's beginning, after checking that they fill the file."""
+        step = metadata.get("general.alignment", 32)
+        if type(step) is not int or not 8 <= step <= 1 << 16 or step & (step - 1):
+            raise self.error(f"general.alignment must be a power of two from 8 to 65536, got {some([str(step)[:40]])}")
+        begin = -(-self.at // step) * step
+        end, placed = begin, {}
+        for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+            if begin + tensor.offset != end:
+                raise self.error(f"{tensor.name} begins at byte {begin + tensor.offset}, expected {end}")
+            placed[tensor.name] = Tensor(tensor.name, tensor.kind, tensor.shape, end)
+            last = end + tensor.nbytes
+            end = -(-last // step) * step
+            if last > len(self.data):
+                raise self.error(f"the file is truncated: {tensor.name} ends at byte {last} of {len(self.data)}")
+        if len(self.data) > end:
+            raise self.error(f"{len(self.data) - end} bytes follow the last tensor, which nothing accounts for")
+        return placed

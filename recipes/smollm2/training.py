@@ -1,0 +1,104 @@
+"""Trains SmolLM2 in legs: the model with hypertokens and its control, on the same texts, side by side on PyTorch.
+
+A leg is one run of each, begun with the weights of the leg before. The control reads the same windows as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mlx_zip.errors import TrainingError
+from mlx_zip.training.checkpoint import checkpoints
+
+from .settings import Leg, Packs
+
+ZIP, CONTROL = "zip", "control"
+Words = list[str | Path | int | float]
+
+
+def prepare_data(
+    model: Path,
+    data: Path,
+    pack: Path,
+    out: Path,
+    packs: Packs,
+    leg: Leg,
+    call: Callable[[str, Sequence[str], Path], int],
+) -> None:
+    """Prepares the leg's texts twice, compressed in out/zip and as they are in out/control. Raises `TrainingError`.
+
+    call: runs a Python module with arguments in a folder and returns its exit status.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    mixture = out / "mixture.yaml"
+    shares = [f"  - data: {data / 'train' / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
+    mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
+    texts: Words = ["--model", model, "--mixture", mixture, "--context", leg.context, "--train-on", "all"]
+    texts += ["--limit", leg.samples, "--workers", 1]
+    codec: Words = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size, "--pack", pack]
+    for name, flags in ((ZIP, codec), (CONTROL, ["--merge-size", 1, "--codebook-size", 0])):
+        words = ["prepare", *texts, *flags, "--out", out / name]
+        if call("mlx_zip", [str(word) for word in words], out):
+            raise TrainingError(f"the texts of {out} could not be prepared")
+
+
+def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]) -> None:
+    """Trains both models of a leg at the same time, each on one thread, or goes on where they stopped.
+
+    data: folder with the prepared texts of both. before: folder of the leg before, None for the first one. Raises
+    `TrainingError` naming the run that failed; its output is in OUT/NAME.log.
+    """
+    running = []
+    for name in (ZIP, CONTROL):
+        words = [*_command(model, data / name, out / name, leg), *(leg.encoder if name == ZIP else ())]
+        words += [] if before is None else ["--init-from", before / name]
+        if finished(out / name, leg):
+            continue
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / f"{name}.log").open("ab") as log:
+            made = subprocess.Popen(
+                [sys.executable, "-m", "mlx_zip", *(str(word) for word in words)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        running.append((name, made))
+        say(f"training {out / name}; its progress is in {out / name}.log")
+    _wait(running, out)
+
+
+def _wait(running: Sequence[tuple[str, subprocess.Popen[bytes]]], out: Path) -> None:
+    """Waits for all runs; ends them when this process is interrupted. Raises `TrainingError` if one failed."""
+    try:
+        failed = [name for name, made in running if made.wait()]
+    except BaseException:
+        for _, made in running:
+            made.terminate()  # each saves its last step
+        for _, made in running:
+            made.wait()
+        raise
+    if failed:
+        raise TrainingError(f"{out / failed[0]} could not be trained; see {out / failed[0]}.log")
+
+
+def finished(run: Path, leg: Leg) -> bool:
+    """Returns whether a run has taken all steps of a leg and written its adapter."""
+    found = checkpoints(run)
+    return bool(found) and found[-1][0] >= leg.iters and (run / "adapter").is_dir()
+
+
+def _command(model: Path, data: Path, out: Path, leg: Leg) -> Words:
+    """Returns the words of `mlx_zip train` that both models of a leg have in common."""
+    return [
+        *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
+        *("--model", model, "--data", data, "--valid-share", leg.valid_share, "--out", out),
+        *("--iters", leg.iters, "--batch-size", leg.batch_size, "--warmup", leg.warmup, "--seed", leg.seed),
+        *("--learning-rate", leg.learning_rate, "--min-learning-rate", leg.min_learning_rate),
+        *("--lora-rank", leg.lora_rank, "--lora-scale", leg.lora_scale),
+        *("--save-every", leg.save_every, "--steps-per-report", 1, "--steps-per-eval", leg.iters),
+    ]

@@ -1,0 +1,247 @@
+"""Training on PyTorch: the numbers of MLX's trainer, step by step, and checkpoints that either trainer goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_zip.errors import TrainingError
+from mlx_zip.models import Model, ModelArgs
+from mlx_zip.training.batches import make_batch
+from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.objective import LossWeights, Trainee
+from mlx_zip.training.optimizer import make_optimizer
+from mlx_zip.training.run import make_stepper, train
+from mlx_zip.training.starting_model import freeze
+from mlx_zip.training.stepping import Stepper
+from support.crashing import crash_after
+from support.tiny import ENCODERS, FAMILIES, base_ids, tiny_config
+from support.tiny_training import arrays_of, losses, make_sample, options, random_model, settings, write_shards
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+START = ((5, 6), (6, 7, 8), (9, 9), (30, 31, 32, 33))
+STEPS = 20
+
+
+def twins(model: Any, config: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
+    """A stepper of each kind on equal copies of a model."""
+    chosen = settings(**{"iters": STEPS, "learning_rate": 1e-3, "lora_rank": 4, "max_grad_norm": 0.5, **changes})
+    weights = LossWeights(chosen.reconstruction, chosen.token_type)
+    trainees, named = [], tree_flatten(model.parameters())
+    for _ in range(2):
+        one = Model(ModelArgs.from_dict(config))
+        one.load_weights(named)
+        mx.random.seed(7)  # of the LoRA layers
+        freeze(one, chosen)
+        trainees.append(Trainee(one, weights))
+    steppers = []
+    for trainee, make in zip(trainees, (Stepper, make_stepper("torch", config)), strict=True):
+        mx.random.seed(8)
+        trainee.update(Trainee(trainee.model, weights).parameters())
+        optimizer = make_optimizer(chosen)
+        optimizer.init(trainee.trainable_parameters())
+        steppers.append(make(trainee, optimizer, chosen, mx.distributed.init()))
+    heads = dict(tree_flatten(trainees[0].parameters()))
+    assert all(mx.array_equal(heads[name], value) for name, value in tree_flatten(trainees[1].parameters()))
+    return steppers[0], steppers[1]
+
+
+def batches(model: Model, step: int, availability: str = "causal") -> list[Any]:
+    """The two batches of a step; some samples begin with a pack."""
+    params = model.config.codec_params
+    made = []
+    for half in range(2):
+        samples = []
+        for i in range(3):
+            ids = base_ids(10 + 7 * ((step + i) % 4), seed=100 * step + 10 * half + i)
+            samples.append(make_sample(params, ids, START[: 1 + i] if i else None, masked=[2, 3 + i]))
+        base = model.config.position_mode == "base_token_end"
+        canonical = model.config.canonical
+        made.append(make_batch(samples, params, availability=availability, base_positions=base, canonical=canonical))
+    return made
+
+
+def assert_alike(
+    model: Model, config: dict[str, Any], availability: str = "causal", long: bool = False, **changes: Any
+) -> None:
+    """Takes twenty steps with both trainers; losses agree within 1e-4 of their size, gradient norms within 1e-2.
+
+    Adam divides gradients by their size, so a norm shows rounding errors of tiny gradients long before a loss does.
+    """
+    ours, theirs = twins(model, config, availability=availability, **changes)
+    for step in range(STEPS):
+        both = batches(model, step, availability)
+        expected, found = (one.step(both, [long, long]) for one in (ours, theirs))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-2 if name == "grad_norm" else 1e-4), (step, name)
+    theirs.publish()
+    trained = dict(tree_flatten(ours.trainee.trainable_parameters()))
+    moved = 0.0
+    for name, value in tree_flatten(theirs.trainee.trainable_parameters()):
+        assert np.abs(np.array(value) - np.array(trained[name])).max() < 2e-3, name
+        moved += float(mx.abs(value).sum().item())
+    assert moved > 0
+
+
+@pytest.mark.parametrize("tie_encoders", [False, True])
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # an untied and a tied head
+def test_both_trainers_agree_over_twenty_steps_for_every_encoder(family, encoder, tie_encoders):
+    config = tiny_config(family, encoder, tie_encoders=tie_encoders)
+    assert_alike(random_model(config), config)
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_trainers_agree_for_every_family_and_position_mode(family, mode):
+    config = tiny_config(family, "res_latent_attn", position_mode=mode)
+    assert_alike(random_model(config), config, fine_tune_type="full")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"availability": "legacy"},
+        {"reconstruction": 0.3, "token_type": 0.05},
+        {"optimizer": "adam", "fine_tune_type": "encoders"},
+        {"optimizer": "sgd", "learning_rate": 1e-2, "warmup": 5},
+        {"encoder_learning_rate": 1e-4, "warmup": 3},
+        {"lora_layers": 1, "lora_keys": "self_attn.q_proj", "max_grad_norm": 0.0},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_both_trainers_agree_for_every_setting(changes):
+    config = tiny_config("llama", "transformer")
+    assert_alike(random_model(config), config, **changes)
+
+
+def test_both_trainers_agree_on_longropes_long_factors():
+    config = tiny_config("phi3", "transformer") | {"original_max_position_embeddings": 8}
+    assert_alike(random_model(config), config, long=True)
+
+
+def test_both_trainers_agree_on_rows_that_begin_by_side():
+    config = tiny_config("llama", "res_latent_attn")
+    config["zip2zip"]["encoder"]["residual_by_side"] = True
+    assert_alike(random_model(config), config)
+
+
+def test_both_trainers_agree_on_canonical_decoding():
+    config = tiny_config("llama", "transformer", canonical=True)
+    assert_alike(random_model(config), config)
+
+
+def test_a_chunk_of_positions_costs_what_the_whole_costs(monkeypatch):
+    import torch
+
+    from mlx_zip.training.pytorch import objective
+
+    config = tiny_config("gemma2", "transformer", canonical=True)
+    found = []
+    for chunk in (256, 5):
+        monkeypatch.setattr(objective, "CHUNK", chunk)
+        model = random_model(config)
+        stepper = twins(model, config, fine_tune_type="full", optimizer="sgd")[1]
+        sums = stepper.step(batches(model, 0), [False, False])
+        found.append((sums, {name: value.detach().clone() for name, value in stepper.parameters.items()}))
+    (whole, by_whole), (cut, by_parts) = found
+    assert cut == pytest.approx(whole, rel=1e-5)
+    assert all(torch.allclose(value, by_whole[name], atol=1e-5) for name, value in by_parts.items())
+
+
+def test_bfloat16_steps_stay_close_to_float32_ones():
+    config = tiny_config("llama", "res_latent_attn")
+    model = random_model(config)
+    for kind in ("lora", "full"):
+        ours, theirs = twins(model, config, dtype="bfloat16", fine_tune_type=kind)
+        expected, found = (one.step(batches(model, 0), [False, False]) for one in (ours, theirs))
+        assert found["nats"] == pytest.approx(expected["nats"], rel=3e-2)
+
+
+def test_a_run_on_pytorch_logs_what_a_run_on_mlx_logs(tmp_path):
+    write_shards(tmp_path / "valid", samples=6, seed=3)
+    runs = {}
+    for engine in ("mlx", "torch"):
+        chosen = options(tmp_path / engine, engine=engine, valid=[tmp_path / "valid"])
+        train(chosen, settings(iters=4, steps_per_eval=2), quiet=True)
+        runs[engine] = read(chosen.out)
+    for theirs, ours in zip(runs["torch"], runs["mlx"], strict=True):
+        shared = {"loss", "grad_norm", "learning_rate", "base_bits_per_byte", "val_bits_per_byte", "seen_base_ids"}
+        assert {k: theirs[k] for k in theirs.keys() & shared} == pytest.approx(
+            {k: ours[k] for k in ours.keys() & shared}, rel=1e-4
+        )
+    mine, other = (arrays_of_folder(tmp_path / engine / "model") for engine in ("mlx", "torch"))
+    assert mine.keys() == other.keys()
+    assert all(np.abs(mine[name] - other[name]).max() < 1e-4 for name in mine)
+
+
+@pytest.mark.parametrize("first", ["mlx", "torch"])
+def test_what_one_trainer_saved_the_other_goes_on_from(first, tmp_path, monkeypatch):
+    second = "torch" if first == "mlx" else "mlx"
+    whole, broken = options(tmp_path / "whole"), options(tmp_path / "broken", engine=first)
+    train(whole, settings(), quiet=True)
+    with monkeypatch.context() as patch:
+        crash_after(patch, 3)
+        with pytest.raises(RuntimeError, match="crashed"):
+            train(broken, settings(), quiet=True)
+    assert [step for step, _ in checkpoints(broken.out)] == [2]
+    train(replace(broken, engine=second), settings(), quiet=True)
+    for found, expected in zip(losses(broken.out), losses(whole.out), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("step", range(1, 11))
+def test_a_run_that_was_stopped_at_any_point_ends_with_the_same_bits(step, tmp_path, monkeypatch):
+    chosen = settings(iters=11, lora_dropout=0.2, save_every=3)
+    whole, broken = (options(tmp_path / name, engine="torch") for name in ("whole", "broken"))
+    train(whole, chosen, quiet=True)
+    with monkeypatch.context() as patch:
+        crash_after(patch, step)
+        with pytest.raises(RuntimeError, match="crashed"):
+            train(broken, chosen, quiet=True)
+    train(broken, chosen, quiet=True)
+    assert losses(broken.out) == losses(whole.out)
+    mine, other = (arrays_of_folder(one.out / "model") for one in (whole, broken))
+    assert all(np.array_equal(mine[name], other[name]) for name in mine)
+
+
+def test_activations_can_be_computed_again_for_the_same_result(tmp_path):
+    runs = []
+    for again in (False, True):
+        chosen = options(tmp_path / f"again-{again}", engine="torch")
+        train(chosen, settings(grad_checkpoint=again), quiet=True)
+        runs.append(losses(chosen.out))
+    assert runs[1] == [pytest.approx(line, rel=1e-5) for line in runs[0]]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_an_optimizer_that_only_mlx_has_is_refused_by_name(optimizer, tmp_path):
+    with pytest.raises(TrainingError, match=optimizer):
+        train(options(tmp_path / "run", engine="torch"), settings(optimizer=optimizer), quiet=True)
+
+
+def test_a_missing_pytorch_is_one_line_that_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr("mlx_zip.training.run.find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match=r"pip install 'mlx_zip\[torch\]'"):
+        train(options(tmp_path / "run", engine="torch"), settings(), quiet=True)
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    from mlx_zip.training.metrics import read_metrics
+
+    return read_metrics(out)
+
+
+def arrays_of_folder(folder: Path) -> dict[str, np.ndarray]:
+    from mlx_lm.utils import load_model
+
+    return arrays_of(load_model(folder, lazy=False)[0])

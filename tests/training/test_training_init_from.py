@@ -1,0 +1,98 @@
+"""A run that begins with the trained weights of another one: a training in legs."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_zip import cli
+from mlx_zip.errors import TrainingError
+from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.run import train
+from mlx_zip.training.settings import EncoderOptions
+from support.tiny_training import losses, options, settings
+
+
+def first_leg(tmp_path):
+    leg = options(tmp_path / "first")
+    train(leg, settings(iters=4), quiet=True)
+    return leg
+
+
+def test_a_second_leg_begins_with_the_weights_of_the_first_and_a_new_optimizer(tmp_path):
+    first = first_leg(tmp_path)
+    second = options(tmp_path / "second", init_from=first.out)
+    train(second, settings(iters=1, learning_rate=1e-9, min_learning_rate=0.0), quiet=True)
+    before = mx.load(str(checkpoints(first.out)[-1][1] / "trained.safetensors"))
+    after = mx.load(str(checkpoints(second.out)[-1][1] / "trained.safetensors"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_allclose(np.array(after[name]), np.array(value), atol=1e-7)
+    begun = options(tmp_path / "begun")
+    train(begun, settings(iters=1), quiet=True)
+    assert losses(second.out)[0][1] != losses(begun.out)[0][1]
+
+
+def test_a_leg_is_another_run_when_it_begins_with_other_weights(tmp_path):
+    first = first_leg(tmp_path)
+    train(options(tmp_path / "second", init_from=first.out), settings(iters=2), quiet=True)
+    with pytest.raises(TrainingError, match="holds another run"):
+        train(options(tmp_path / "second"), settings(iters=2), quiet=True)
+
+
+@pytest.mark.parametrize("engine", ["mlx", "torch"])
+def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, tmp_path):
+    if engine == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    first = first_leg(tmp_path)
+    whole = options(tmp_path / "whole", init_from=first.out, engine=engine)
+    train(whole, settings(iters=4), quiet=True)
+    cut = options(tmp_path / "cut", init_from=first.out, engine=engine)
+    train(cut, settings(iters=4), quiet=True)
+    for _, folder in checkpoints(cut.out)[-1:]:
+        (folder / "state.json").rename(folder / "gone")  # as after a crash that left step 2 only
+        folder.rename(folder.with_name(".lost"))
+    train(cut, settings(iters=4), quiet=True)
+    assert losses(cut.out)[-2:] == losses(whole.out)[-2:]
+
+
+def test_a_run_without_a_checkpoint_or_of_other_weights_is_refused_and_nothing_is_written(tmp_path):
+    first = first_leg(tmp_path)
+    with pytest.raises(TrainingError, match="no checkpoint"):
+        train(options(tmp_path / "second", init_from=tmp_path / "nowhere"), settings(), quiet=True)
+    with pytest.raises(TrainingError, match=r"trained other weights, for example model\."):
+        train(options(tmp_path / "third", init_from=first.out), settings(lora_rank=3), quiet=True)
+    narrow = EncoderOptions(kind="res_latent_attn", num_heads=2, size=8)
+    with pytest.raises(TrainingError, match="trained other weights"):
+        train(options(tmp_path / "fourth", init_from=first.out, encoder=narrow), settings(), quiet=True)
+    assert not any((tmp_path / name / "checkpoints").exists() for name in ("second", "third", "fourth"))
+
+
+def test_the_command_names_the_leg_before(tmp_path, capsys):
+    first = first_leg(tmp_path)
+    words = (
+        f"train --model {tmp_path / 'plain'} --data {tmp_path / 'data'} --out {tmp_path / 'second'} --iters 1".split()
+    )
+    words += ["--encoder", "transformer", "--encoder-layers", "1", "--encoder-heads", "2"]
+    words += ["--encoder-intermediate-size", "16"]
+    words += ["--lora-rank", "2", "--batch-size", "4", "--valid-share", "0", "--init-from", str(first.out)]
+    assert cli.main(words) == 0
+    assert cli.main([*words[:-1], str(tmp_path / "nowhere")]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_encoders_learn_at_a_rate_of_their_own(tmp_path):
+    still = options(tmp_path / "still")
+    train(still, settings(iters=1, encoder_learning_rate=1e-12), quiet=True)
+    moving = options(tmp_path / "moving")
+    train(moving, settings(iters=1), quiet=True)
+    mine, theirs = (mx.load(str(checkpoints(one.out)[-1][1] / "trained.safetensors")) for one in (still, moving))
+    for name, value in theirs.items():
+        same = np.allclose(np.array(mine[name]), np.array(value), atol=1e-6)
+        assert same is ("encoder" not in name), name
+
+
+def test_muon_has_no_rate_for_encoders():
+    with pytest.raises(TrainingError, match="encoder_learning_rate"):
+        settings(optimizer="muon", encoder_learning_rate=1e-4)
