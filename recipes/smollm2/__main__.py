@@ -10,16 +10,17 @@ A stage that was interrupted goes on when the same command is given again; a fil
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip import cli
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import whole_file
 from mlx_zip.text.tokenizers import load_tokenizer
+from recipes.stories.runner import run_in_own_process
 
 from .settings import FULL, SMALL, Settings
 from .texts import card, make_texts, write
@@ -27,8 +28,11 @@ from .texts import card, make_texts, write
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every stage gets. model: folder of the base. out: folder of all results. shared: folder that holds
-    data/text, None for no data sets. leg: the leg that is trained, counted from 1.
+    """What every stage gets.
+
+    model: folder of the base. out: folder of all results. shared: folder that holds data/text, None for no data sets.
+    leg: the leg that is trained, counted from 1. call: runs a Python module with arguments in a folder and returns its
+    exit status.
     """
 
     settings: Settings
@@ -36,6 +40,7 @@ class Recipe:
     out: Path
     shared: Path | None = None
     leg: int = 1
+    call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
 
     @property
     def data(self) -> Path:
@@ -71,18 +76,23 @@ def make_packs(recipe: Recipe) -> None:
     packs, folder = recipe.settings.packs, recipe.out / "packs"
     folder.mkdir(parents=True, exist_ok=True)
     mixture = folder / "mixed.yaml"
-    shares = [f"  - data: ../data/train/{name}.jsonl\n    share: {share}\n" for name, share in packs.mixed]
-    mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
+    sources = [f"  - data: {json.dumps(files(recipe, name))}\n    share: {share}\n" for name, share in packs.mixed]
+    mixture.write_text("sources:\n" + "".join(sources), encoding="utf-8")
+    sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
+    sizes |= {"window": packs.window, "most-ids": packs.most_ids}
+    flags = [word for flag, value in sizes.items() for word in (f"--{flag}", str(value))]
     for name in (*packs.domains, "mixed"):
-        out = folder / f"{name}.npz"
-        held_out = [recipe.data / "held_out" / f"{one}.jsonl" for one in ([name] if name != "mixed" else packs.domains)]
-        texts = ["--mixture", mixture] if name == "mixed" else ["--data", recipe.data / "train" / f"{name}.jsonl"]
-        sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
-        sizes |= {"window": packs.window, "most-ids": packs.most_ids}
-        flags = [word for flag, value in sizes.items() for word in (f"--{flag}", value)]
-        words = ["vocab", "pack", "learn", "--tokenizer", recipe.model, *texts, "--held-out", *held_out, *flags]
-        if not out.exists() and cli.main([str(word) for word in (*words, "--out", out)]):
+        out, mixed = folder / f"{name}.npz", name == "mixed"
+        texts = ["--mixture", str(mixture)] if mixed else ["--data", *files(recipe, name)]
+        held_out = [str(recipe.data / "held_out" / f"{one}.jsonl") for one in (packs.domains if mixed else [name])]
+        words = ["--tokenizer", str(recipe.model), *texts, "--held-out", *held_out, *flags, "--out", str(out)]
+        if not out.exists() and recipe.call("mlx_zip", ["vocab", "pack", "learn", *words], recipe.out):
             raise TrainingError(f"the pack {name} could not be learned from {recipe.data}")
+
+
+def files(recipe: Recipe, domain: str) -> list[str]:
+    """Returns the files of a domain to train on: its own, and for conversations those that were cut."""
+    return [str(file) for file in sorted((recipe.data / "train").glob(f"{domain}*.jsonl")) if file.stat().st_size]
 
 
 def train(recipe: Recipe) -> None:
@@ -91,13 +101,21 @@ def train(recipe: Recipe) -> None:
 
     folder, leg = recipe.out / f"leg-{recipe.leg}", recipe.settings.leg
     before = None if recipe.leg == 1 else recipe.out / f"leg-{recipe.leg - 1}"
-    prepare_data(
-        recipe.model, recipe.data, recipe.out / "packs" / "mixed.npz", folder / "data", recipe.settings.packs, leg
-    )
+    pack = recipe.out / "packs" / "mixed.npz"
+    prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
     train_leg(recipe.model, folder / "data", folder, leg, before, say)
 
 
 STAGES: dict[str, Callable[[Recipe], None]] = {"data": make_data, "packs": make_packs, "train": train}
+
+
+def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
+    """Runs the named stages (none named: all) in order. Raises `MlxZipError`."""
+    if unknown := sorted(set(stages) - set(STAGES)):
+        raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
+    for name in stages or STAGES:
+        say(f"== {name}")
+        STAGES[name](recipe)
 
 
 def say(line: str) -> None:
@@ -112,11 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = args.shared and Path(args.shared).expanduser().resolve()
     recipe = Recipe(SMALL if args.small else FULL, model, out, shared, args.leg)
     try:
-        if unknown := sorted(set(args.stages) - set(STAGES)):
-            raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
-        for name in args.stages or STAGES:
-            say(f"== {name}")
-            STAGES[name](recipe)
+        run(recipe, args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         say(f"error: {error}")
         return 2

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from mlx_zip.cuda.model import open_model
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
 
-from .decoder import Decoder
 from .settings import FUNCTION_REQUESTS, PROBLEM_REQUESTS, SYSTEMS, TASK_REQUESTS, TEXT_REQUESTS, Talk
 from .texts import DATA_SETS, library
 
@@ -118,7 +118,7 @@ def make_seeds(pools: Mapping[str, Pool], part: str, alone: float, have: set[int
 
 @dataclass
 class Writing:
-    """A conversation that is being written in one row of the decoder.
+    """A conversation that is being written in one row of `Rows`.
 
     tokenizer: the model's; ChatML's marks in a text are its special tokens.
     """
@@ -218,6 +218,35 @@ def repeated(ids: Sequence[int], n: int = 4) -> float:
 # --- Many conversations ---------------------------------------------------------------------------------------------
 
 
+class Rows:
+    """Texts that a plain model reads side by side on the CPU, in float32: one id per text and pass.
+
+    A text may begin while others are being written, and it is read id by id too: with dozens of texts that costs
+    little more per id than a long prompt does.
+    """
+
+    def __init__(self, model: Path, count: int, length: int) -> None:
+        """Opens a model's folder for `count` texts of at most `length` ids. Raises `ModelError`, `ConfigError`."""
+        self._model = open_model(model, "cpu", "float32", hypertokens=False)
+        self._kv = self._model.decoder.make_kv(count, length)
+        self._none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
+
+    def __len__(self) -> int:
+        """Returns the number of texts."""
+        return len(self._none)
+
+    def clear(self, row: int) -> None:
+        """Makes a text empty."""
+        self._kv.trim(row, 0)
+
+    @torch.inference_mode()
+    def step(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Reads one id of each text, ids [count] int64, and returns logits [n, V] of the texts in wanted [n] int64."""
+        h = self._model.embed(ids[:, None], self._none)[:, 0]
+        out = self._model.decoder.step(h, self._kv.lengths.clone(), self._kv)
+        return self._model.base_logits(out[wanted])
+
+
 def draw(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, points: Sequence[float]) -> list[int]:
     """Returns one id per row of logits [n, vocabulary], drawn from the most likely ids that make up `top_p`.
 
@@ -230,13 +259,13 @@ def draw(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, poin
 
 
 def write_all(
-    decoder: Decoder, tokenizer: Any, seeds: Iterator[Seed], talk: Talk, done: Callable[[list[dict[str, Any]]], bool]
+    texts: Rows, tokenizer: Any, seeds: Iterator[Seed], talk: Talk, done: Callable[[list[dict[str, Any]]], bool]
 ) -> None:
     """Writes conversations until `done` says so, which takes records as they are finished.
 
     A row whose conversation has ended begins the next one at once, so all rows are always at work.
     """
-    rows = [Writing(next(seeds), talk, tokenizer) for _ in range(len(decoder.lengths))]
+    rows = [Writing(next(seeds), talk, tokenizer) for _ in range(len(texts))]
     ids, drawn = torch.zeros(len(rows), dtype=torch.int64), dict[int, int]()
     while True:
         finished = []
@@ -246,13 +275,13 @@ def write_all(
                 finished.append(writing.record())
                 rows[row] = Writing(next(seeds), talk, tokenizer)
                 chosen = rows[row].next(None)
-                decoder.clear(row)
+                texts.clear(row)
             assert chosen is not None  # of a new text there is always a first id
             ids[row] = chosen
         if finished and done(finished):
             return
         drawing = {row: one for row, one in enumerate(rows) if not one.given}
-        logits = decoder.step(ids, torch.tensor(list(drawing), dtype=torch.int64))
+        logits = texts.step(ids, torch.tensor(list(drawing), dtype=torch.int64))
         points = [one.draw.random() for one in drawing.values()]
         chosen_ids = draw(logits, [one.temperature for one in drawing.values()], talk.top_p, points)
         drawn = dict(zip(drawing, chosen_ids, strict=True))
@@ -276,7 +305,7 @@ def sample(
     wanted, kept = getattr(talk, part), sum(one["length"] for one in have if "messages" in one)
     if kept >= wanted:
         return
-    decoder = Decoder.read(model, talk.rows, talk.total)
+    texts = Rows(model, talk.rows, talk.total)
     file.parent.mkdir(parents=True, exist_ok=True)
     seeds = make_seeds(pools, part, talk.alone, {one["number"] for one in have})
     with open(file, "a", encoding="utf-8") as out:
@@ -290,7 +319,7 @@ def sample(
                 say(f"conversations, {part}: {kept:,} of {wanted:,} base ids")
             return kept >= wanted
 
-        write_all(decoder, tokenizer, seeds, talk, done)
+        write_all(texts, tokenizer, seeds, talk, done)
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ class Settings:
 FULL = Settings()
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
-    Talk(rows=4, question=80, answer=60, total=400, alone=0.8, repeated=0.9, train=400, held_out=150),
+    Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200),
     Packs(size=16, most_ids=4000, codebook_size=64, domains=("chat", "code"), mixed=(("chat", 0.5), ("code", 0.5))),
     Leg(
         mixture=(("chat", 0.5), ("code", 0.5)),

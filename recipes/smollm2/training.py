@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mlx_zip import cli
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoint import checkpoints
 
@@ -21,8 +20,19 @@ ZIP, CONTROL = "zip", "control"
 Words = list[str | Path | int | float]
 
 
-def prepare_data(model: Path, data: Path, pack: Path, out: Path, packs: Packs, leg: Leg) -> None:
-    """Prepares the leg's texts twice, compressed in out/zip and as they are in out/control. Raises `TrainingError`."""
+def prepare_data(
+    model: Path,
+    data: Path,
+    pack: Path,
+    out: Path,
+    packs: Packs,
+    leg: Leg,
+    call: Callable[[str, Sequence[str], Path], int],
+) -> None:
+    """Prepares the leg's texts twice, compressed in out/zip and as they are in out/control. Raises `TrainingError`.
+
+    call: runs a Python module with arguments in a folder and returns its exit status.
+    """
     out.mkdir(parents=True, exist_ok=True)
     mixture = out / "mixture.yaml"
     shares = [f"  - data: {data / 'train' / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
@@ -32,7 +42,7 @@ def prepare_data(model: Path, data: Path, pack: Path, out: Path, packs: Packs, l
     codec: Words = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size, "--pack", pack]
     for name, flags in ((ZIP, codec), (CONTROL, ["--merge-size", 1, "--codebook-size", 0])):
         words = ["prepare", *texts, *flags, "--out", out / name]
-        if cli.main([str(word) for word in words]):
+        if call("mlx_zip", [str(word) for word in words], out):
             raise TrainingError(f"the texts of {out} could not be prepared")
 
 

@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.errors import DataError
+from mlx_zip import cli
+from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import load_pack
 from support.chat_toy import chat_model, chat_tokenizer
@@ -18,7 +19,6 @@ torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[to
 from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
-from recipes.smollm2.decoder import Decoder  # noqa: E402
 from recipes.smollm2.settings import SMALL, Talk  # noqa: E402
 
 
@@ -28,21 +28,21 @@ def base(tmp_path_factory):
     return chat_model(tmp_path_factory.mktemp("base"))
 
 
-# ---- the decoder
+# ---- texts side by side
 
 
 def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(base):
     folder, model = base
-    decoder = Decoder.read(folder, rows=3, length=16)
+    rows = made.Rows(folder, 3, 16)
     texts = [np.random.default_rng(n).integers(3, 90, 9) for n in range(3)]
     expected = [np.array(model(mx.array(text)[None]))[0] for text in texts]
     begins = (0, 2, 5)
     for step in range(14):
         for row, begin in enumerate(begins):
             if step == begin:
-                decoder.clear(row)
+                rows.clear(row)
         places = [min(step - begin, 8) if step >= begin else 0 for begin in begins]
-        logits = decoder.step(
+        logits = rows.step(
             torch.tensor([int(text[at]) for text, at in zip(texts, places, strict=True)]), torch.arange(3)
         )
         for row, begin in enumerate(begins):
@@ -52,7 +52,7 @@ def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(ba
 
 def test_a_cleared_row_forgets_its_text(base):
     folder, _ = base
-    used, new = Decoder.read(folder, 2, 8), Decoder.read(folder, 2, 8)
+    used, new = made.Rows(folder, 2, 8), made.Rows(folder, 2, 8)
     for word in (5, 6, 7):
         used.step(torch.tensor([word, word]), torch.arange(2))
     used.clear(0)
@@ -169,11 +169,17 @@ def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
 # ---- the whole
 
 
+def here(module, arguments, folder):
+    """Runs the project's own command in this process, which spares starts of Python."""
+    assert module == "mlx_zip"
+    return cli.main(list(arguments))
+
+
 @pytest.fixture(scope="module")
 def run(base, tmp_path_factory):
     """The folder of a finished small run."""
     out = tmp_path_factory.mktemp("run")
-    assert main.main(["--model", str(base[0]), "--out", str(out), "--small"]) == 0
+    main.run(main.Recipe(SMALL, base[0], out, call=here))
     return out
 
 
@@ -211,11 +217,11 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
     assert (run / "leg-2" / "zip.log").read_bytes() == log
 
 
-def test_a_leg_that_fails_names_its_log(base, tmp_path, capsys):
-    assert main.main(["data", "packs", "--model", str(base[0]), "--out", str(tmp_path), "--small"]) == 0
-    assert main.main(["train", "--model", str(base[0]), "--out", str(tmp_path), "--small", "--leg", "2"]) == 2
+def test_a_leg_that_fails_names_its_log(base, run, capsys):
+    words = ["train", "--model", str(base[0]), "--out", str(run), "--small", "--leg", "9"]
+    assert main.main(words) == 2
     assert "zip.log" in capsys.readouterr().err
-    assert "no checkpoint" in (tmp_path / "leg-2" / "zip.log").read_text()
+    assert "no checkpoint" in (run / "leg-9" / "zip.log").read_text()
 
 
 def test_the_card_names_every_file_and_licence(run):
@@ -224,6 +230,12 @@ def test_the_card_names_every_file_and_licence(run):
         assert f"| {file.parent.name}/{file.name} | {len(lines(file))} |" in card
     assert "PSF-2.0" in card
     assert "Apache-2.0" in card
+
+
+def test_a_pack_that_cannot_be_learned_is_named(base, run):
+    (run / "packs" / "code.npz").unlink()
+    with pytest.raises(TrainingError, match="the pack code could not be learned"):
+        main.run(main.Recipe(SMALL, base[0], run, call=lambda *_: 2), ["packs"])
 
 
 def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
