@@ -36,7 +36,8 @@ def order(code: str, *argv: str) -> list[str]:
 
 
 def test_a_command_chooses_the_device_before_mlx_lm_is_imported():
-    code = "from mlx_zip.cli import main; main(['generate', '--model', '/nowhere/at/all', '--prompt', 'x'])"
+    words = ["generate", "--engine", "mlx", "--model", "/nowhere/at/all", "--prompt", "x"]
+    code = f"from mlx_zip.cli import main; main({words})"
     assert order(code)[:2] == ["Device(cpu, 0)", "mlx_lm"]
 
 

@@ -104,7 +104,7 @@ def test_both_trainers_agree_over_twenty_steps_for_every_encoder(family, encoder
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_trainers_agree_for_every_family_and_position_mode(family, mode):
     config = tiny_config(family, "res_latent_attn", position_mode=mode)
-    # with SGD, because Adam turns rounding errors of gradients near 0, of which a whole model has many, into whole steps
+    # SGD, because Adam turns rounding errors of gradients near 0, of which a whole model has many, into whole steps
     assert_alike(random_model(config), config, fine_tune_type="full", optimizer="sgd", learning_rate=1e-2)
 
 
