@@ -251,4 +251,5 @@ class _Logits:
         best = torch.maximum(self.low.amax(1), self.high.amax(1)) if self.high.shape[1] else self.low.amax(1)
         mass = torch.exp(self.high.logsumexp(1) - total[:, 0])
         greedy = chosen[:, 0] == best
-        return tuple(part.cpu().numpy() for part in ((chosen - total)[:, 0].double(), greedy, mass.double()))
+        chances, best_of_all, masses = (chosen - total)[:, 0].double(), greedy, mass.double()
+        return chances.cpu().numpy(), best_of_all.cpu().numpy(), masses.cpu().numpy()
