@@ -15,7 +15,13 @@ from mlx_zip.arguments import add_pack
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; imports nothing heavy."""
     add = parser.add_argument
-    add("--hf-path", "--model", required=True, help="checkpoint to convert: folder or hub id")
+    add(
+        "--hf-path",
+        "--model",
+        required=True,
+        help="checkpoint to convert: folder, hub id, or GGUF file, which "
+        "may lie in a folder or on the hub (owner/name/FILE.gguf)",
+    )
     add(
         "--base",
         metavar="PATH",
@@ -27,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-q",
         "--quantize",
         action="store_true",
-        help="quantize decoder, embedding and head, and the hyper-encoders to --encoder-bits (default: not quantized)",
+        help="quantize decoder, embedding and head, and the hyper-encoders to --encoder-bits (default: not quantized; "
+        "GGUF: as in the file)",
     )
     add(
         "--q-group-size",
@@ -50,9 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         choices=["float16", "bfloat16", "float32"],
-        help="type of the tensors to write (default: that of the checkpoint's decoder)",
+        help="type of the tensors to write (default: that of the checkpoint's decoder; GGUF: float16, or the type of "
+        "all matrices if none is packed)",
     )
-    add("-d", "--dequantize", action="store_true", help="dequantize the model of --hf-path, a quantized converted one")
+    add(
+        "-d",
+        "--dequantize",
+        action="store_true",
+        help="dequantize the model of --hf-path, a quantized converted one or a GGUF file",
+    )
     add(
         "--revision",
         help="branch, tag or commit of a hub checkpoint; zip2zip++ releases are in the branch hf (default: main)",

@@ -138,8 +138,6 @@ def _packed(source: _Source, model: nn.Module, recipe: Recipe) -> tuple[nn.Modul
             model, source.config = quantize_model(model, source.config, recipe)
         return model, False
     if recipe.dequantize or not bits:
-        if recipe.dequantize and not bits:
-            warnings.warn("no tensor stays packed: -d (dequantize) changes nothing", stacklevel=2)
         return model, False
     most = Counter(bits.values()).most_common(1)[0][0]
     how = {path: {"group_size": GROUP, "bits": own, "mode": "affine"} for path, own in bits.items()}

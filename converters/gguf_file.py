@@ -118,26 +118,15 @@ class GgufFile:
 
     def words(self, tensor: Tensor, order: np.ndarray | None) -> mx.array:
         """Returns the levels of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
-        blocks = self._rows(tensor, order).reshape(-1, tensor.kind.bytes)
-        if tensor.kind.bits == 8:
-            levels = blocks[:, 2:] ^ 0x80  # signed to unsigned
-        else:
-            halves = blocks[:, -16:]  # byte j holds levels j and j + 16
-            flat = np.concatenate([halves & 15, halves >> 4], axis=1)
-            levels = flat[:, ::2] | flat[:, 1::2] << 4
-        return mx.array(np.ascontiguousarray(levels).view("<u4").reshape(tensor.shape[0], -1))
+        return mx.array(_words(self._rows(tensor, order), tensor.kind))
 
     def scales(self, tensor: Tensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False) -> mx.array:
         """Returns the scales, or the biases, of a Q8_0, Q4_0 or Q4_1 matrix [rows, columns / 32] in `dtype`.
 
         They are exact in float16 and float32. Raises `ConversionError` if one is not finite in `dtype`.
         """
-        blocks = self._rows(tensor, order).reshape(-1, tensor.kind.bytes)
-        at = 2 if biases and tensor.kind.name == "Q4_1" else 0
-        stored = np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
-        if biases and not at:
-            stored *= -(1 << tensor.kind.bits - 1)
-        made = mx.array(stored.reshape(tensor.shape[0], -1)).astype(dtype)
+        stored = _scales(self._rows(tensor, order), tensor.kind)[biases]
+        made = mx.array(stored).astype(dtype)
         if not mx.all(mx.isfinite(made)).item():
             kind = str(dtype).removeprefix("mlx.core.")
             hint = " (--dtype float32 may hold it)" if np.isfinite(stored).all() else ": the file is damaged"
@@ -153,8 +142,32 @@ class GgufFile:
         return rows if order is None else rows[order]
 
 
+def _words(rows: np.ndarray, kind: Kind) -> np.ndarray:
+    """Returns the levels of rows of Q8_0, Q4_0 or Q4_1 blocks as MLX packs them: uint32 [rows, columns * bits / 32]."""
+    blocks = rows.reshape(-1, kind.bytes)
+    if kind.bits == 8:
+        levels = blocks[:, 2:] ^ 0x80  # signed to unsigned
+    else:
+        halves = blocks[:, -16:]  # byte j holds levels j and j + 16
+        flat = np.concatenate([halves & 15, halves >> 4], axis=1)
+        levels = flat[:, ::2] | flat[:, 1::2] << 4
+    return np.ascontiguousarray(levels).view("<u4").reshape(len(rows), -1)
+
+
+def _scales(rows: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the scales and the biases of rows of Q8_0, Q4_0 or Q4_1 blocks, each float32 [rows, columns / 32]."""
+    blocks = rows.reshape(-1, kind.bytes)
+    stored = np.ascontiguousarray(blocks[:, : 4 if kind.name == "Q4_1" else 2]).view("<f2").astype(np.float32)
+    scales = stored[:, 0].reshape(len(rows), -1)
+    biases = stored[:, 1].reshape(scales.shape) if kind.name == "Q4_1" else scales * -(1 << kind.bits - 1)
+    return scales, biases
+
+
 def _values(rows: np.ndarray, kind: Kind) -> mx.array:
     """Returns the values of rows of blocks, in float32 [rows, columns]."""
+    if kind.bits:
+        parts = (mx.array(part) for part in (_words(rows, kind), *_scales(rows, kind)))
+        return mx.dequantize(*parts, group_size=GROUP, bits=kind.bits)
     if kind.name == "BF16":
         return mx.array(np.ascontiguousarray(rows).view("<u2")).view(mx.bfloat16).astype(mx.float32)
     if kind.name in DENSE:
