@@ -51,7 +51,8 @@ def convert(
     """Converts a zip2zip checkpoint (formats 1 and 2) to an mlx-lm folder, and returns that folder's path.
 
     hf_path: a folder or a hub id (at `revision`); a folder that is converted already can be quantized, dequantized or
-    cast. A GGUF file, or a folder or repository that holds one, becomes a plain model's folder. mlx_path: must not exist; it appears whole or not at all. Arguments up to `quant_predicate` are those of
+    cast. A GGUF file, or a folder or repository that holds one, becomes a plain model's folder. mlx_path: must not
+    exist; it appears whole or not at all. Arguments up to `quant_predicate` are those of
     `mlx_lm.convert`. dtype: "float16", "bfloat16" or "float32"; None for the type of the source's decoder.
     keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only: `hf_path` is a plain PEFT
     LoRA, and the output an mlx-lm adapter folder. encoder_bits: bits of the hyper-encoders' weights, 4 or 8; "none"

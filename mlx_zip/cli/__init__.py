@@ -30,7 +30,10 @@ COMMANDS = {
     "app": ("mlx_zip.cli.app", "chat with a model on a page in your browser, served by this machine for you alone"),
     "chat": ("mlx_zip.cli.chat", "talk with a model in the terminal, with its hypertokens in colour"),
     "serve": ("mlx_zip.cli.serving", "serve a model to the clients of OpenAI and Anthropic, over HTTP"),
-    "convert": ("mlx_zip.converters.cli", "make an MLX model folder from a zip2zip checkpoint for PyTorch, or from a GGUF file"),
+    "convert": (
+        "mlx_zip.converters.cli",
+        "make an MLX model folder from a zip2zip checkpoint for PyTorch, or from a GGUF file",
+    ),
     "export": ("mlx_zip.converters.export_cli", "write an mlx_zip model as a zip2zip checkpoint for PyTorch"),
     "evaluate": ("mlx_zip.cli.evaluation", "compare models: bits per byte, base tokens per step, benchmark tasks"),
     "prepare": ("mlx_zip.cli.preparation", "turn text, conversations and data sets into shards to train on"),

@@ -28,7 +28,8 @@ def test_a_pipe_in_place_of_the_json_file_is_refused_before_anything_is_measured
 )
 def test_an_empty_path_is_not_passed_over(flag, told, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
-    assert main(["evaluate", "--model", "none", "--data", str(tmp_path / "a.txt"), flag, ""]) == 2
+    words = ["evaluate", "--engine", "mlx", "--model", "none", "--data", str(tmp_path / "a.txt")]
+    assert main([*words, flag, ""]) == 2
     assert told in capsys.readouterr().err
 
 
@@ -40,8 +41,8 @@ def test_the_table_is_printed_although_the_json_file_cannot_be_written(tmp_path,
     monkeypatch.setattr("mlx_zip.evaluation.evaluate.evaluate", lambda *_, **__: {})
     monkeypatch.setattr("mlx_zip.evaluation.report.table", lambda record: "the table")
     monkeypatch.setattr("mlx_zip.files.write_json", full)
-    argv = ["evaluate", "--model", "m", "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "a.json")]
-    assert main(argv) == 2
+    argv = ["evaluate", "--engine", "mlx", "--model", "m", "--data", str(tmp_path / "a.txt")]
+    assert main([*argv, "--out", str(tmp_path / "a.json")]) == 2
     told = capsys.readouterr()
     assert told.out == "the table\n"
     assert "No space left on device" in told.err

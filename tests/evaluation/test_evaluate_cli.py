@@ -260,7 +260,7 @@ def test_a_header_says_on_stderr_what_will_be_measured(run, zipped, base, text):
     err = run("--model", base, "--model", zipped, "--data", text, "--generate", 1, "--max-tokens", 4)[2]
     assert err.splitlines()[0] == (
         f"models: {base}, {zipped} (the first is the baseline); text: 109 bytes in 1 document, 1 window of at most "
-        "1,024 base ids; generation: 1 conversation of 1 turn, at most 4 base tokens per turn; device: "
+        "1,024 base ids; generation: 1 conversation of 1 turn, at most 4 base tokens per turn; engine: mlx; device: "
         f"{mx.default_device().type.name}"
     )
 
