@@ -62,7 +62,7 @@ def parsed(monkeypatch):
             raise ModelError("far enough")
 
         monkeypatch.setattr(generation, "read_prompt", read)
-        args = cli.command_parser("generate", "x").parse_args(list(flags))
+        args = cli.command_parser("generate", "x").parse_args([*flags, "--engine", "mlx"])
         with pytest.raises(ModelError):
             generation.run(args)
         return args.model, seen[0], args.max_tokens
