@@ -12,8 +12,7 @@ from .runs import ENGINES, Engine
 from .shape_table import Models
 
 LIBRARIES = {
-    "hf": ("torch", "transformers"),
-    "hf-compiled": ("torch", "transformers"),
+    **dict.fromkeys(("hf", "hf-float32", "hf-bfloat16", "hf-compiled"), ("torch", "transformers")),
     "zip2zip": ("torch", "zip2zip"),
     "torch-zip": ("torch",),
     "torch-base": ("torch",),

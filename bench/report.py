@@ -24,7 +24,7 @@ from .speeds import ratio
 from .tables import FORMATS, table
 
 BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
-BASES = (BASE, "torch-base", "mlx-cuda-base", "hf-compiled", "hf")
+BASES = (BASE, "torch-base", "mlx-cuda-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
 OWN_BASES = {"torch-zip": "torch-base", "mlx-cuda-zip": "mlx-cuda-base"}  # compared with first, where they ran too
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),

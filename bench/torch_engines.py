@@ -17,7 +17,13 @@ import numpy as np
 import torch  # type: ignore[import-not-found]
 
 from mlx_zip.codec import Codebook, CodecParams, compress
+from mlx_zip.config import SIDES
+from mlx_zip.cuda.folder import read_folder
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.unpack import unpack
 from mlx_zip.errors import MlxZipError
+from mlx_zip.folders import read_config
+from mlx_zip.register import MODEL_TYPE
 
 from . import machine
 from .device_clock import torch_device, wait
@@ -26,10 +32,11 @@ from .shape_table import Models
 
 HAS_MLX = find_spec("mlx") is not None
 DTYPES = {"float32": torch.float32, "16": torch.bfloat16, "as stored": "auto"}
+OWN_DTYPES = {"hf-float32": torch.float32, "hf-bfloat16": torch.bfloat16}  # of engines with a dtype of their own
 
 
 def make_torch_engine(name: str, models: Models, published: str | None) -> Engine:
-    """Makes the engine `hf`, `hf-compiled` or `zip2zip`. published: the checkpoint folder for zip2zip.
+    """Makes an engine of transformers, or `zip2zip`. published: the checkpoint folder for zip2zip.
 
     Raises `MlxZipError` if the engine cannot run these models.
     """
@@ -37,7 +44,7 @@ def make_torch_engine(name: str, models: Models, published: str | None) -> Engin
         if published is None:
             raise MlxZipError("zip2zip needs --published, a checkpoint as `mlx_zip export` writes it")
         return Published(models, published)
-    return Transformers(models, compiled=name == "hf-compiled")
+    return Transformers(models, name)
 
 
 class _TorchEngine(Engine):
@@ -161,15 +168,15 @@ class _Watch:
 class Transformers(_TorchEngine):
     """Runs the plain model through transformers' `generate`.
 
-    compiled: with a static cache and a forward pass by torch.compile; else eager.
+    name: "hf-compiled" has a static cache and a forward pass by torch.compile; the others are eager.
     """
 
-    def __init__(self, models: Models, compiled: bool) -> None:
-        self.name = "hf-compiled" if compiled else "hf"
-        model = _plain_model(models, self.name)
+    def __init__(self, models: Models, name: str) -> None:
+        self.name = name
+        model = _plain_model(models, name)
         super().__init__(models, model, model)
         self.options: dict[str, Any] = {}
-        if compiled:
+        if name == "hf-compiled":
             from transformers import CompileConfig
 
             config: Any = CompileConfig()
@@ -252,15 +259,41 @@ def _plain_model(models: Models, name: str) -> Any:
     """Loads the plain model in transformers, or makes it with random weights. name: the engine's, for errors."""
     from transformers import AutoModelForCausalLM
 
-    if models.precision not in DTYPES:
+    if name not in OWN_DTYPES and models.precision not in DTYPES:
         raise MlxZipError(f"{name} runs float32 and 16 bit only, not {models.precision} bit")
-    dtype: Any = DTYPES[models.precision]
-    if models.folder is not None:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(models.folder, dtype=dtype)
+    dtype: Any = OWN_DTYPES.get(name) or DTYPES[models.precision]
+    folder = models.folder or models.zip_folder
+    if folder is None:
+        return random_decoder(models.base_config, torch.float32 if dtype == "auto" else dtype)
+    config = read_config(folder)
+    if config["model_type"] != MODEL_TYPE and "quantization" not in config:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return loaded.to(_device())
-    if models.weights != "random":
-        raise MlxZipError(f"{name} needs the plain model as a folder: --base")
-    return random_decoder(models.base_config, dtype)
+    if dtype == "auto":
+        raise MlxZipError(f"{name} cannot read {folder}, which is packed or has hypertokens: name hf-float32")
+    return unpacked_decoder(folder, dtype)
+
+
+def unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
+    """Returns the decoder in an mlx_zip or mlx-lm folder as a model of transformers, unpacked, on the CPU.
+
+    Raises `MlxZipError` naming tensors that the two have not both.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    read = read_folder(folder, "cpu", torch.float32, without=SIDES)
+    fields = {key: value for key, value in read.config.items() if key not in ("model_type", "zip2zip", "quantization")}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(read.decoder.kind, **fields), dtype=dtype)
+    weights = {
+        name: unpack(value, torch.float32) if isinstance(value, Packed) else value
+        for name, value in read.tensors.items()
+    }
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    missing = [name for name in missing if not (read.decoder.tied and name == "lm_head.weight")]
+    if missing or unknown:
+        raise MlxZipError(f"{folder} is not transformers' {read.decoder.kind}: missing {missing}, unknown {unknown}")
+    model.tie_weights()
+    return model
 
 
 def random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mlx_zip.cuda.decoder_config import DecoderConfig
@@ -70,6 +72,10 @@ def make_kv(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype
     """Returns empty caches. Raises `ModelError` with both sizes if the device has too little free memory."""
     check_room(f"KV caches of {batch} x {capacity} ids", kv_bytes(config, batch, capacity, dtype), device)
     shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
-    whole = torch.zeros(shape, dtype=dtype, device=device)  # zeros: masked slots meet weights of 0, and 0 x NaN is NaN
+    # zeros: masked slots meet weights of 0, and 0 x NaN is NaN
+    if device.type == "cpu":  # NumPy's zeros take memory when they are written
+        whole = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    else:
+        whole = torch.zeros(shape, dtype=dtype, device=device)
     counts = torch.zeros((2, batch), dtype=torch.int64, device=device)
     return KV(whole, counts[0], counts[1])

@@ -9,7 +9,7 @@ import torch
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.group import CudaGroup
 from mlx_zip.cuda.kv import kv_bytes
-from mlx_zip.cuda.memory import check_room, free_bytes
+from mlx_zip.cuda.memory import check_room, free_bytes, host_bytes
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sampling import BasePenalties, Draws
 from mlx_zip.cuda.seats import Seat, Seats
@@ -20,7 +20,7 @@ from mlx_zip.sampling_options import Sampling
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 SHARE = 0.7  # of a card's free memory, for the KV caches of all requests
-WITHOUT_CARD = 256 << 20  # bytes of KV caches on a CPU
+SHARE_OF_HOST = 0.25  # of a CPU's memory; caches take what their ids fill
 LEAST = 16  # ids that a request must have room for
 
 
@@ -54,7 +54,7 @@ class CudaServed:
     def _capacity(self, options: ServeOptions, context: int | None) -> int:
         """Returns how many ids each request has room for. Raises `ModelError` if they are too few."""
         free, most = free_bytes(self.model.device), options.max_running
-        room = WITHOUT_CARD if free is None else int(SHARE * free)
+        room = int(SHARE_OF_HOST * host_bytes() if free is None else SHARE * free)
         room = room if options.max_kv_bytes is None else options.max_kv_bytes
         capacity = room // (most * self.kv_bytes_per_id)
         if capacity < LEAST:

@@ -16,7 +16,10 @@ from mlx_zip.bench.cuda_engines import TorchEngine, models_of
 from mlx_zip.bench.engine_choice import check_engines, make_engine
 from mlx_zip.bench.runs import zip_ids
 from mlx_zip.bench.shape_table import ZipOptions
+from mlx_zip.bench.torch_engines import make_torch_engine
 from mlx_zip.codec import Codebook
+from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.model import open_model
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.tiny_bench import ON
@@ -144,3 +147,54 @@ def test_mlx_on_cuda_is_the_unmodified_code_under_another_name(monkeypatch):
     for name, other in engine_choice.ON_MLX_CUDA.items():
         made = make_engine(name, tiny_bench.models(), args)
         assert (made.name, type(made)) == (name, type(make_engine(other, tiny_bench.models(), args)))
+
+
+# ---- transformers over the same weights
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A folder of a tiny packed model with hypertokens."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("mlx.core")
+    from support import torch_folders
+
+    model = torch_folders.make_model("qwen3", encoder="transformer", tie_word_embeddings=True)
+    record = torch_folders.pack(model, 8, 32, {"pos_embed": False})
+    return torch_folders.save(model, tmp_path / "m", quantization=record)
+
+
+def test_transformers_runs_the_weights_of_a_packed_folder_with_hypertokens(packed):
+    import torch
+
+    from mlx_zip.bench.torch_engines import unpacked_decoder
+
+    ids = [5, 6, 7, 8, 9, 10, 11, 12]
+    model = open_model(packed, "cpu")
+    batch = Batch(model, 1, 20)
+    batch.read(batch.add(), ids)
+    found = []
+    batch.choose(lambda head: found.append(head.logits) or head.best)
+    with torch.no_grad():
+        expected = unpacked_decoder(packed, torch.float32)(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(found[0][0, :40], expected[:40], atol=1e-4, rtol=1e-4)
+    assert unpacked_decoder(packed, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_transformers_needs_a_dtype_for_a_packed_folder(packed, monkeypatch):
+    monkeypatch.setattr(cuda_engines, "load_tokenizer", lambda _: None)
+    models = models_of(None, "float32", str(packed), None, "", OPTIONS)
+    with pytest.raises(MlxZipError, match="is packed or has hypertokens: name hf-float32"):
+        make_torch_engine("hf", models, None)
+
+
+def test_transformers_in_a_dtype_of_its_own_emits_what_torch_base_emits(monkeypatch):
+    pytest.importorskip("transformers")
+    models = models_of(None, "float32", "stories", None, "", OPTIONS)
+    runs = [make(name, models) for name, make in (("torch-base", TorchEngine), ("hf-float32", hugging_face))]
+    assert runs[0].run(PROMPT, 12).base_ids == runs[1].run(PROMPT, 12).base_ids
+    assert hugging_face("hf-bfloat16", models).kv_dtype == "bfloat16"
+
+
+def hugging_face(name, models):
+    return make_torch_engine(name, models, None)
