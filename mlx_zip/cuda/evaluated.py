@@ -25,7 +25,7 @@ from mlx_zip.cuda.transfers import ids_to_device
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.answering import answers
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.evaluation.scoring import LOGITS, Compressed, Pairs, Scored
+from mlx_zip.evaluation.scored import LOGITS, Compressed, Pairs, Scored
 from mlx_zip.exclusions import MOST
 from mlx_zip.vocab.packs import Pack
 from mlx_zip.vocab.tuned import AnyStart, TunedStart

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scoring import Compressed, Scored, compress_row, context_limit, score, scores_itself
+from mlx_zip.evaluation.scored import Compressed, Scored
+from mlx_zip.evaluation.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.evaluation.windows import Window, Windows
 from mlx_zip.layout import is_zip
 from mlx_zip.vocab.tuned import AnyStart

@@ -7,9 +7,9 @@ after the row's end, which never merge. A model on another library than MLX scor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,68 +21,10 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.config import AVAILABILITY
 from mlx_zip.errors import CodecError, DataError, ModelError
+from mlx_zip.evaluation.scored import LOGITS, Compressed, Scored
 from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config
 from mlx_zip.vocab.tuned import AnyStart
-
-LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
-Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices of a row's ids, and ids that cannot follow there
-
-
-@dataclass(frozen=True)
-class Compressed:
-    """A text as a model reads it: ids uint32 [n], and spans int64 [n], the number of base ids that each id stands for.
-
-    start: the entries that its codebook began with, None for the model's own pack. breaks: index of the last id of each
-    part but the last; parts were compressed separately, so that id does not depend on what follows.
-    """
-
-    ids: Uint32s
-    spans: NDArray[np.int64]
-    start: AnyStart | None = None
-    breaks: tuple[int, ...] = ()
-
-    @property
-    def ends(self) -> NDArray[np.int64]:
-        """For each id the number of base ids that it and all ids before it stand for, int64 [n]."""
-        return np.cumsum(self.spans)
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A model's predictions of the second to the last of a row's n ids, each given all ids before it; arrays [n - 1].
-
-    logprobs: natural logarithm of the id's probability. greedy: whether the id was the likeliest one. hyper_mass:
-    probability of all hypertokens together.
-    """
-
-    logprobs: NDArray[np.float64]
-    greedy: NDArray[np.bool_]
-    hyper_mass: NDArray[np.float64]
-
-
-class Scorer(Protocol):
-    """What a model on another library than MLX has beside what a model on MLX has of these names."""
-
-    layout: Any
-    config: Any
-    args: Any
-
-    def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
-        """Returns the predictions of a row. causal: see `score`. closed: ids that a canonical model forbids."""
-        ...
-
-    def stream(self, tokenizer: Any, prompts: Any, **options: Any) -> Any:
-        """Yields (index of the prompt, response) for prompts of base ids, as `stream_batch` does."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """Returns the most memory that was in use so far."""
-        ...
-
-    def close(self) -> None:
-        """Frees what only writing needs."""
-        ...
 
 
 def scores_itself(model: Any) -> bool:

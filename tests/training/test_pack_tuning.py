@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mlx_zip import CodecParams, DataError, TrainingError
-from mlx_zip.evaluation.scoring import Compressed, score
+from mlx_zip.evaluation.scored import Compressed
+from mlx_zip.evaluation.scoring import score
 from mlx_zip.training.batches import make_batch
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.metrics import FILE, read_metrics

@@ -13,7 +13,8 @@ import pytest
 from mlx_zip import Codebook, CodecParams
 from mlx_zip.canonical import excluded_after
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scoring import Compressed, score
+from mlx_zip.evaluation.scored import Compressed
+from mlx_zip.evaluation.scoring import score
 from mlx_zip.models.whole import run_whole
 from mlx_zip.training.batches import make_batch
 from mlx_zip.training.objective import LossWeights, Trainee, samples_of
