@@ -26,6 +26,7 @@ from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.shards import grows
 
 SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
+OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first; measured, see docs/decisions.md
 
 
 def start_model(
@@ -191,7 +192,9 @@ def init_encoders(model: Model) -> None:
     """Initialises new encoders so that the rows they make have the scale of the matrix whose rows they read.
 
     `res_latent_attn` begins as its residual, one base row or their mean, because its output is set to zero (as in
-    zip2zip++). A `transformer` ends in a norm, whose gain is set to the matrix's scale. Other kinds stay random.
+    zip2zip++). With `residual_by_side` the output side's norm is small as well: an entry's logit is a product with the
+    hidden state, so at the input side's rate one step would move all entries' logits by several nats. A `transformer`
+    ends in a norm, whose gain is set to the matrix's scale. Other kinds stay random.
     """
     sides: list[tuple[Any, Any]] = [(model.input_encoder, model.model.embed_tokens)]
     if not model.config.encoder.tie_encoders:
@@ -200,6 +203,9 @@ def init_encoders(model: Model) -> None:
         if model.config.encoder.kind == "res_latent_attn" and model.config.encoder.residual:
             last = encoder.proj_out if "proj_out" in encoder else encoder.norm
             last.weight = mx.zeros_like(last.weight)
+            quiet = model.config.encoder.residual_by_side and encoder is not model.input_encoder
+            if quiet and last is not encoder.norm:
+                encoder.norm.weight = encoder.norm.weight * OUTPUT_NORM
         elif model.config.encoder.kind == "transformer":
             norm = encoder.layers[-1].post_mlp_layernorm
             rows = matrix_rows(matrix, mx.arange(min(SAMPLED_ROWS, model.config.vocab_size))).astype(mx.float32)

@@ -99,7 +99,7 @@ class Packs:
     size: int = 1024
     most_ids: int = 400_000
     merge_size: int = 4
-    codebook_size: int = 1280
+    codebook_size: int = 1088
     window: int = 1024
     domains: tuple[str, ...] = ("chat", "code", "math")
     mixed: tuple[tuple[str, float], ...] = (("chat", 0.35), ("code", 0.35), ("math", 0.2), ("medical", 0.1))
@@ -114,11 +114,11 @@ class Leg:
     mixture: tuple[tuple[str, float], ...] = (("code", 0.45), ("chat", 0.35), ("math", 0.1), ("medical", 0.1))
     samples: int = 4000
     context: int = 512
-    iters: int = 1000
-    batch_size: int = 4
+    iters: int = 300
+    batch_size: int = 2
     warmup: int = 20
     seed: int = 1
-    learning_rate: float = 1e-3
+    learning_rate: float = 7e-4
     min_learning_rate: float = 2e-5
     lora_rank: int = 32
     lora_scale: float = 2.0
@@ -126,7 +126,7 @@ class Leg:
     valid_share: float = 0.0
     encoder: tuple[str | int | float, ...] = (
         *("--encoder", "res_latent_attn", "--encoder-size", 256, "--encoder-layers", 1, "--encoder-heads", 4),
-        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 3e-6),
+        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
     )
 
 
