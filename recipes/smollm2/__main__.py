@@ -3,6 +3,7 @@
     data    documents and the model's own conversations, for training and held out, with a card that names all licences
     packs   packs learned from the training texts, measured on those held out
     train   one leg of the training with the mixed pack, and of its control, which reads the same windows as they are
+    measure bits per byte and free answers of that leg, its control and the base, and the adapter as it is shipped
 
 A stage that was interrupted goes on when the same command is given again; a file that exists is not made again.
 """
@@ -106,7 +107,22 @@ def train(recipe: Recipe) -> None:
     train_leg(recipe.model, folder / "data", folder, leg, before, say)
 
 
-STAGES: dict[str, Callable[[Recipe], None]] = {"data": make_data, "packs": make_packs, "train": train}
+def measure_leg(recipe: Recipe) -> None:
+    """Measures the leg that --leg names, and writes its adapter as it is shipped. Raises `TrainingError`."""
+    from .measuring import measure, write_adapter
+
+    leg = recipe.out / f"leg-{recipe.leg}"
+    held_out = recipe.data / "held_out"
+    measure(recipe.model, held_out, recipe.out / "packs", leg, recipe.settings.measure, recipe.call)
+    write_adapter(leg)
+
+
+STAGES: dict[str, Callable[[Recipe], None]] = {
+    "data": make_data,
+    "packs": make_packs,
+    "train": train,
+    "measure": measure_leg,
+}
 
 
 def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:

@@ -131,6 +131,19 @@ class Leg:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What is measured. bytes: most of each held-out domain; context: base ids of a window; answers: free answers, each
+    of at most `answer` base ids.
+    """
+
+    domains: tuple[str, ...] = ("chat", "code", "math", "web")
+    bytes: int = 60_000
+    context: int = 1024
+    answers: int = 40
+    answer: int = 200
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the recipe."""
 
@@ -138,6 +151,7 @@ class Settings:
     talk: Talk = Talk()
     packs: Packs = Packs()
     leg: Leg = Leg()
+    measure: Measure = Measure()
 
 
 FULL = Settings()
@@ -159,6 +173,7 @@ SMALL = Settings(
             *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
         ),
     ),
+    Measure(domains=("chat", "code"), bytes=2000, context=96, answers=2, answer=8),
 )
 
 GENERAL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the chat template's own

@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip import cli
+from mlx_zip import cli, named
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import load_pack
@@ -17,9 +18,11 @@ from support.chat_toy import chat_model, chat_tokenizer
 torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
 
 from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
+from mlx_zip.training.run_folder import read_object  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
 from recipes.smollm2.settings import SMALL, Talk  # noqa: E402
+from recipes.stories.runner import run_in_own_process  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +173,8 @@ def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
 
 
 def here(module, arguments, folder):
-    """Runs the project's own command in this process, which spares starts of Python."""
-    assert module == "mlx_zip"
-    return cli.main(list(arguments))
+    """Runs mlx_zip's commands in this process, which spares starts of Python, and others in one of their own."""
+    return cli.main(list(arguments)) if module == "mlx_zip" else run_in_own_process(module, arguments, folder)
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +205,6 @@ def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
 
 
 def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
-    from mlx_zip.training.run_folder import read_object
-
     for name, files in (("zip", 4), ("control", 2)):
         assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
     assert read_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
@@ -215,6 +215,28 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
     log = (run / "leg-2" / "zip.log").read_bytes()
     assert main.main(words) == 0  # nothing is left to do
     assert (run / "leg-2" / "zip.log").read_bytes() == log
+
+
+def test_the_small_run_is_measured_against_its_control_and_its_base(base, run):
+    measured = run / "leg-1" / "measured"
+    bits = read_object(measured / "bits-code.json")["models"]
+    assert [Path(one["model"]).name for one in bits] == [base[0].name, "control", "masked", "zip"]
+    assert [one["text"]["base_ids_per_id"] > 1 for one in bits] == [False, False, False, True]
+    assert bits[1]["text"]["bits_per_byte"] != bits[0]["text"]["bits_per_byte"] != bits[2]["text"]["bits_per_byte"]
+    (packed,) = read_object(measured / "bits-chat-pack.json")["models"]
+    assert packed["text"]["bytes"] == read_object(measured / "bits-chat.json")["models"][3]["text"]["bytes"]
+    rates = read_object(measured / "rates.json")["models"]
+    assert [one["generation"]["stories"] for one in rates] == [SMALL.measure.answers] * 3
+    assert rates[2]["generation"]["invalid_ids"] == 0
+
+
+def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
+    shipped, trained = run / "leg-1" / "adapter", run / "leg-1" / "zip" / "adapter"
+    assert {file.name for file in shipped.iterdir()} == {file.name for file in trained.iterdir()}
+    assert all(str(run.parent) not in file.read_text() for file in shipped.glob("*.json"))
+    assert all(read_object(file)["base_model_name_or_path"] == named.HUB for file in shipped.glob("*.json"))
+    weights = "adapter_model.safetensors"
+    assert (shipped / weights).read_bytes() == (trained / weights).read_bytes()
 
 
 def test_a_leg_that_fails_names_its_log(base, run, capsys):
