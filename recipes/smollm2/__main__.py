@@ -100,7 +100,8 @@ def train(recipe: Recipe) -> None:
     """Trains the leg that --leg names: leg-N/zip and leg-N/control. Raises `TrainingError`."""
     from .training import prepare_data, train_leg
 
-    folder, leg = recipe.out / f"leg-{recipe.leg}", recipe.settings.leg
+    folder, legs = recipe.out / f"leg-{recipe.leg}", recipe.settings.legs
+    leg = legs[min(recipe.leg, len(legs)) - 1]
     before = None if recipe.leg == 1 else recipe.out / f"leg-{recipe.leg - 1}"
     pack = recipe.out / "packs" / "mixed.npz"
     prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
@@ -109,11 +110,12 @@ def train(recipe: Recipe) -> None:
 
 def measure_leg(recipe: Recipe) -> None:
     """Measures the leg that --leg names, and writes its adapter as it is shipped. Raises `TrainingError`."""
-    from .measuring import measure, write_adapter
+    from .measuring import measure, write_adapter, write_record
 
     leg = recipe.out / f"leg-{recipe.leg}"
     held_out = recipe.data / "held_out"
     measure(recipe.model, held_out, recipe.out / "packs", leg, recipe.settings.measure, recipe.call)
+    write_record(leg, recipe.leg)
     write_adapter(leg)
 
 

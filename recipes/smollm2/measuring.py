@@ -10,10 +10,12 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlx_zip import named
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder, write_json
+from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import CONFIG, ZIP_CONFIG
 from mlx_zip.training.run_folder import read_object
 
@@ -58,27 +60,41 @@ def measure(model: Path, data: Path, packs: Path, leg: Path, sizes: Measure, cal
     bits = ["--context", sizes.context, "--limit-bytes", sizes.bytes]
     every = [word for name in (BASE, CONTROL, MASKED, ZIP) for word in ("--model", folders[name])]
     for domain in sizes.domains:
-        file = out / f"bits-{domain}.json"
+        file, texts = out / f"bits-{domain}.json", as_texts(data / f"{domain}.jsonl", out / f"{domain}.jsonl", model)
         if not file.exists():
-            _run(call, "mlx_zip", [*common, *every, "--data", data / f"{domain}.jsonl", *bits, "--out", file], leg)
+            _run(call, "mlx_zip", [*common, *every, "--data", texts, *bits, "--out", file], leg)
     file = out / "bits-chat-pack.json"
     if not file.exists():
-        words = ["--model", folders[ZIP], "--pack", packs / "chat.npz", "--data", data / "chat.jsonl", *bits]
+        words = ["--model", folders[ZIP], "--pack", packs / "chat.npz", "--data", out / "chat.jsonl", *bits]
         _run(call, "mlx_zip", [*common, *words, "--out", file], leg)
     file, asked = out / "rates.json", out / "requests.jsonl"
     if not file.exists():
-        write_requests(data / "chat.jsonl", asked, sizes.answers)
+        count = write_requests(data / "chat.jsonl", asked, sizes.answers)
         both = [word for name in (BASE, CONTROL, ZIP) for word in ("--model", folders[name])]
-        words = ["--generate", sizes.answers, "--prompts", asked, "--max-tokens", sizes.answer]
+        words = ["--generate", count, "--prompts", asked, "--max-tokens", sizes.answer]
         _run(call, "mlx_zip", [*common, *both, *words, "--out", file], leg)
 
 
-def write_requests(texts: Path, out: Path, count: int) -> None:
-    """Writes the first user turns of held-out conversations as requests of `mlx_zip evaluate --prompts`."""
-    found = [json.loads(line)["messages"] for line in texts.read_text(encoding="utf-8").splitlines()]
-    opened = [talk[: 1 + next(i for i, turn in enumerate(talk) if turn["role"] == "user")] for talk in found]
+def as_texts(documents: Path, out: Path, model: Path) -> Path:
+    """Writes documents as texts, conversations as the model's chat template lays them out; returns `out`."""
+    found = [json.loads(line) for line in documents.read_text(encoding="utf-8").splitlines()]
+    tokenizer = load_tokenizer(model)
+    laid_out = [
+        tokenizer.apply_chat_template(one["messages"], tokenize=False) if "messages" in one else one["text"]
+        for one in found
+    ]
     with out.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": talk}) + "\n" for talk in opened[:count])
+        file.writelines(json.dumps({"text": text}) + "\n" for text in laid_out)
+    return out
+
+
+def write_requests(texts: Path, out: Path, most: int) -> int:
+    """Writes the first user turns of held-out conversations as requests of `mlx_zip evaluate`; returns their number."""
+    found = [json.loads(line)["messages"] for line in texts.read_text(encoding="utf-8").splitlines()]
+    opened = [talk[: 1 + next(i for i, turn in enumerate(talk) if turn["role"] == "user")] for talk in found[:most]]
+    with out.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"messages": talk}) + "\n" for talk in opened)
+    return len(opened)
 
 
 def write_adapter(leg: Path) -> None:
@@ -89,6 +105,45 @@ def write_adapter(leg: Path) -> None:
                 write_json(partial / file.name, {**read_object(file), key: named.HUB})
             else:
                 shutil.copyfile(file, partial / file.name)
+
+
+def write_record(leg: Path, number: int) -> None:
+    """Writes measured/record.jsonl: one line per measurement and one of the training's course, without any text.
+
+    number: of the leg. A model is named by its part in the comparison. Raises `TrainingError` for a missing record.
+    """
+    lines = [_course(leg, number)]
+    for file in sorted((leg / "measured").glob("*.json")):
+        found = read_object(file)
+        kept = {key: found[key] for key in ("time", "machine", "system", "versions")}
+        models = {}
+        for one in found["models"]:
+            name = Path(one["model"]).name
+            figures = one.get("text") or one["generation"]
+            left_out = ("texts", "turns", "settings")
+            models[name if name in (CONTROL, MASKED, ZIP) else BASE] = {
+                key: value for key, value in figures.items() if key not in left_out
+            }
+        lines.append({"part": file.stem, "leg": number, **kept, "models": models})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (leg / "measured" / "record.jsonl").write_text(text, encoding="utf-8")
+
+
+def _course(leg: Path, number: int) -> dict[str, Any]:
+    """Returns the mean bits per byte of the training batches in tenths of the leg, for the model and its control."""
+    made: dict[str, Any] = {"part": "curve", "leg": number}
+    for name in (ZIP, CONTROL):
+        steps = [json.loads(line) for line in (leg / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        steps = [step for step in steps if "loss" in step]
+        size = max(1, len(steps) // 10)
+        made[name] = [
+            {
+                "base_tokens": part[-1]["seen_base_ids"],
+                "bits_per_byte": sum(s["bits_per_byte"] for s in part) / len(part),
+            }
+            for part in (steps[at : at + size] for at in range(0, len(steps) - size + 1, size))
+        ]
+    return made
 
 
 def _run(call: Call, module: str, words: Sequence[str | Path | int], folder: Path) -> None:

@@ -107,11 +107,13 @@ class Packs:
 
 @dataclass(frozen=True)
 class Leg:
-    """One leg of the training. mixture: domains and their shares. samples: most windows that are prepared; context:
-    base ids of each. encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
+    """One leg of the training. mixture: domains and their shares. start: share of each domain's documents after which
+    the leg begins to read; those before come last. samples: most windows that are prepared; context: base ids of each.
+    encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
     """
 
     mixture: tuple[tuple[str, float], ...] = (("code", 0.45), ("chat", 0.35), ("math", 0.1), ("medical", 0.1))
+    start: float = 0.0
     samples: int = 4000
     context: int = 512
     iters: int = 300
@@ -130,6 +132,17 @@ class Leg:
     )
 
 
+FIRST_LEG = Leg()
+SECOND_LEG = Leg(
+    mixture=(("code", 0.5), ("chat", 0.3), ("math", 0.1), ("medical", 0.1)),
+    start=0.3,
+    iters=320,
+    seed=2,
+    learning_rate=5e-4,
+    min_learning_rate=1e-5,
+)
+
+
 @dataclass(frozen=True)
 class Measure:
     """What is measured. bytes: most of each held-out domain; context: base ids of a window; answers: free answers, each
@@ -137,20 +150,20 @@ class Measure:
     """
 
     domains: tuple[str, ...] = ("chat", "code", "math", "web")
-    bytes: int = 60_000
+    bytes: int = 24_000
     context: int = 1024
-    answers: int = 40
-    answer: int = 200
+    answers: int = 20
+    answer: int = 128
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the recipe."""
+    """All settings of the recipe. legs: the first leg, the second, ...; the last one holds for all that follow."""
 
     texts: TextSizes = TextSizes()
     talk: Talk = Talk()
     packs: Packs = Packs()
-    leg: Leg = Leg()
+    legs: tuple[Leg, ...] = (FIRST_LEG, SECOND_LEG)
     measure: Measure = Measure()
 
 
@@ -159,21 +172,23 @@ SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
     Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200),
     Packs(size=16, most_ids=4000, codebook_size=64, domains=("chat", "code"), mixed=(("chat", 0.5), ("code", 0.5))),
-    Leg(
-        mixture=(("chat", 0.5), ("code", 0.5)),
-        samples=12,
-        context=96,
-        iters=3,
-        batch_size=2,
-        warmup=1,
-        lora_rank=2,
-        save_every=2,
-        encoder=(
-            *("--encoder", "res_latent_attn", "--encoder-size", 8, "--encoder-layers", 1, "--encoder-heads", 2),
-            *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
+    legs=(
+        Leg(
+            mixture=(("chat", 0.5), ("code", 0.5)),
+            samples=12,
+            context=96,
+            iters=3,
+            batch_size=2,
+            warmup=1,
+            lora_rank=2,
+            save_every=2,
+            encoder=(
+                *("--encoder", "res_latent_attn", "--encoder-size", 8, "--encoder-layers", 1, "--encoder-heads", 2),
+                *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
+            ),
         ),
     ),
-    Measure(domains=("chat", "code"), bytes=2000, context=96, answers=2, answer=8),
+    measure=Measure(domains=("chat", "code"), bytes=2000, context=96, answers=2, answer=8),
 )
 
 GENERAL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the chat template's own

@@ -35,7 +35,11 @@ def prepare_data(
     """
     out.mkdir(parents=True, exist_ok=True)
     mixture = out / "mixture.yaml"
-    shares = [f"  - data: {data / 'train' / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
+    for name, _ in leg.mixture:
+        documents = (data / "train" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        at = int(len(documents) * leg.start)
+        (out / f"{name}.jsonl").write_text("".join(documents[at:] + documents[:at]), encoding="utf-8")
+    shares = [f"  - data: {out / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
     mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
     texts: Words = ["--model", model, "--mixture", mixture, "--context", leg.context, "--train-on", "all"]
     texts += ["--limit", leg.samples, "--workers", 1]

@@ -226,8 +226,13 @@ def test_the_small_run_is_measured_against_its_control_and_its_base(base, run):
     (packed,) = read_object(measured / "bits-chat-pack.json")["models"]
     assert packed["text"]["bytes"] == read_object(measured / "bits-chat.json")["models"][3]["text"]["bytes"]
     rates = read_object(measured / "rates.json")["models"]
-    assert [one["generation"]["stories"] for one in rates] == [SMALL.measure.answers] * 3
+    assert [one["generation"]["stories"] for one in rates] == [len(lines(measured / "requests.jsonl"))] * 3
     assert rates[2]["generation"]["invalid_ids"] == 0
+    record = {line["part"]: line for line in lines(measured / "record.jsonl")}
+    assert {*record} == {"curve", "bits-chat", "bits-code", "bits-chat-pack", "rates"}
+    assert [len(record["curve"][name]) for name in ("zip", "control")] == [SMALL.legs[0].iters] * 2
+    assert {*record["bits-code"]["models"]} == {"base", "control", "masked", "zip"}
+    assert str(run.parent) not in (measured / "record.jsonl").read_text()
 
 
 def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
