@@ -7,7 +7,7 @@ logits of its own, which is open from the id that installed the entry until anot
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +113,21 @@ class EvaluatedModel:
             wanted = slice(begin + 1, begin + 1 + len(h))
             parts.append(logits.scored(row.ids[wanted], columns.of[wanted]))
         return Scored(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def score_next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
+        """Returns the log-probabilities float64 [k] of k base ids, each as the one that follows a whole row.
+
+        The row ends a part: canonical decoding forbids no id there.
+        """
+        last = np.zeros(1, row.ids.dtype)  # is not read: outputs are those of all ids but the last
+        longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
+        columns = self._columns(longer)
+        h = self._outputs(longer, columns)[-1:]
+        open_now = ids_to_device(np.flatnonzero(columns.last == NEVER), h.device)
+        entries = (h @ columns.rows[open_now, 0].to(h.dtype).T).float()
+        logits = _Logits(self._model.base_logits(h), entries)
+        return (logits.low[0, list(ids)] - logits.total()[0]).double().cpu().numpy()
 
     def _columns(self, row: Compressed) -> Columns:
         """Returns the entries that the row's codebook has, with their rows."""

@@ -113,8 +113,9 @@ def measure_leg(recipe: Recipe) -> None:
     from .measuring import measure, write_adapter, write_record
 
     leg = recipe.out / f"leg-{recipe.leg}"
-    held_out = recipe.data / "held_out"
-    measure(recipe.model, held_out, recipe.out / "packs", leg, recipe.settings.measure, recipe.call)
+    held_out, packs = recipe.data / "held_out", recipe.out / "packs"
+    classes = recipe.shared and recipe.shared / "data" / "cls"
+    measure(recipe.model, held_out, packs, classes, leg, recipe.settings.measure, recipe.call)
     write_record(leg, recipe.leg)
     write_adapter(leg)
 

@@ -23,6 +23,7 @@ from .settings import Measure
 from .training import CONTROL, ZIP
 
 BASE, MASKED = "base", "masked"
+LABELS = "labels.json"
 Call = Callable[[str, Sequence[str], Path], int]
 _BASE_NAMED = {CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_or_path"}
 
@@ -49,10 +50,11 @@ def make_models(model: Path, leg: Path, call: Call) -> dict[str, Path]:
     return made
 
 
-def measure(model: Path, data: Path, packs: Path, leg: Path, sizes: Measure, call: Call) -> None:
-    """Writes bits-DOMAIN.json, bits-chat-pack.json and rates.json, each unless it is there. Raises `TrainingError`.
+def measure(model: Path, data: Path, packs: Path, classes: Path | None, leg: Path, sizes: Measure, call: Call) -> None:
+    """Writes bits-DOMAIN.json, bits-chat-pack.json, rates.json and labels.json, each unless it is there.
 
-    data: folder with the held-out texts; packs: folder with the learned packs.
+    data: folder with the held-out texts; packs: folder with the learned packs; classes: folder with the data sets of
+    classes, None for no labels. Raises `TrainingError`.
     """
     folders, out = make_models(model, leg, call), leg / "measured"
     out.mkdir(exist_ok=True)
@@ -73,6 +75,12 @@ def measure(model: Path, data: Path, packs: Path, leg: Path, sizes: Measure, cal
         both = [word for name in (BASE, CONTROL, ZIP) for word in ("--model", folders[name])]
         words = ["--generate", count, "--prompts", asked, "--max-tokens", sizes.answer]
         _run(call, "mlx_zip", [*common, *both, *words, "--out", file], leg)
+    file = out / LABELS
+    if classes is not None and not file.exists():
+        from .labels import measure_labels  # needs PyTorch
+
+        compared = {name: folders[name] for name in (CONTROL, BASE, ZIP)}
+        write_json(file, measure_labels(compared, CONTROL, classes, sizes.labels, sizes.label_text))
 
 
 def as_texts(documents: Path, out: Path, model: Path) -> Path:
@@ -108,13 +116,16 @@ def write_adapter(leg: Path) -> None:
 
 
 def write_record(leg: Path, number: int) -> None:
-    """Writes measured/record.jsonl: one line per measurement and one of the training's course, without any text.
+    """Writes measured/record.jsonl: one line per measurement and one of each leg's course so far, without any text.
 
     number: of the leg. A model is named by its part in the comparison. Raises `TrainingError` for a missing record.
     """
-    lines = [_course(leg, number)]
+    lines = [_course(leg.with_name(f"leg-{n}"), n) for n in range(1, number + 1)]
     for file in sorted((leg / "measured").glob("*.json")):
         found = read_object(file)
+        if file.name == LABELS:
+            lines.append({"part": file.stem, "leg": number, **found})
+            continue
         kept = {key: found[key] for key in ("time", "machine", "system", "versions")}
         models = {}
         for one in found["models"]:

@@ -146,7 +146,7 @@ SECOND_LEG = Leg(
 @dataclass(frozen=True)
 class Measure:
     """What is measured. bytes: most of each held-out domain; context: base ids of a window; answers: free answers, each
-    of at most `answer` base ids.
+    of at most `answer` base ids; labels: most examples of each data set of classes, label_text: base ids of a text.
     """
 
     domains: tuple[str, ...] = ("chat", "code", "math", "web")
@@ -154,6 +154,8 @@ class Measure:
     context: int = 1024
     answers: int = 20
     answer: int = 128
+    labels: int = 200
+    label_text: int = 160
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,16 @@ def test_an_id_is_greedy_where_it_is_with_mlx(tmp_path):
     assert any(one.greedy.any() for one in got)
 
 
+@pytest.mark.parametrize("case", ["llama", "start canonical", "evictions", "longrope"])
+def test_ids_after_a_whole_row_are_as_likely_as_in_a_row_of_their_own(case, tmp_path):
+    family, changes = CASES[case]
+    _, other = both(family, tmp_path / "m", **changes)
+    first, ids = np.array(tiny.base_ids(60, 5), np.uint32), [4, 9, 20]
+    whole = [compress_row(other, first, np.array([one], np.uint32)) for one in ids]
+    expected = [one.logprobs[-1] for one in score(other, whole)]
+    np.testing.assert_allclose(other.score_next(compress_row(other, first), ids), expected, atol=1e-5)
+
+
 # ---- texts
 
 

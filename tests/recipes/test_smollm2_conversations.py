@@ -1,9 +1,13 @@
 """Conversations that a model writes itself, and the recipe's data and packs at small size with a tiny random model."""
 
+import gzip
 import json
+import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +25,8 @@ from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
 from mlx_zip.training.run_folder import read_object  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
+from recipes.smollm2 import labels  # noqa: E402
 from recipes.smollm2.settings import SMALL, Talk  # noqa: E402
-from recipes.stories.runner import run_in_own_process  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +177,12 @@ def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
 
 
 def here(module, arguments, folder):
-    """Runs mlx_zip's commands in this process, which spares starts of Python, and others in one of their own."""
-    return cli.main(list(arguments)) if module == "mlx_zip" else run_in_own_process(module, arguments, folder)
+    """Runs the commands of mlx_zip and mlx-lm in this process, which spares starts of Python."""
+    if module == "mlx_zip":
+        return cli.main(list(arguments))
+    with mock.patch.object(sys, "argv", list(arguments)):
+        import_module(f"{module}.{arguments[0]}").main()
+    return 0
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +241,42 @@ def test_the_small_run_is_measured_against_its_control_and_its_base(base, run):
     assert [len(record["curve"][name]) for name in ("zip", "control")] == [SMALL.legs[0].iters] * 2
     assert {*record["bits-code"]["models"]} == {"base", "control", "masked", "zip"}
     assert str(run.parent) not in (measured / "record.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    """A folder with the data sets of classes, eight examples of each."""
+    folder = tmp_path_factory.mktemp("cls")
+    for task in labels.TASKS:
+        texts = [(f"A text of class {n % len(task.words)}.", n % len(task.words)) for n in range(8)]
+        one = "{}\t{}" if ".tsv" in task.file else '{{"text": "{}", "label": {}}}'
+        with gzip.open(folder / task.file, "wt") as file:
+            file.write("".join(one.format(*text) + "\n" for text in texts))
+    return folder
+
+
+def test_labels_are_compared_by_example_with_the_control(base, run, classes):
+    models = {name: run / "leg-1" / "models" / name for name in ("control", "zip")} | {"base": base[0]}
+    found = labels.measure_labels(models, "control", classes, 4, 6)
+    assert found["examples"] == {"agnews": 4, "sst2": 4, "imdb": 4}
+    accuracies = {name: [one["accuracy"] for one in tasks.values()] for name, tasks in found["models"].items()}
+    for name, (*each, together) in accuracies.items():
+        assert together == pytest.approx(np.mean(each))
+        expected = together - accuracies["control"][-1]
+        assert found["models"][name]["all"].get("difference", 0) == pytest.approx(expected)
+
+
+def test_examples_are_taken_at_even_distances_and_a_class_that_does_not_exist_is_refused(classes, tmp_path):
+    assert [label for _, label in labels.read_examples(labels.TASKS[1], classes, 3)] == [0, 1, 1]  # of 0 1 0 1 0 1 0 1
+    with gzip.open(tmp_path / labels.TASKS[1].file, "wt") as file:
+        file.write("text\t7\n")
+    with pytest.raises(DataError, match="there is no class 7"):
+        labels.read_examples(labels.TASKS[1], tmp_path, 3)
+
+
+def test_labels_that_begin_alike_are_refused(base):
+    with pytest.raises(DataError, match="different ids"):
+        labels.label_ids(load_tokenizer(base[0]), ("same", "same"))
 
 
 def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):

@@ -47,8 +47,14 @@ def unharmed(tab):
 
 @pytest.fixture
 def answered(evil, open_tab):
-    """A tab with an answer that tried everything."""
-    return open_tab(evil).send("Try it.")
+    """A tab with an answer that tried everything, its formulas set."""
+    return with_formulas(open_tab(evil).send("Try it."))
+
+
+def with_formulas(tab):
+    """Waits until the library of formulas, which is fetched when a formula is there, has set them."""
+    tab.page.wait_for_selector("[data-role=assistant] .math > *")
+    return tab
 
 
 def test_an_answer_that_tries_to_run_scripts_is_shown_as_text(answered):
@@ -60,7 +66,7 @@ def test_an_answer_that_tries_to_run_scripts_is_shown_as_text(answered):
 def test_an_answer_is_the_same_text_after_a_reload(answered):
     before = answered.text()
     answered.page.reload()
-    answered.ready().answered()
+    with_formulas(answered.ready().answered())
     answered.page.locator("pre code").wait_for()
     assert unharmed(answered)
     assert answered.text() == before

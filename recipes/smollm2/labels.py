@@ -1,0 +1,120 @@
+"""Label likelihood: which of a few words a model takes to be the answer to a request. Needs PyTorch.
+
+Each example is one request through the chat template. The answer is the label whose first base id is the likeliest one
+after it; the request is compressed alone, so that no id stands for a part of request and answer.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlx_zip.cuda.evaluated import load_evaluated
+from mlx_zip.errors import DataError
+from mlx_zip.evaluation.scoring import compress_row
+from mlx_zip.text.prompts import render_chat
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set of classes. request: with the place of the text. words: the label of each class."""
+
+    name: str
+    file: str
+    request: str
+    words: tuple[str, ...]
+
+
+TASKS = (
+    Task(
+        "agnews",
+        "agnews.test.jsonl.gz",
+        "What is this news item about: World, Sports, Business or Technology? Answer with one word.\n\n{}",
+        ("World", "Sports", "Business", "Technology"),
+    ),
+    Task(
+        "sst2",
+        "sst2.test.tsv.gz",
+        "Is this sentence of a film review Positive or Negative? Answer with one word.\n\n{}",
+        ("Negative", "Positive"),
+    ),
+    Task(
+        "imdb",
+        "imdb.test.jsonl.gz",
+        "Is this film review Positive or Negative? Answer with one word.\n\n{}",
+        ("Negative", "Positive"),
+    ),
+)
+
+
+def read_examples(task: Task, folder: Path, most: int) -> list[tuple[str, int]]:
+    """Returns (text, class) of at most `most` examples, taken at even distances. Raises `DataError` for a bad line."""
+    with gzip.open(folder / task.file, "rt", encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    taken = [lines[at] for at in np.linspace(0, len(lines) - 1, min(most, len(lines))).astype(int)]
+    if task.file.endswith(".tsv.gz"):
+        found = [(text, int(label)) for text, _, label in (line.rpartition("\t") for line in taken)]
+    else:
+        found = [(one["text"], int(one["label"])) for one in map(json.loads, taken)]
+    if wrong := [label for _, label in found if not 0 <= label < len(task.words)]:
+        raise DataError(f"{folder / task.file}: there is no class {wrong[0]}")
+    return found
+
+
+def label_ids(tokenizer: Any, words: tuple[str, ...]) -> list[int]:
+    """Returns the first base id of each label. Raises `DataError` if two labels begin with the same id."""
+    ids = [tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
+    if len(set(ids)) < len(ids):
+        raise DataError(f"the labels {', '.join(words)} do not begin with different ids of the tokenizer")
+    return ids
+
+
+def is_right(model: Any, tokenizer: Any, task: Task, examples: list[tuple[str, int]], most_ids: int) -> np.ndarray:
+    """Returns whether the model finds each example's class, bool [n]. most_ids: base ids of a text that are read."""
+    wanted, right = label_ids(tokenizer, task.words), np.zeros(len(examples), bool)
+    for at, (text, label) in enumerate(examples):
+        kept = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:most_ids])
+        asked = render_chat(
+            tokenizer, [{"role": "user", "content": task.request.format(kept)}], add_generation_prompt=True
+        )
+        ids = np.asarray(tokenizer.encode(asked, add_special_tokens=False), np.uint32)
+        right[at] = model.score_next(compress_row(model, ids), wanted).argmax() == label
+    return right
+
+
+def measure_labels(models: Mapping[str, Path], control: str, folder: Path, most: int, most_ids: int) -> dict[str, Any]:
+    """Returns the share of right answers of each model and task, and differences to a control, paired by example.
+
+    models: folders by name. control: the name that the others are compared with. folder: of the data sets. The result:
+    "examples" {task: n}; "models" {name: {task or "all": {"accuracy", and but for the control "difference" and
+    "difference_standard_error"}}}, as shares of 1.
+    """
+    examples = {task.name: read_examples(task, folder, most) for task in TASKS}
+    right: dict[str, dict[str, np.ndarray]] = {}
+    for name, path in models.items():
+        model, tokenizer = load_evaluated(path, device=torch.device("cpu"))
+        right[name] = {task.name: is_right(model, tokenizer, task, examples[task.name], most_ids) for task in TASKS}
+        right[name]["all"] = np.concatenate(list(right[name].values()))
+        model.close()
+    made = {
+        name: {task: _figures(found[task], None if name == control else right[control][task]) for task in found}
+        for name, found in right.items()
+    }
+    return {"examples": {name: len(found) for name, found in examples.items()}, "models": made}
+
+
+def _figures(right: np.ndarray, control: np.ndarray | None) -> dict[str, float]:
+    """Returns the share of right answers, and the paired difference to a control with its standard error."""
+    made = {"accuracy": float(right.mean())}
+    if control is not None:
+        pairs = right.astype(float) - control
+        error = pairs.std(ddof=1) / len(pairs) ** 0.5
+        made |= {"difference": float(pairs.mean()), "difference_standard_error": float(error)}
+    return made
