@@ -4,6 +4,7 @@
     packs   packs learned from the training texts, measured on those held out
     train   one leg of the training with the mixed pack, and of its control, which reads the same windows as they are
     measure bits per byte and free answers of that leg, its control and the base, and the adapter as it is shipped
+    frontier bits and seconds per byte of that leg against the base with fewer layers, which are trained as the control
 
 A stage that was interrupted goes on when the same command is given again; a file that exists is not made again.
 """
@@ -23,7 +24,7 @@ from mlx_zip.files import whole_file
 from mlx_zip.text.tokenizers import load_tokenizer
 from recipes.stories.runner import run_in_own_process
 
-from .settings import FULL, SMALL, Settings
+from .settings import FULL, SMALL, Leg, Settings
 from .texts import card, make_texts, write
 
 
@@ -100,8 +101,7 @@ def train(recipe: Recipe) -> None:
     """Trains the leg that --leg names: leg-N/zip and leg-N/control. Raises `TrainingError`."""
     from .training import prepare_data, train_leg
 
-    folder, legs = recipe.out / f"leg-{recipe.leg}", recipe.settings.legs
-    leg = legs[min(recipe.leg, len(legs)) - 1]
+    folder, leg = recipe.out / f"leg-{recipe.leg}", leg_of(recipe)
     before = None if recipe.leg == 1 else recipe.out / f"leg-{recipe.leg - 1}"
     pack = recipe.out / "packs" / "mixed.npz"
     prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
@@ -120,11 +120,27 @@ def measure_leg(recipe: Recipe) -> None:
     write_adapter(leg)
 
 
+def make_frontier(recipe: Recipe) -> None:
+    """Compares the leg that --leg names, once measured, with shallower plain models. Raises `TrainingError`."""
+    from .frontier import measure_frontier
+
+    settings, folder = recipe.settings, recipe.out / f"leg-{recipe.leg}"
+    sizes = settings.frontier, settings.measure
+    measure_frontier(recipe.model, recipe.out / "packs", folder, leg_of(recipe), sizes, recipe.call, say)
+
+
+def leg_of(recipe: Recipe) -> Leg:
+    """Returns the settings of the leg that --leg names."""
+    legs = recipe.settings.legs
+    return legs[min(recipe.leg, len(legs)) - 1]
+
+
 STAGES: dict[str, Callable[[Recipe], None]] = {
     "data": make_data,
     "packs": make_packs,
     "train": train,
     "measure": measure_leg,
+    "frontier": make_frontier,
 }
 
 

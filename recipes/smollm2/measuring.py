@@ -37,17 +37,22 @@ def make_models(model: Path, leg: Path, call: Call) -> dict[str, Path]:
     folder = leg / "models"
     folder.mkdir(parents=True, exist_ok=True)
     made = {BASE: model, CONTROL: folder / CONTROL, MASKED: folder / MASKED, ZIP: folder / ZIP}
-    for name, run in ((CONTROL, CONTROL), (MASKED, ZIP)):
-        lora = folder / f"{name}-lora"
-        if not lora.exists():
-            words = ["--hf-path", leg / run / "adapter", "--lora-only", "--mlx-path", lora]
-            _run(call, "mlx_zip", ["convert", *words], leg)
-        if not made[name].exists():
-            _run(call, "mlx_lm", ["fuse", "--model", model, "--adapter-path", lora, "--save-path", made[name]], leg)
+    for name, trained in ((CONTROL, CONTROL), (MASKED, ZIP)):
+        fuse(model, leg / trained / "adapter", made[name], call)
     if not made[ZIP].exists():
         words = ["--hf-path", leg / ZIP / "adapter", "--base", model, "--dtype", "float32", "--mlx-path", made[ZIP]]
-        _run(call, "mlx_zip", ["convert", *words], leg)
+        run(call, "mlx_zip", ["convert", *words], leg)
     return made
+
+
+def fuse(model: Path, adapter: Path, out: Path, call: Call) -> Path:
+    """Makes `out`, the plain model with an adapter's LoRA in its weights, unless it is there; returns it."""
+    lora = out.with_name(f"{out.name}-lora")
+    if not lora.exists():
+        run(call, "mlx_zip", ["convert", "--hf-path", adapter, "--lora-only", "--mlx-path", lora], out.parent)
+    if not out.exists():
+        run(call, "mlx_lm", ["fuse", "--model", model, "--adapter-path", lora, "--save-path", out], out.parent)
+    return out
 
 
 def measure(model: Path, data: Path, packs: Path, classes: Path | None, leg: Path, sizes: Measure, call: Call) -> None:
@@ -64,17 +69,17 @@ def measure(model: Path, data: Path, packs: Path, classes: Path | None, leg: Pat
     for domain in sizes.domains:
         file, texts = out / f"bits-{domain}.json", as_texts(data / f"{domain}.jsonl", out / f"{domain}.jsonl", model)
         if not file.exists():
-            _run(call, "mlx_zip", [*common, *every, "--data", texts, *bits, "--out", file], leg)
+            run(call, "mlx_zip", [*common, *every, "--data", texts, *bits, "--out", file], leg)
     file = out / "bits-chat-pack.json"
     if not file.exists():
         words = ["--model", folders[ZIP], "--pack", packs / "chat.npz", "--data", out / "chat.jsonl", *bits]
-        _run(call, "mlx_zip", [*common, *words, "--out", file], leg)
+        run(call, "mlx_zip", [*common, *words, "--out", file], leg)
     file, asked = out / "rates.json", out / "requests.jsonl"
     if not file.exists():
         count = write_requests(data / "chat.jsonl", asked, sizes.answers)
         both = [word for name in (BASE, CONTROL, ZIP) for word in ("--model", folders[name])]
         words = ["--generate", count, "--prompts", asked, "--max-tokens", sizes.answer]
-        _run(call, "mlx_zip", [*common, *both, *words, "--out", file], leg)
+        run(call, "mlx_zip", [*common, *both, *words, "--out", file], leg)
     file = out / LABELS
     if classes is not None and not file.exists():
         from .labels import measure_labels  # needs PyTorch
@@ -157,7 +162,7 @@ def _course(leg: Path, number: int) -> dict[str, Any]:
     return made
 
 
-def _run(call: Call, module: str, words: Sequence[str | Path | int], folder: Path) -> None:
+def run(call: Call, module: str, words: Sequence[str | Path | int], folder: Path) -> None:
     """Runs a command. Raises `TrainingError` if it fails."""
     if call(module, [str(word) for word in words], folder):
         raise TrainingError(f"{module} {words[0]} failed in {folder}")

@@ -159,6 +159,18 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Frontier:
+    """What hypertokens are compared with. layers: of the shallow models; packs: that the model reads with; domains: of
+    held-out texts; sizes: base tokens to read and to write when steps are timed, as `mlx_zip bench generate` has it.
+    """
+
+    layers: tuple[int, ...] = (24, 16)
+    packs: tuple[str, ...] = ("chat", "code", "math")
+    domains: tuple[str, ...] = ("chat", "code")
+    sizes: str = "512+128"
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the recipe. legs: the first leg, the second, ...; the last one holds for all that follow."""
 
@@ -167,6 +179,7 @@ class Settings:
     packs: Packs = Packs()
     legs: tuple[Leg, ...] = (FIRST_LEG, SECOND_LEG)
     measure: Measure = Measure()
+    frontier: Frontier = Frontier()
 
 
 FULL = Settings()
@@ -191,6 +204,7 @@ SMALL = Settings(
         ),
     ),
     measure=Measure(domains=("chat", "code"), bytes=2000, context=96, answers=2, answer=8),
+    frontier=Frontier(layers=(1,), packs=("chat",), domains=("code",), sizes="24+8"),
 )
 
 GENERAL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the chat template's own

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mlx_zip.errors import TrainingError
@@ -56,10 +56,25 @@ def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None,
     data: folder with the prepared texts of both. before: folder of the leg before, None for the first one. Raises
     `TrainingError` naming the run that failed; its output is in OUT/NAME.log.
     """
-    running = []
+    runs = {}
     for name in (ZIP, CONTROL):
         words = [*_command(model, data / name, out / name, leg), *(leg.encoder if name == ZIP else ())]
-        words += [] if before is None else ["--init-from", before / name]
+        runs[name] = words + ([] if before is None else ["--init-from", before / name])
+    _train(runs, out, leg, say)
+
+
+def heal(models: Mapping[str, Path], data: Path, out: Path, leg: Leg, say: Callable[[str], None]) -> None:
+    """Trains plain models as the leg's control is trained, at the same time, or goes on where they stopped.
+
+    models: folders by name. data: folder with the control's prepared texts. Raises `TrainingError` as `train_leg` does.
+    """
+    _train({name: _command(model, data, out / name, leg) for name, model in models.items()}, out, leg, say)
+
+
+def _train(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], None]) -> None:
+    """Runs commands that are not finished at the same time, each on one thread. runs: by the name of its folder."""
+    running = []
+    for name, words in runs.items():
         if finished(out / name, leg):
             continue
         out.mkdir(parents=True, exist_ok=True)

@@ -21,11 +21,13 @@ from support.chat_toy import chat_model, chat_tokenizer
 
 torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
 from mlx_zip.training.run_folder import read_object  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
-from recipes.smollm2 import labels  # noqa: E402
+from recipes.smollm2 import frontier, labels  # noqa: E402
 from recipes.smollm2.settings import SMALL, Talk  # noqa: E402
 
 
@@ -189,7 +191,8 @@ def here(module, arguments, folder):
 def run(base, tmp_path_factory):
     """The folder of a finished small run."""
     out = tmp_path_factory.mktemp("run")
-    main.run(main.Recipe(SMALL, base[0], out, call=here))
+    with mock.patch.object(frontier, "_step", return_value=0.25):  # times are taken on quiet machines only
+        main.run(main.Recipe(SMALL, base[0], out, call=here))
     return out
 
 
@@ -241,6 +244,27 @@ def test_the_small_run_is_measured_against_its_control_and_its_base(base, run):
     assert [len(record["curve"][name]) for name in ("zip", "control")] == [SMALL.legs[0].iters] * 2
     assert {*record["bits-code"]["models"]} == {"base", "control", "masked", "zip"}
     assert str(run.parent) not in (measured / "record.jsonl").read_text()
+
+
+def test_the_frontier_has_a_point_of_every_model_and_pack(run):
+    points = read_object(run / "leg-1" / "frontier" / "points.json")["points"]
+    named = [(one["model"], one["pack"]) for one in points]
+    assert named == [("base", None), ("control", None), ("layers-1 healed", None), ("zip", None), ("zip", "chat")]
+    assert [one["step_s"] for one in points] == [0.25] * 5
+    assert len({one["bits_per_byte"] for one in points}) == 5
+    assert points[3]["ids_per_byte"] < points[0]["ids_per_byte"] == points[1]["ids_per_byte"]
+
+
+def test_the_layers_that_change_least_are_dropped(base, tmp_path):
+    weights = load_file(base[0] / "model.safetensors")
+    layers = read_object(base[0] / "config.json")["num_hidden_layers"]
+    assert len(frontier.distances(base[0], ["one text", "and another"], 1)) == layers
+    frontier.drop_layers(base[0], 0, 1, tmp_path / "cut")
+    cut = load_file(tmp_path / "cut" / "model.safetensors")
+    name = "self_attn.q_proj.weight"
+    assert torch.equal(cut[f"model.layers.0.{name}"], weights[f"model.layers.1.{name}"])
+    assert read_object(tmp_path / "cut" / "config.json")["num_hidden_layers"] == layers - 1
+    assert f"model.layers.{layers - 1}.{name}" not in cut
 
 
 @pytest.fixture(scope="module")

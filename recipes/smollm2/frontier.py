@@ -1,0 +1,133 @@
+"""The frontier: bits per byte against seconds per byte, of the model with hypertokens and of shallower plain models.
+
+Hypertokens buy time with bits, and so do fewer layers. The base loses those consecutive layers that change its hidden
+states least (arXiv 2403.17887), and is healed: trained as the leg's control is, on the same windows for as many steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mlx_zip.files import whole_folder, write_json
+from mlx_zip.training.run_folder import read_object
+
+from .measuring import Call, fuse, make_models, run
+from .settings import Frontier, Leg, Measure
+from .training import CONTROL, ZIP, heal
+
+LAYER = "model.layers."
+_COPIED = ("tokenizer", "special_tokens", "chat_template", "generation_config")
+
+
+@torch.no_grad()
+def distances(model: Path, texts: Sequence[str], dropped: int) -> list[float]:
+    """Returns, for each first layer, how much `dropped` layers turn the hidden state of a text's last token, in turns.
+
+    model: folder in transformers' format. The mean over the texts of the angle between the two states, over pi.
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer, total = AutoTokenizer.from_pretrained(model), torch.zeros(loaded.config.num_hidden_layers - dropped + 1)
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode(text)[:256]])
+        states = torch.stack(loaded(ids, output_hidden_states=True).hidden_states)[:, 0, -1]
+        cosines = torch.nn.functional.cosine_similarity(states[: len(total)], states[dropped:], dim=-1)
+        total += torch.arccos(cosines.clamp(-1, 1)) / torch.pi
+    return (total / len(texts)).tolist()
+
+
+def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
+    """Writes a copy of a model's folder without `dropped` layers from number `first` on."""
+    weights, kept = {}, {}
+    for file in sorted(model.glob("*.safetensors")):
+        weights |= load_file(file)
+    for name, tensor in weights.items():
+        if name.startswith(LAYER):
+            number, _, rest = name.removeprefix(LAYER).partition(".")
+            if first <= int(number) < first + dropped:
+                continue
+            name = f"{LAYER}{int(number) - dropped * (int(number) >= first)}.{rest}"
+        kept[name] = tensor.contiguous()
+    config = read_object(model / "config.json")
+    with whole_folder(out) as partial:
+        save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
+        write_json(partial / "config.json", {**config, "num_hidden_layers": config["num_hidden_layers"] - dropped})
+        for file in model.iterdir():
+            if file.name.startswith(_COPIED):
+                (partial / file.name).write_bytes(file.read_bytes())
+
+
+def make_shallow(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
+    """Returns folders of the base with as many layers as `layers` says, by name, and makes those that are missing."""
+    made, all_layers = {}, read_object(model / "config.json")["num_hidden_layers"]
+    opened = [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()[:16]]
+    for count in layers:
+        out = made[f"layers-{count}"] = folder / f"layers-{count}"
+        if not out.exists():
+            turned = distances(model, opened, all_layers - count)
+            drop_layers(model, turned.index(min(turned)), all_layers - count, out)
+    return made
+
+
+def measure_frontier(
+    model: Path,
+    packs: Path,
+    leg_folder: Path,
+    leg: Leg,
+    sizes: tuple[Frontier, Measure],
+    call: Call,
+    say: Callable[[str], None],
+) -> None:
+    """Heals the shallow models of a leg and writes leg-N/frontier/points.json. Raises `TrainingError`.
+
+    packs: folder with the learned packs. A point is {"model", "pack", "domain", "bits_per_byte", "ids_per_byte",
+    "step_s"}; seconds per byte are the product of the last two.
+    """
+    frontier, measure = sizes
+    out, found = leg_folder / "frontier", make_models(model, leg_folder, call)
+    cut = make_shallow(model, leg_folder / "measured" / "code.jsonl", out / "cut", frontier.layers)
+    heal(cut, leg_folder / "data" / CONTROL, out, leg, say)
+    plain = {"base": model, CONTROL: found[CONTROL]}
+    for name, folder in cut.items():
+        plain[f"{name} healed"] = fuse(folder, out / name / "adapter", out / f"{name}-healed", call)
+    steps = {name: _step(folder, leg_folder, frontier, call, out, "torch-base") for name, folder in plain.items()}
+    steps[ZIP] = _step(found[ZIP], leg_folder, frontier, call, out, "torch-zip")
+    chosen = [(name, folder, None) for name, folder in plain.items()]
+    chosen += [(ZIP, found[ZIP], pack) for pack in (None, *frontier.packs)]
+    points = []
+    for name, folder, pack in chosen:
+        for domain in frontier.domains:
+            file = out / f"bits-{name.replace(' ', '-')}-{pack}-{domain}.json"
+            words: list[str | Path | int] = ["evaluate", "--engine", "torch", "--model", folder, "--out", file]
+            words += ["--data", leg_folder / "measured" / f"{domain}.jsonl"]
+            words += ["--context", measure.context, "--limit-bytes", measure.bytes]
+            words += [] if pack is None else ["--pack", packs / f"{pack}.npz"]
+            if not file.exists():
+                run(call, "mlx_zip", words, out)
+            points.append(_point(name, pack, domain, file, steps[name]))
+    write_json(out / "points.json", {"points": points})
+
+
+def _point(name: str, pack: str | None, domain: str, file: Path, step_s: float) -> dict[str, Any]:
+    """Returns a point of the frontier from the record of an evaluation."""
+    (one,) = read_object(file)["models"]
+    text: Mapping[str, Any] = one["text"]
+    figures = {"bits_per_byte": text["bits_per_byte"], "ids_per_byte": text["ids"] / text["bytes"], "step_s": step_s}
+    return {"model": name, "pack": pack, "domain": domain, **figures}
+
+
+def _step(folder: Path, leg: Path, frontier: Frontier, call: Call, out: Path, engine: str) -> float:
+    """Returns the median seconds of a warm step, writing a text that is given."""
+    record = out / f"steps-{engine}-{folder.name}.jsonl"
+    if not record.exists():
+        text = leg / "measured" / "code.jsonl"
+        words = ["bench", "generate", "--engines", engine, "--model", folder, "--text", f"code={text}"]
+        run(call, "mlx_zip", [*words, "--sizes", frontier.sizes, "--record", record], out)
+    (line,) = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    return line["figures"]["step_ms"]["median"] / 1000
