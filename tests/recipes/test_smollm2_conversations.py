@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from shutil import copytree
 from unittest import mock
 
 import mlx.core as mx
@@ -14,10 +15,14 @@ import numpy as np
 import pytest
 
 from mlx_zip import cli, named
+from mlx_zip.arguments import Parser
+from mlx_zip.bench import generate
+from mlx_zip.bench.record_file import add_record_flag
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import load_pack
 from support.chat_toy import chat_model, chat_tokenizer
+from support.once import once
 
 torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
 
@@ -187,13 +192,30 @@ def here(module, arguments, folder):
     return 0
 
 
-@pytest.fixture(scope="module")
-def run(base, tmp_path_factory):
-    """The folder of a finished small run."""
-    out = tmp_path_factory.mktemp("run")
+def make_run(out):
+    """Writes a tiny model to out/model and runs the whole recipe at small size in out/run."""
+    folder, _ = chat_model(out / "model")
     with mock.patch.object(frontier, "_step", return_value=0.25):  # times are taken on quiet machines only
-        main.run(main.Recipe(SMALL, base[0], out, call=here))
-    return out
+        main.run(main.Recipe(SMALL, folder, out / "run", call=here))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The folder that `make_run` has filled; no test may change it."""
+    return once(tmp_path_factory, "smollm2", make_run)
+
+
+@pytest.fixture(scope="module")
+def run(small):
+    """The folder of a finished small run."""
+    return small / "run"
+
+
+@pytest.fixture
+def own_run(small, tmp_path):
+    """A copy of the run, and the words that name it."""
+    out = Path(copytree(small / "run", tmp_path / "run"))
+    return out, ["--model", str(small / "model"), "--out", str(out), "--small"]
 
 
 def lines(file):
@@ -215,11 +237,12 @@ def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
     assert packs["mixed"].entries != packs["code"].entries
 
 
-def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
+def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
+    run, named_by = own_run
     for name, files in (("zip", 4), ("control", 2)):
         assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
     assert read_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
-    words = ["train", "--model", str(base[0]), "--out", str(run), "--small", "--leg", "2"]
+    words = ["train", *named_by, "--leg", "2"]
     assert main.main(words) == 0
     record = read_object(run / "leg-2" / "zip" / "train.json")
     assert record["fixed"]["init_from"] == digest_of_trained(run / "leg-1" / "zip")
@@ -228,10 +251,10 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(base, run):
     assert (run / "leg-2" / "zip.log").read_bytes() == log
 
 
-def test_the_small_run_is_measured_against_its_control_and_its_base(base, run):
+def test_the_small_run_is_measured_against_its_control_and_its_base(run):
     measured = run / "leg-1" / "measured"
     bits = read_object(measured / "bits-code.json")["models"]
-    assert [Path(one["model"]).name for one in bits] == [base[0].name, "control", "masked", "zip"]
+    assert [Path(one["model"]).name for one in bits] == ["model", "control", "masked", "zip"]
     assert [one["text"]["base_ids_per_id"] > 1 for one in bits] == [False, False, False, True]
     assert bits[1]["text"]["bits_per_byte"] != bits[0]["text"]["bits_per_byte"] != bits[2]["text"]["bits_per_byte"]
     (packed,) = read_object(measured / "bits-chat-pack.json")["models"]
@@ -279,8 +302,8 @@ def classes(tmp_path_factory):
     return folder
 
 
-def test_labels_are_compared_by_example_with_the_control(base, run, classes):
-    models = {name: run / "leg-1" / "models" / name for name in ("control", "zip")} | {"base": base[0]}
+def test_labels_are_compared_by_example_with_the_control(small, run, classes):
+    models = {name: run / "leg-1" / "models" / name for name in ("control", "zip")} | {"base": small / "model"}
     found = labels.measure_labels(models, "control", classes, 4, 6)
     assert found["examples"] == {"agnews": 4, "sst2": 4, "imdb": 4}
     accuracies = {name: [one["accuracy"] for one in tasks.values()] for name, tasks in found["models"].items()}
@@ -312,9 +335,9 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     assert (shipped / weights).read_bytes() == (trained / weights).read_bytes()
 
 
-def test_a_leg_that_fails_names_its_log(base, run, capsys):
-    words = ["train", "--model", str(base[0]), "--out", str(run), "--small", "--leg", "9"]
-    assert main.main(words) == 2
+def test_a_leg_that_fails_names_its_log(own_run, capsys):
+    run, named_by = own_run
+    assert main.main(["train", *named_by, "--leg", "9"]) == 2
     assert "zip.log" in capsys.readouterr().err
     assert "no checkpoint" in (run / "leg-9" / "zip.log").read_text()
 
@@ -327,10 +350,31 @@ def test_the_card_names_every_file_and_licence(run):
     assert "Apache-2.0" in card
 
 
-def test_a_pack_that_cannot_be_learned_is_named(base, run):
+def test_a_pack_that_cannot_be_learned_is_named(own_run):
+    run, _ = own_run
     (run / "packs" / "code.npz").unlink()
     with pytest.raises(TrainingError, match="the pack code could not be learned"):
-        main.run(main.Recipe(SMALL, base[0], run, call=lambda *_: 2), ["packs"])
+        main.run(main.Recipe(SMALL, run, run, call=lambda *_: 2), ["packs"])
+
+
+def test_legs_are_numbered_from_1(own_run, capsys):
+    assert main.main(["train", *own_run[1], "--leg", "0"]) == 2
+    assert "--leg must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("engine", "flag"), [("torch-base", "--base"), ("torch-zip", "--model")])
+def test_a_step_is_timed_by_the_command_that_times_engines(engine, flag, tmp_path, monkeypatch):
+    def timed(_, module, words, folder):
+        parser = Parser()
+        generate.add_arguments(parser)
+        add_record_flag(parser)
+        args = parser.parse_args([str(word) for word in words[2:]])
+        assert (args.engines, getattr(args, flag[2:])) == ([engine], str(tmp_path / "plain"))
+        Path(args.record).write_text('{"figures": {"step_ms": {"median": 20}}}\n')
+
+    monkeypatch.setattr(frontier, "run", timed)
+    step = frontier._step(tmp_path / "plain", tmp_path, SMALL.frontier, here, tmp_path, engine)
+    assert step == 0.02
 
 
 def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
