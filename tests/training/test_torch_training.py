@@ -215,11 +215,13 @@ def test_a_run_that_was_stopped_at_any_point_ends_with_the_same_bits(step, tmp_p
     assert all(np.array_equal(mine[name], other[name]) for name in mine)
 
 
-def test_activations_can_be_computed_again_for_the_same_result(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_activations_can_be_computed_again_for_the_same_result(kind, dtype, tmp_path):
     runs = []
     for again in (False, True):
         chosen = options(tmp_path / f"again-{again}", engine="torch")
-        train(chosen, settings(grad_checkpoint=again), quiet=True)
+        train(chosen, settings(grad_checkpoint=again, fine_tune_type=kind, dtype=dtype), quiet=True)
         runs.append(losses(chosen.out))
     assert runs[1] == [pytest.approx(line, rel=1e-5) for line in runs[0]]
 

@@ -15,8 +15,8 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
 
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.encoders import Weights, make_encoder
@@ -73,6 +73,7 @@ class TorchModel(nn.Module):
         self.trained = self._reader.trained
         if missing := sorted(trained - self.trained.keys()):
             raise TrainingError(f"--engine torch has no place for {', '.join(missing[:4])}; train with --engine mlx")
+        self._cast_body()
 
     def _fill_body(self, source: Any, dropout: float) -> None:
         """Copies the decoder's weights and puts LoRA layers in. Raises `TrainingError` naming a tensor that differs."""
@@ -111,6 +112,18 @@ class TorchModel(nn.Module):
         setattr(inner, field, value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False))
         filled.add(name)
 
+    def _cast_body(self) -> None:
+        """Lets layers read trained weights in `dtype`, each time, so also when activations are computed again.
+
+        `Lora` casts its own, and the embedding's readers cast what they read.
+        """
+        embedding = self.body.embed_tokens
+        modules = [one for one in self.body.modules() if one is not embedding and not isinstance(one, Lora)]
+        for module in modules:
+            for name, value in list(module.named_parameters(recurse=False)):
+                if value.dtype != self.dtype:
+                    register_parametrization(module, name, _Cast(self.dtype), unsafe=True)  # another dtype than stored
+
     # ---- the forward pass
 
     def hidden(self, arrays: Mapping[str, torch.Tensor], longest: int, rows: torch.Tensor | None) -> torch.Tensor:
@@ -129,8 +142,7 @@ class TorchModel(nn.Module):
         places = arrays.get("index", places)
         mask = torch.ones_like(inputs)  # without one, transformers takes jumps in positions for several sequences
         call = {"inputs_embeds": h, "attention_mask": mask, "position_ids": places, "use_cache": False}
-        cast = {name: p.to(h.dtype) for name, p in self.body.named_parameters() if p.dtype != h.dtype}
-        return functional_call(self.body, cast, kwargs=call).last_hidden_state
+        return self.body(**call).last_hidden_state
 
     def rows(self, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns input rows [R, D] of the entries that inputs use, and output rows [U, D] of all entries."""
@@ -167,6 +179,17 @@ class Lora(nn.Module):
         z = functional.dropout(x, self.dropout, self.training) if self.dropout else x
         low = z @ self.lora_a.to(x.dtype)
         return self.linear(x) + self.scale * (low @ self.lora_b.to(x.dtype))
+
+
+class _Cast(nn.Module):
+    """Gives a weight in another dtype; its gradient goes to the weight."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.dtype)
 
 
 class _Reader:
