@@ -107,13 +107,13 @@ class GgufFile:
     def dense(self, tensor: Tensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0) -> mx.array:
         """Returns the values of a tensor plus `shift`, in `dtype`; computed in float32, part by part.
 
-        order: the rows in the order in which they are returned, None for all as they are. Raises `InstallationError` if
-        the type needs the library gguf.
+        order: the rows in the order in which they are returned, None for all as they are. Raises `ConversionError` if a
+        value is not finite in `dtype`, and `InstallationError` if the type needs the library gguf.
         """
         rows = self._rows(tensor, order)
         step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
-        parts = [_values(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step)]
-        made = [part.astype(dtype) for part in parts]
+        parts = (_values(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step))
+        made = [self._finite(part, dtype, f"{tensor.name} has a value") for part in parts]
         return (mx.concatenate(made) if len(made) > 1 else made[0]).reshape(tensor.shape)
 
     def words(self, tensor: Tensor, order: np.ndarray | None) -> mx.array:
@@ -126,11 +126,15 @@ class GgufFile:
         They are exact in float16 and float32. Raises `ConversionError` if one is not finite in `dtype`.
         """
         stored = _scales(self._rows(tensor, order), tensor.kind)[biases]
-        made = mx.array(stored).astype(dtype)
+        return self._finite(mx.array(stored), dtype, f"{tensor.name} has a scale")
+
+    def _finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
+        """Returns float32 values in `dtype`. Raises `ConversionError`, which begins with `what`, unless all are finite."""
+        made = values.astype(dtype)
         if not mx.all(mx.isfinite(made)).item():
             kind = str(dtype).removeprefix("mlx.core.")
-            hint = " (--dtype float32 may hold it)" if np.isfinite(stored).all() else ": the file is damaged"
-            raise ConversionError(f"{self.path}: {tensor.name} has a scale that is not finite in {kind}{hint}")
+            hint = " (--dtype float32 may hold it)" if mx.all(mx.isfinite(values)).item() else ": the file is damaged"
+            raise ConversionError(f"{self.path}: {what} that is not finite in {kind}{hint}")
         return made
 
     def _rows(self, tensor: Tensor, order: np.ndarray | None) -> np.ndarray:

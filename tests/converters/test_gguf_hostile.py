@@ -244,6 +244,11 @@ def meant() -> Iterator[tuple[str, bytes]]:
         head = tensors["output.weight"]
         data = np.float16(number).tobytes() + head.data[2:]
         yield f"a scale of {number}", with_tensors({"output.weight": Stored(head.kind, head.shape, data)})
+    for number in (np.nan, -np.inf, 1e6):  # which float16 does not hold
+        yield f"a norm with {number}", with_tensors({"output_norm.weight": files.dense(np.r_[np.ones(31), number])})
+    matrix = np.ones(parts()[1]["blk.0.ffn_gate.weight"].shape)
+    matrix[-1, -1] = np.nan
+    yield "a matrix with nan", with_tensors({"blk.0.ffn_gate.weight": files.dense(matrix)})
 
 
 CASES = [*truncated(), *counted(), *typed(), *placed(), *meant()]
