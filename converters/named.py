@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from mlx_zip.converters.conversion import convert
 from mlx_zip.converters.hub import Place
 from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.tensors import read_object
-from mlx_zip.errors import ConversionError, ModelError, first_line, reason
+from mlx_zip.errors import ConversionError, ModelError, bare_exceptions_as_value_errors, first_line, reason
 from mlx_zip.files import make_private, remove_partials, sole_user, whole_folder
 
 SIZES = {  # of SmolLM2-135M-Instruct's config.json
@@ -57,10 +58,22 @@ def make_named(name: str, progress: bool = True) -> Path:
         remove_partials(kept)
         base, origin = _base()
         out = named.folder_of(name, origin)
+        _remove_damaged(out)
         if progress:
             print(f"{name}: making {out} from {base.name}, once", file=sys.stderr, flush=True)
         _make(name, base, out, progress)
     return out
+
+
+def _remove_damaged(out: Path) -> None:
+    """Removes what is left of a folder that was made before and lacks a file. Raises `ModelError` if that fails."""
+    try:
+        if out.is_symlink() or out.is_file():
+            out.unlink()
+        elif out.exists():
+            shutil.rmtree(out)
+    except OSError as error:
+        raise ModelError(f"{out} is damaged and cannot be removed: {reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -158,8 +171,13 @@ def _check_folder(place: Place) -> None:
 
 
 def vocabulary_sha256(folder: Path) -> str:
-    """Returns the sha256 in hex of the tokens in tokenizer.json, in the order of their ids."""
+    """Returns the sha256 in hex of the tokens in tokenizer.json, in order of their ids. Raises `ConversionError`."""
     from tokenizers import Tokenizer
 
-    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    file = folder / "tokenizer.json"
+    try:
+        with bare_exceptions_as_value_errors():
+            vocabulary = Tokenizer.from_file(str(file)).get_vocab()
+    except ValueError as error:
+        raise ConversionError(f"{file} cannot be read: {error}") from error
     return hashlib.sha256(json.dumps(sorted(vocabulary, key=vocabulary.__getitem__)).encode()).hexdigest()

@@ -101,7 +101,8 @@ def _check_widths(model: Any, recipe: Recipe) -> list[str]:
 
     Raises `ConversionError` if no other layer is left.
     """
-    group, allowed = recipe.group_size or GROUP_SIZES[recipe.mode], _allowed(model)
+    group, allowed = recipe.group_size, _allowed(model)
+    group = GROUP_SIZES[recipe.mode] if group is None else group
     widths = {
         path: module.weight.shape[-1]
         for path, module in model.named_modules()

@@ -28,6 +28,7 @@ HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MLX_ZIP_MODELS"
 BITS, GROUP_SIZE, DTYPE = 8, 32, "float32"  # of the folders; MLX multiplies float16 scales slowly on a CPU
 FORMAT = 1  # raise it when the same sources must give another folder
+_WHOLE = ("config.json", "model.safetensors", "tokenizer.json")  # files without which a folder is made again
 _READ = ("*.json", "*.safetensors")  # the adapter's files that decide the result
 
 
@@ -51,7 +52,7 @@ def made(name: str) -> Path | None:
     """
     origins = [PACKED_SHA256] if package_file() is not None else [PACKED_SHA256, HUB]
     folders = (folder_of(name, origin) for origin in origins)
-    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return next((folder for folder in folders if all((folder / file).is_file() for file in _WHOLE)), None)
 
 
 def folder_of(name: str, origin: str) -> Path:

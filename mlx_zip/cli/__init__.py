@@ -118,7 +118,7 @@ def guarded(command: Callable[[], int | None]) -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     quiet_libraries()
     try:
-        with _signals_as_exit(), explained_imports():
+        with signals_as_exit(), explained_imports():
             return command() or 0
     except MlxZipError as error:
         return _failed(error)
@@ -149,7 +149,7 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def _signals_as_exit() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
     """Makes SIGTERM and SIGHUP raise `SystemExit`, so that unfinished files are cleaned up as on Ctrl-C.
 
     Leaves a signal alone if a handler is already installed for it.

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 import mlx_zip
-from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.errors import DataError, TrainingError, missing_library
 from mlx_zip.files import at_home, sole_user
 from mlx_zip.loading import model_folder
 from mlx_zip.machines import check_equal, summed, together
@@ -100,11 +100,11 @@ def _run(
 
 
 def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns what makes a trainer's stepper. config: the model's config.json. Raises `TrainingError`."""
+    """Returns what makes a trainer's stepper. config: the model's config.json. Raises `InstallationError`."""
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise TrainingError(f"--engine torch needs {' and '.join(missing)}: pip install 'mlx_zip[torch]'")
+        raise missing_library("--engine torch", *missing, extra="torch")
     from mlx_zip.training.pytorch.stepping import TorchStepper
 
     return partial(TorchStepper, config=config)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mlx_zip import named
 from mlx_zip.arguments import Parser, check_at_least
+from mlx_zip.cli import signals_as_exit
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import whole_file
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -93,6 +94,7 @@ def write_card(recipe: Recipe) -> None:
 def make_packs(recipe: Recipe) -> None:
     """Learns packs/NAME.npz of each domain, and of all, by `mlx_zip vocab pack learn`. Raises `TrainingError`."""
     packs, folder = recipe.settings.packs, recipe.out / "packs"
+    need(recipe.data / "README.md", "run the stage data first")
     folder.mkdir(parents=True, exist_ok=True)
     mixture = folder / "mixed.yaml"
     sources = [f"  - data: {json.dumps(files(recipe, name))}\n    share: {share}\n" for name, share in packs.mixed]
@@ -120,10 +122,13 @@ def train(recipe: Recipe) -> None:
     from .training import prepare_data, train_leg
 
     pack = recipe.out / "packs" / "mixed.npz"
+    need(pack, "run the stage packs first")
     for number, leg in enumerate(recipe.legs(), start=1):
         if recipe.leg not in (None, number):
             continue
         folder, before = recipe.folder(number), None if number == 1 else recipe.folder(number - 1)
+        if before is not None:
+            need(before / "zip" / "adapter", f"train leg {number - 1} first")
         prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
         train_leg(recipe.model, folder / "data", folder, leg, before, say)
 
@@ -134,6 +139,7 @@ def measure_leg(recipe: Recipe) -> None:
 
     leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
     classes = recipe.shared and recipe.shared / "data" / "cls"
+    need(leg / "control" / "adapter", "run the stage train first")
     measure(recipe.model, held_out, packs, classes, leg, recipe.settings.measure, recipe.call)
     write_record(leg, recipe.last)
     write_adapter(leg)
@@ -143,6 +149,7 @@ def make_frontier(recipe: Recipe) -> None:
     """Compares the last leg, once measured, with shallower plain models. Raises `TrainingError`."""
     from .frontier import measure_frontier
 
+    need(recipe.folder(recipe.last) / "measured" / "record.jsonl", "run the stage measure first")
     packs, sizes = recipe.out / "packs", (recipe.settings.frontier, recipe.settings.measure)
     measure_frontier(recipe.model, packs, recipe.folder(recipe.last), recipe.legs(), sizes, recipe.call, say)
 
@@ -170,6 +177,12 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
 }
 
 
+def need(path: Path, what: str) -> None:
+    """Raises `DataError` that says what to do if a file or folder is missing."""
+    if not path.exists():
+        raise DataError(f"there is no {path}: {what}")
+
+
 def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
     """Runs the named stages (none named: all) in order. Raises `MlxZipError`."""
     if unknown := sorted(set(stages) - set(STAGES)):
@@ -191,8 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = args.shared and Path(args.shared).expanduser().resolve()
     try:
         check_at_least(args, 1, "leg")
+        if not args.out:
+            raise DataError("--out names no folder")
         model = Path(args.model).expanduser().resolve() if args.model else unpacked_base(out)
-        run(Recipe(SMALL if args.small else FULL, model, out, shared, args.leg), args.stages)
+        need(model / "config.json", "name a model folder with --model")
+        with signals_as_exit():
+            run(Recipe(SMALL if args.small else FULL, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         say(f"error: {error}")
         return 2

@@ -57,7 +57,7 @@ TASKS = (
 def read_examples(task: Task, folder: Path, most: int) -> list[tuple[str, int]]:
     """Returns (text, class) of at most `most` examples, taken at even distances. Raises `DataError` for a bad line."""
     with gzip.open(folder / task.file, "rt", encoding="utf-8") as file:
-        lines = file.read().splitlines()
+        lines = file.read().rstrip("\n").split("\n")  # a text may hold other ends of lines
     taken = [lines[at] for at in np.linspace(0, len(lines) - 1, min(most, len(lines))).astype(int)]
     if task.file.endswith(".tsv.gz"):
         found = [(text, int(label)) for text, _, label in (line.rpartition("\t") for line in taken)]

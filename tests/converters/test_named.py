@@ -97,9 +97,35 @@ def test_the_base_is_the_packages_values(installed: Path) -> None:
 def test_the_second_time_nothing_is_converted(name: str, installed: Path, no_work: None) -> None:
     folder = named.folder_of(name, named.PACKED_SHA256)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / file).write_text('{"model_type": "llama"}')
     assert model_folder(name) == folder
     assert make_named(name) == folder
+
+
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_folder_that_lacks_a_file_is_made_again(lost: str, installed: Path) -> None:
+    folder = model_folder("smollm2-base")
+    (folder / lost).unlink()
+    (folder / lost).symlink_to("nowhere")
+    assert model_folder("smollm2-base") == folder
+    load("smollm2-base")
+
+
+def test_a_file_in_the_place_of_the_folder_is_removed(installed: Path) -> None:
+    folder = named.folder_of("smollm2-base", named.PACKED_SHA256)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("not a folder")
+    assert model_folder("smollm2-base") == folder
+    load("smollm2-base")
+
+
+@pytest.mark.parametrize("text", [None, "{}", "[]", "no json"])
+def test_a_vocabulary_that_cannot_be_read_is_named(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConversionError, match=r"tokenizer\.json cannot be read"):
+        making.vocabulary_sha256(tmp_path)
 
 
 def test_a_new_adapter_gets_a_new_folder(installed: Path) -> None:

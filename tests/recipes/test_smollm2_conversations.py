@@ -295,7 +295,7 @@ def classes(tmp_path_factory):
     """A folder with the data sets of classes, eight examples of each."""
     folder = tmp_path_factory.mktemp("cls")
     for task in labels.TASKS:
-        texts = [(f"A text of class {n % len(task.words)}.", n % len(task.words)) for n in range(8)]
+        texts = [(f"A text\u2028of class {n % len(task.words)}.", n % len(task.words)) for n in range(8)]
         one = "{}\t{}" if ".tsv" in task.file else '{{"text": "{}", "label": {}}}'
         with gzip.open(folder / task.file, "wt") as file:
             file.write("".join(one.format(*text) + "\n" for text in texts))
@@ -337,9 +337,30 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
 
 def test_a_leg_that_fails_names_its_log(own_run, capsys):
     run, named_by = own_run
-    assert main.main(["train", *named_by, "--leg", "9"]) == 2
+    copytree(run / "leg-1" / "zip" / "adapter", run / "leg-3" / "zip" / "adapter")
+    assert main.main(["train", *named_by, "--leg", "4"]) == 2
     assert "zip.log" in capsys.readouterr().err
-    assert "no checkpoint" in (run / "leg-9" / "zip.log").read_text()
+    assert "no checkpoint" in (run / "leg-4" / "zip.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["packs", "--out", "new"], "run the stage data first"),
+        (["train", "--out", "new"], "run the stage packs first"),
+        (["train", "--out", "run", "--leg", "3"], "train leg 2 first"),
+        (["measure", "--out", "new"], "run the stage train first"),
+        (["frontier", "--out", "new"], "run the stage measure first"),
+        (["packs", "--out", ""], "--out names no folder"),
+        (["packs", "--out", "run", "--model", "new"], "name a model folder with --model"),
+    ],
+)
+def test_a_stage_says_what_has_to_be_done_before(own_run, monkeypatch, capsys, words, said):
+    run, (_, model, *_) = own_run
+    monkeypatch.chdir(run.parent)
+    assert main.main(["--small", "--model", model, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (run.parent / "new").exists()
 
 
 def test_the_card_names_every_file_and_licence(run):
