@@ -43,10 +43,10 @@ class Settings:
         self.kind = kind if isinstance(kind, str) else ""
         if self.kind not in KINDS:
             raise self.error(f"general.architecture {str(kind)[:80]!r} is not supported; supported: {', '.join(KINDS)}")
-        if (content := file.metadata.get("general.type", "model")) != "model":
+        if (content := self._single("general.type", file.metadata.get("general.type", "model"))) != "model":
             raise self.error(f"general.type is {str(content)[:80]!r}; only models are converted")
         parts = [self.left.pop(f"split.{name}", 0) for name in ("count", "no", "tensors.count")]
-        if parts[0] not in (0, 1):
+        if self._single("split.count", parts[0]) not in (0, 1):
             raise self.error(
                 f"one of {str(parts[0])[:80]} parts of a model: join them first (llama-gguf-split --merge)"
             )
@@ -56,15 +56,24 @@ class Settings:
         return ConversionError(f"{self.file.path}: {what}")
 
     def take(self, name: str, default: Any = ...) -> Any:
-        """Removes a value of the architecture from the metadata and returns it; `default` if it is missing."""
+        """Removes a single value of the architecture from the metadata and returns it; `default` if it is missing."""
+        return self._single(f"{self.kind}.{name}", self._take(name, default))
+
+    def _take(self, name: str, default: Any) -> Any:
         value = self.left.pop(f"{self.kind}.{name}", default)
         if value is ...:
             raise self.error(f"{self.kind}.{name} is missing")
         return value
 
+    def _single(self, key: str, value: Any) -> Any:
+        """Returns the value if it is not an array."""
+        if isinstance(value, np.ndarray | list):
+            raise self.error(f"{key} must be one value, got an array of {len(value)}")
+        return value
+
     def size(self, name: str, default: Any = ...) -> int:
         """Returns an integer from 1 to 2^31 - 1. An array, which holds a value per layer, must repeat one value."""
-        value: Any = self.take(name, default)
+        value: Any = self._take(name, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()
         if value is not default and not (type(value) is int and 1 <= value < 1 << 31):
@@ -209,16 +218,19 @@ def _add_rope(take: Settings, config: dict[str, Any]) -> None:
     config["rope_theta"] = take.number("rope.freq_base", 10_000.0)
     if take.kind == "gemma3":
         config["rope_local_base_freq"] = take.number("rope.freq_base_swa", 10_000.0)
-    old = take.number("rope.scale_linear", None)
-    kind = take.take("rope.scaling.type", "linear" if old not in (None, 1.0) else "none")
-    factor = take.number("rope.scaling.factor", old or 1.0)
+    factor = take.number("rope.scaling.factor", take.number("rope.scale_linear", 1.0))
+    kind = take.take("rope.scaling.type", "linear" if factor != 1.0 else "none")
     original = take.size("rope.scaling.original_context_length", None)
     take.take("rope.scaling.finetuned", None)
     magnitude = take.number("rope.scaling.attn_factor", None)
     scaling: dict[str, Any] = {}
+    expected = 1.0
     if take.kind == "phi3" and (_LONG in take.file.tensors or _SHORT in take.file.tensors):
         scaling = _longrope(take, config, original, kind)
+        expected = _longrope_magnitude(config)
     elif _ROPE_FREQS in take.file.tensors:
+        if kind not in ("none", "llama3"):
+            raise take.error(f"{_ROPE_FREQS} beside {take.kind}.rope.scaling of the type {str(kind)[:80]!r}")
         scaling = _llama3(take, config)
     elif kind in ("linear", "yarn"):
         scaling = {"rope_type": kind, "factor": factor}
@@ -228,6 +240,10 @@ def _add_rope(take: Settings, config: dict[str, Any]) -> None:
             scaling |= {name: value for name, value in extra.items() if value is not None}
     elif kind != "none":
         raise take.error(f"{take.kind}.rope.scaling.type {str(kind)[:80]!r} is not supported without its factors")
+    if kind not in ("none", "linear", "yarn") and factor != 1.0:
+        raise take.error(f"{take.kind}.rope.scaling.factor {factor} is not supported with the type {kind!r}")
+    if kind != "yarn" and abs((magnitude or 1.0) - expected) > 1e-3:
+        raise take.error(f"{take.kind}.rope.scaling.attn_factor is {magnitude or 1.0}; expected {expected:.6g}")
     if scaling:
         config["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}
 
@@ -237,7 +253,7 @@ _YARN = ("beta_fast", "beta_slow")
 
 def _longrope(take: Settings, config: dict[str, Any], original: int | None, kind: str) -> dict[str, Any]:
     """Returns Phi-3's scaling, whose factors are tensors."""
-    if kind not in ("none", "longrope") or original is None:
+    if kind not in ("none", "longrope") or original is None or original < 2:
         raise take.error(f"{_LONG} and {_SHORT} need phi3.rope.scaling.original_context_length and type longrope")
     if missing := [name for name in (_LONG, _SHORT) if name not in take.file.tensors]:
         raise take.error(f"the tensor {missing[0]} is missing")
@@ -245,6 +261,13 @@ def _longrope(take: Settings, config: dict[str, Any], original: int | None, kind
     config["original_max_position_embeddings"] = original
     long, short = take.factors(_LONG, count), take.factors(_SHORT, count)
     return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+
+
+def _longrope_magnitude(config: Mapping[str, Any]) -> float:
+    """Returns the factor on queries and keys that Phi-3's models compute from the two lengths of the context."""
+    original = config["original_max_position_embeddings"]
+    scale = config["max_position_embeddings"] / original
+    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
 
 
 def _llama3(take: Settings, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class GgufFile:
         return self._finite(mx.array(stored), dtype, f"{tensor.name} has a scale")
 
     def _finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
-        """Returns float32 values in `dtype`. Raises `ConversionError`, beginning with `what`, if one is not finite."""
+        """Returns float32 values in `dtype`. Raises `ConversionError`, which names `what`, unless all are finite."""
         made = values.astype(dtype)
         if not mx.all(mx.isfinite(made)).item():
             kind = str(dtype).removeprefix("mlx.core.")

@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
     choose(args, name)
     with (
         open_row_store(args) as row_store,
@@ -102,7 +103,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
     ):
         from mlx_zip.engine.engines import Engines, other_models
 
-        rival, open_model = args.race_against, partial(_other, args)
+        rival, open_model = args.race_against, partial(_other, asked)
         options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
         ceiling = engine.ceiling()
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
@@ -121,9 +122,13 @@ def _offered(main: str) -> dict[str, str]:
 
 
 def _other(args: argparse.Namespace, name: str) -> Any:
-    """Returns the engine of a model beside the main one; it keeps no conversations. Raises `MlxZipError`."""
+    """Returns the engine of a model beside the main one; it keeps no conversations. Raises `MlxZipError`.
+
+    args: the flags as they were given, so --engine may be auto.
+    """
     own = {"adapter_path": None, "pack": None, "codebook_size": None, "canonical": None, "chat_template": None}
     changed = argparse.Namespace(**{**vars(args), **own})
+    choose(changed, name)
     return opened(None, name, **{**engine_options(changed, name, None), "sessions": None})
 
 

@@ -49,9 +49,9 @@ def add_flag(add: Any) -> None:
         "--engine",
         choices=NAMES,
         default=AUTO,
-        help="what computes. mlx; torch: PyTorch, on an NVIDIA card if there is one, else on the CPU; cuda: PyTorch on "
-        f"an NVIDIA card; auto: mlx on a Mac, for a model below {SMALL_MB} MB and for what only mlx can do, else torch "
-        "if it is installed (default: auto)",
+        help="library that runs the model. mlx: MLX; torch: PyTorch, on an NVIDIA card if there is one, else on the CPU; "
+        "cuda: PyTorch on an NVIDIA card only; auto: torch if it is installed, but mlx on a Mac, for a model below "
+        f"{SMALL_MB} MB, and for a flag or model that torch does not support (default: auto)",
     )
 
 
@@ -77,7 +77,7 @@ def choose(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
 
 
 def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:
-    """Returns the faster installed engine that can do what is asked, and what to say of it, None for nothing."""
+    """Returns the installed engine to take for what is asked, usually the faster one, and what to say of it, None for nothing."""
     if find_spec("torch") is None or group is not None or RANK in os.environ:
         return MLX, None
     if find_spec("mlx") is None:
@@ -92,7 +92,7 @@ def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tupl
     for folder in folders:
         if (reason := refused_by_torch(read_config(folder))) is not None:
             return MLX, f"because torch does not run {reason}"
-    return TORCH, "which is faster here (--engine mlx takes MLX)"
+    return TORCH, "usually the faster one on this system (--engine mlx takes MLX)"
 
 
 def _weight_bytes(folder: Path) -> int:

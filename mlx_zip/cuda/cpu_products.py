@@ -73,5 +73,5 @@ def has_half() -> bool:
 @cache
 def multiplies_bfloat16() -> bool:
     """Returns whether the processor has units for products in bfloat16, which are slower than float32 without them."""
-    found = torch.cpu.get_capabilities()
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # which older versions lack
     return bool(found.get("amx_bf16") or found.get("avx512_bf16"))

@@ -73,8 +73,9 @@ def _is_hidden_matrix(path: str, value: mx.array) -> bool:
 
 
 def learning_rate(optimizer: optim.Optimizer) -> float:
-    """Returns the learning rate of the last step; of several, the last one's: with Muon
-    that of AdamW, with an own rate of the encoders the other one.
+    """Returns the last step's learning rate.
+
+    With several, that of the weights that are neither Muon's nor an encoder's.
     """
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]

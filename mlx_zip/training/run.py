@@ -75,7 +75,7 @@ def _run(
 ) -> Outcome:
     """Trains what `_start` returned, and saves the result if all steps are done."""
     trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
-    if options.init_from is not None:
+    if options.init_from is not None and not checkpoints(options.out):
         take_trained(options.init_from, trainee)
     if settings.grad_checkpoint and options.engine == "mlx":
         recompute_activations(start.model.layers)
@@ -164,11 +164,11 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     dtype = options.save_dtype or type_to_save(model)
     freeze(model, settings)
     check_data(data, valid, settings)
-    record = _record(options, settings, data)
+    begun = begun_run(options.out)
+    record = _record(options, settings, data, begun)
     mark = run_mark = fingerprint(model, config, record["fixed"])
     held_out = 0
     if first:
-        begun = begun_run(options.out)
         share = _valid_share(options, begun)
         held_out = held_out_count(data, share, settings.batch_size)
         run_record = {**record, "valid_share": share} if share else record
@@ -255,10 +255,16 @@ def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
         raise TrainingError(f"the data hold windows of {longest} base ids, the model's context is {context}")
 
 
-def _record(options: RunOptions, settings: TrainSettings, data: Joined) -> dict[str, Any]:
-    """Returns what the run trains, by which the same command knows it again, see `open_run`."""
+def _record(options: RunOptions, settings: TrainSettings, data: Joined, begun: Begun | None) -> dict[str, Any]:
+    """Returns what the run trains, by which the same command knows it again, see `open_run`.
+
+    begun: the run in the folder, None for a new one. A run with checkpoints does not need the run before it any more.
+    """
     origin = options.model if options.scratch is None else options.scratch.name
-    before = {} if options.init_from is None else {"init_from": digest_of_trained(options.init_from)}
+    before = {}
+    if options.init_from is not None:
+        known = begun.init_from if begun is not None and checkpoints(options.out) else None
+        before = {"init_from": known or digest_of_trained(options.init_from)}
     return {
         "fixed": {"model": Path(origin).name if origin else None, "settings": settings.deciding(), **before},
         "data": [_data_record(part) for part in data.parts],

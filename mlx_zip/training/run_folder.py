@@ -17,11 +17,15 @@ RECORD = "train.json"
 
 @dataclass(frozen=True)
 class Begun:
-    """A run by its record: the steps it began with, those it was raised to later, and the share held out."""
+    """A run by its record: the steps it began with, those it was raised to later, and the share held out.
+
+    init_from: digest of the trained weights that it began with, None for new ones.
+    """
 
     iters: int
     raised_to: int
     valid_share: float
+    init_from: str | None = None
 
 
 def begun_run(out: Path) -> Begun | None:
@@ -42,7 +46,7 @@ def begun_run(out: Path) -> Begun | None:
         whole = isinstance(value, int if name != "valid_share" else int | float) and not isinstance(value, bool)
         if not whole or not value >= 0 or (name == "valid_share" and value >= 1):
             raise TrainingError(f"{path}: {name} is {value!r}{hint}")
-    return Begun(**found)
+    return Begun(**found, init_from=record["fixed"].get("init_from"))
 
 
 def _is_unstarted(out: Path, hint: str = "") -> bool:

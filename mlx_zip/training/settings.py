@@ -89,8 +89,8 @@ class TrainSettings:
     min_learning_rate: float = setting(1e-5, "final learning rate of the cosine schedule")
     encoder_learning_rate: float = setting(
         0.0,
-        "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once, so that they must often "
-        "be smaller",
+        "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once, usually "
+        "below --learning-rate",
         shown="--learning-rate",
     )
     muon_learning_rate: float = setting(
@@ -262,7 +262,8 @@ class RunOptions:
     the data must have been prepared without a loss on prompts; None: not checked. report_to: services that get the
     run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there. engine: what
     computes the steps, one of `ENGINES`; it is no part of the run's record, and a run may continue on another one.
-    init_from: folder of another run, whose trained weights of its last checkpoint this run begins with.
+    init_from: folder of another run, whose trained weights of its last checkpoint this run begins with; read only
+    while `out` has no checkpoint.
     """
 
     data: Sequence[Path]

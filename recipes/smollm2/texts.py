@@ -111,20 +111,25 @@ def as_text(data: bytes) -> str | None:
 
 def licence_of(package: Package, files: Mapping[str, str]) -> str:
     """Returns the licence that a package's metadata names. Raises `DataError` for one that is not in `ALLOWED`."""
-    said = [one for one in _licences(package, files) if one]
-    for one in said:
-        if one in ALLOWED:
-            return ALLOWED[one]
+    said = _licences(package, files)
+    if said and all(one in ALLOWED for one in said):
+        return ALLOWED[said[0]]
     raise DataError(f"{package}: its licence is {said or 'not named'}, not one of {sorted(set(ALLOWED.values()))}")
 
 
 def _licences(package: Package, files: Mapping[str, str]) -> list[str]:
-    """Returns what the metadata says of the licence, most exact first."""
+    """Returns the licences that the metadata names, of which each must be allowed.
+
+    A field that exists to name one counts alone. Free text counts if it is known, else the classifiers do.
+    """
     if package.registry == NPM:
         return [str(json.loads(files["package.json"]).get("license"))]
     about = HeaderParser().parsestr(_metadata(files))
+    if expression := about.get("License-Expression"):
+        return [expression]
     classifiers = [one.split(" :: ")[-1] for one in about.get_all("Classifier", []) if one.startswith("License ::")]
-    return [about.get("License-Expression", ""), about.get("License", ""), *classifiers]
+    text = about.get("License")
+    return [text, *classifiers] if text and (text in ALLOWED or not classifiers) else classifiers
 
 
 def _metadata(files: Mapping[str, str]) -> str:

@@ -207,7 +207,7 @@ def large(tmp_path):
 
 
 def test_auto_takes_pytorch_for_a_large_model_where_it_is_installed(monkeypatch, large):
-    assert choice(monkeypatch, large) == ("torch", "which is faster here (--engine mlx takes MLX)")
+    assert choice(monkeypatch, large) == ("torch", "usually the faster one on this system (--engine mlx takes MLX)")
     assert choice(monkeypatch, large, installed=("mlx",)) == ("mlx", None)
     assert choice(monkeypatch, large, installed=("torch",)) == ("torch", "because MLX is not installed")
     assert choice(monkeypatch, large, installed=()) == ("mlx", None)
@@ -240,3 +240,16 @@ def test_an_engine_that_is_named_stays_and_one_that_is_chosen_is_told(monkeypatc
         engines.choose(args, "stories")
     assert (named.engine, auto.engine) == ("cuda", "torch")
     assert capsys.readouterr().err == "engine: torch, because it is\n"
+
+
+def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
+    from mlx_zip.cli import app
+
+    monkeypatch.setattr(engines, "_choice", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None))
+    monkeypatch.setattr(engines, "choose_device", lambda: None)
+    monkeypatch.setattr(app, "engine_options", lambda args, *_: {"engine": args.engine})
+    monkeypatch.setattr(app, "opened", lambda adapter, name, **options: (name, options["engine"]))
+    for asked, expected in (("auto", "torch"), ("mlx", "mlx")):
+        args = argparse.Namespace(engine=asked)
+        assert app._other(args, "large") == ("large", expected)
+        assert args.engine == asked

@@ -276,6 +276,41 @@ def test_llama_factors_of_no_known_rule_are_refused(tmp_path):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "rope", "keys", "told"),
+    [
+        ("llama", "linear", {"attn_factor": 1.7}, "attn_factor is 1.7; expected 1"),
+        ("llama", "llama3", {"attn_factor": 1.7}, "attn_factor is 1.7; expected 1"),
+        ("llama", None, {"attn_factor": 1.7}, "attn_factor is 1.7; expected 1"),
+        ("phi3", "longrope", {"attn_factor": 1.7}, "attn_factor is 1.7; expected 1.26491"),
+        ("phi3", "longrope", {"attn_factor": 1.0}, "attn_factor is 1.0; expected 1.26491"),
+        ("phi3", "longrope", {"type": "longrope", "factor": 4.0}, "factor 4.0 is not supported with the type"),
+        ("llama", "llama3", {"type": "yarn", "factor": 4.0}, "rope_freqs.weight beside .* type 'yarn'"),
+        ("llama", "llama3", {"factor": 4.0}, "rope_freqs.weight beside .* type 'linear'"),
+    ],
+)
+def test_a_scaling_that_the_model_would_not_have_is_refused(tmp_path, architecture, rope, keys, told):
+    tokenizer = vocabularies.byte_level()
+    width = 32 if rope == "llama3" else None
+    model = tiny(architecture, vocab=len(tokenizer["tokenizer.ggml.tokens"]), rope=rope, head_dim=width)
+    model.metadata |= {f"{architecture}.rope.scaling.{key}": one for key, one in keys.items()}
+    files.save(tmp_path / "model.gguf", model, tokenizer)
+    with pytest.raises(ConversionError, match=told):
+        convert(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_a_factor_without_a_type_is_linear_and_yarn_keeps_its_own(tmp_path):
+    tokenizer = vocabularies.byte_level()
+    model = tiny("llama", vocab=len(tokenizer["tokenizer.ggml.tokens"]))
+    model.metadata["llama.rope.scaling.factor"] = 4.0
+    files.save(tmp_path / "linear.gguf", model, tokenizer)
+    found = config_of(convert(tmp_path / "linear.gguf", tmp_path / "linear"))["rope_scaling"]
+    assert (found["rope_type"], found["factor"]) == ("linear", 4.0)
+    model.metadata |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 1.7}
+    files.save(tmp_path / "yarn.gguf", model, tokenizer)
+    assert config_of(convert(tmp_path / "yarn.gguf", tmp_path / "yarn"))["rope_scaling"]["attention_factor"] == 1.7
+
+
 def test_a_sliding_window_of_a_llama_file_makes_it_a_mistral(tmp_path):
     written(tmp_path / "model.gguf", window=12)
     found = config_of(convert(tmp_path / "model.gguf", tmp_path / "out"))

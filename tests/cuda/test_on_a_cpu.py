@@ -90,8 +90,23 @@ def test_where_pytorch_cannot_multiply_float16_or_bfloat16_is_asked_for_a_matrix
     assert whole(random(1, 64)).shape == (1, 12)
 
 
-def test_pytorch_says_what_the_processor_multiplies():
-    assert {"amx_bf16", "avx512_bf16"} <= torch.cpu.get_capabilities().keys() or not multiplies_bfloat16()
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"amx_bf16": True, "avx512_bf16": False}, True),
+        ({"amx_bf16": False, "avx512_bf16": True}, True),
+        ({"amx_bf16": False, "avx512_bf16": False, "avx2": True}, False),
+        ({}, False),
+    ],
+)
+def test_pytorch_says_what_the_processor_multiplies(found, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert multiplies_bfloat16.__wrapped__() is expected
+
+
+def test_a_pytorch_that_does_not_say_what_the_processor_multiplies_is_not_asked(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert multiplies_bfloat16.__wrapped__() is False
 
 
 @pytest.mark.parametrize("count", [1, 3])

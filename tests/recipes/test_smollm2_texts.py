@@ -90,6 +90,29 @@ def test_the_licence_is_what_the_metadata_says(tmp_path, metadata, licence):
     assert texts.licence_of(package, found) == licence
 
 
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        (
+            "License-Expression: GPL-3.0-only\nClassifier: License :: OSI Approved :: MIT License\n",
+            r"\['GPL-3.0-only'\]",
+        ),
+        (
+            "Classifier: License :: OSI Approved :: MIT License\n"
+            "Classifier: License :: OSI Approved :: GNU General Public License v3 (GPLv3)\n",
+            "GPLv3",
+        ),
+        ("License: MIT\nClassifier: License :: Other/Proprietary License\n", "Proprietary"),
+        ("License: see the file\n", "see the file"),
+        ("", "not named"),
+    ],
+)
+def test_a_package_that_names_another_licence_beside_an_allowed_one_is_refused(tmp_path, metadata, told):
+    package = wheel(tmp_path, "one", {"one/it.py": source("a")}, metadata)
+    with pytest.raises(DataError, match=f"its licence is .*{told}"):
+        texts.licence_of(package, texts.read_archive(texts.fetch(package, tmp_path)))
+
+
 def test_a_package_with_another_licence_is_refused_by_name(tmp_path):
     package = tarball(tmp_path, "one", {"lib/it.js": source("a")}, "GPL-3.0")
     with pytest.raises(DataError, match=r"npm one 1\.0: its licence is \['GPL-3\.0'\]"):

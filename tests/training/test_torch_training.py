@@ -159,6 +159,23 @@ def test_a_chunk_of_positions_costs_what_the_whole_costs(monkeypatch):
     assert all(torch.allclose(value, by_whole[name], atol=1e-5) for name, value in by_parts.items())
 
 
+def test_a_loss_without_training_multiplies_half_as_much():
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mlx_zip.training.pytorch.objective import JointNats
+
+    arrays = {"weights": torch.ones(2, 7), "targets": torch.arange(14).view(2, 7)}
+    h, head = torch.randn(2, 7, 8), torch.randn(20, 8)
+    found = []
+    for trained in (True, False):
+        with FlopCounterMode(display=False) as count:
+            nats: Any = JointNats.apply(h.clone().requires_grad_(trained), head, h.new_zeros(0, 8), arrays, None)
+        found.append((nats.item(), count.get_total_flops()))
+    assert found[1] == (found[0][0], found[0][1] // 2)
+    assert found[1][1] > 0
+
+
 def test_bfloat16_steps_stay_close_to_float32_ones():
     config = tiny_config("llama", "res_latent_attn")
     model = random_model(config)

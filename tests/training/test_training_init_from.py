@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
+from support.crashing import crash_after
 from support.tiny_training import losses, options, settings
 
 
@@ -57,6 +60,34 @@ def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, t
     assert losses(cut.out)[-2:] == losses(whole.out)[-2:]
 
 
+def test_a_leg_with_a_checkpoint_goes_on_without_the_leg_before(tmp_path, monkeypatch):
+    first = first_leg(tmp_path)
+    whole, cut = (options(tmp_path / name, init_from=first.out) for name in ("whole", "cut"))
+    train(whole, settings(iters=4), quiet=True)
+    with monkeypatch.context() as patch:
+        crash_after(patch, 3)
+        with pytest.raises(RuntimeError, match="crashed"):
+            train(cut, settings(iters=4), quiet=True)
+    shutil.rmtree(first.out)
+    train(cut, settings(iters=4), quiet=True)
+    assert losses(cut.out) == losses(whole.out)
+    with pytest.raises(TrainingError, match="holds another run"):
+        train(options(tmp_path / "cut"), settings(iters=4), quiet=True)
+
+
+def test_a_leg_without_a_checkpoint_still_needs_the_leg_before(tmp_path, monkeypatch):
+    first = first_leg(tmp_path)
+    cut = options(tmp_path / "cut", init_from=first.out)
+    with monkeypatch.context() as patch:
+        crash_after(patch, 1)
+        with pytest.raises(RuntimeError, match="crashed"):
+            train(cut, settings(iters=4), quiet=True)
+    assert not checkpoints(cut.out)
+    shutil.rmtree(first.out)
+    with pytest.raises(TrainingError, match="no checkpoint"):
+        train(cut, settings(iters=4), quiet=True)
+
+
 def test_a_run_without_a_checkpoint_or_of_other_weights_is_refused_and_nothing_is_written(tmp_path):
     first = first_leg(tmp_path)
     with pytest.raises(TrainingError, match="no checkpoint"):
@@ -78,6 +109,7 @@ def test_the_command_names_the_leg_before(tmp_path, capsys):
     words += ["--encoder-intermediate-size", "16"]
     words += ["--lora-rank", "2", "--batch-size", "4", "--valid-share", "0", "--init-from", str(first.out)]
     assert cli.main(words) == 0
+    words[words.index("--out") + 1] = str(tmp_path / "third")
     assert cli.main([*words[:-1], str(tmp_path / "nowhere")]) == 2
     assert "no checkpoint" in capsys.readouterr().err
 

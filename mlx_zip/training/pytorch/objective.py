@@ -71,6 +71,7 @@ class JointNats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, head: torch.Tensor, rows: torch.Tensor, arrays: Arrays, cap: float | None):
         """Returns nats, a float32 scalar, of h [B, L, D], head [V, D] and the output rows [U, D] of all entries."""
+        wanted = any(ctx.needs_input_grad)  # false in validation
         grad_h, grad_rows = torch.zeros_like(h), torch.zeros_like(rows, dtype=torch.float32)
         grad_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
         total = h.new_zeros((), dtype=torch.float32)
@@ -80,6 +81,8 @@ class JointNats(torch.autograd.Function):
             for at, chunk in _chunks(h, arrays, b):
                 nats, by_base, by_slot = _loss_and_gradient(chunk, head.to(h.dtype), table, cap)
                 total += nats
+                if not wanted:
+                    continue
                 grad_h[b, at] = by_base @ head.to(h.dtype) + by_slot @ table
                 if held is not None:
                     grad_rows.index_add_(0, held, (by_slot.mT @ chunk.h).float())
