@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from . import flag_tables, mac_steps, performance_tables
+from . import flag_tables, mac_steps, performance_tables, smollm2_tables
 from .plots import rendered, write_bytes
 from .records import Records
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md")  # of a checkout
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md", "mlx_zip/bundle/**/*.md")
 DIFFERS = 1  # exit status of --check if a page or picture would change
 # begin or end of a table, each on its own line
 _MARK = re.compile(r"^<!-- (?:table: ([^\n]+?)|end) -->(?=\r?$)", re.MULTILINE)
@@ -101,7 +101,7 @@ def registered() -> tuple[Tables, Pictures]:
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance_tables, mac_steps, *_paper_modules()):
+    for module in (performance_tables, mac_steps, smollm2_tables, *_paper_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")

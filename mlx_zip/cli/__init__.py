@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +20,7 @@ from mlx_zip.cli.actions import printable
 from mlx_zip.cli.engines import MLX
 from mlx_zip.device import choose_device
 from mlx_zip.errors import MlxZipError, explained_imports, reason
+from mlx_zip.signals import signals_as_exit
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {
@@ -146,27 +144,6 @@ def quiet_libraries() -> None:
     if not sys.warnoptions:  # python -W shows them again
         for library in ("transformers", "huggingface_hub", "mlx_lm", "datasets"):
             warnings.filterwarnings("ignore", module=library)
-
-
-@contextmanager
-def signals_as_exit() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise `SystemExit`, so that unfinished files are cleaned up as on Ctrl-C.
-
-    Leaves a signal alone if a handler is already installed for it.
-    """
-
-    def end(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    main = threading.current_thread() is threading.main_thread()
-    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) == signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _failed(error: Exception) -> int:

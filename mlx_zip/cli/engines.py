@@ -50,8 +50,8 @@ def add_flag(add: Any) -> None:
         choices=NAMES,
         default=AUTO,
         help="library that runs the model. mlx: MLX; torch: PyTorch, on an NVIDIA card if there is one, else on the CPU; "
-        "cuda: PyTorch on an NVIDIA card only; auto: torch if it is installed, but mlx on a Mac, for a model below "
-        f"{SMALL_MB} MB, and for a flag or model that torch does not support (default: auto)",
+        "cuda: PyTorch on an NVIDIA card only; auto: torch if it is installed, but mlx on a Mac, for a model "
+        f"below {SMALL_MB} MB, and for a flag or model that torch does not support (default: auto)",
     )
 
 
@@ -77,7 +77,7 @@ def choose(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
 
 
 def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:
-    """Returns the installed engine to take for what is asked, usually the faster one, and what to say of it, None for nothing."""
+    """Returns the installed engine to take for what is asked, and what to say of it, None for nothing."""
     if find_spec("torch") is None or group is not None or RANK in os.environ:
         return MLX, None
     if find_spec("mlx") is None:

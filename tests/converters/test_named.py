@@ -185,7 +185,8 @@ def test_a_second_process_waits_and_takes_what_the_first_one_made(
         assert found == []
         made = named.folder_of("smollm2", named.PACKED_SHA256)
         made.mkdir()
-        (made / "config.json").write_text("{}")
+        for file in ("config.json", "model.safetensors", "tokenizer.json"):
+            (made / file).write_text("{}")
     waiting.join(20)
     assert found == [made]
     assert capsys.readouterr().err.count("waiting for another process") == 1
@@ -248,7 +249,9 @@ def test_what_is_at_hand_needs_no_fetching(kept: Path, monkeypatch: pytest.Monke
     assert named.at_hand() == []
     folder = named.folder_of("smollm2", named.HUB)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert named.at_hand() == []
+        (folder / file).write_text("{}")
     assert named.at_hand() == ["smollm2"]
     install_package(monkeypatch, tmp_path / "site")
     assert named.at_hand() == ["smollm2", "smollm2-base"]

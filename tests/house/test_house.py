@@ -15,7 +15,7 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "register", "bundled", "named", "arguments", "progress", "tf32", "device"},
+    {"errors", "files", "register", "bundled", "named", "arguments", "progress", "signals", "tf32", "device"},
     {"layout", "config", "codec", "decoders"},
     {"vocab", "exclusions"},
     {"text"},
