@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
 
 import mlx_zip
 from mlx_zip.arguments import Parser

@@ -49,8 +49,8 @@ def add_flag(add: Any) -> None:
         "--engine",
         choices=NAMES,
         default=AUTO,
-        help="library that runs the model. mlx: MLX; torch: PyTorch, on an NVIDIA card if there is one, else on the CPU; "
-        "cuda: PyTorch on an NVIDIA card only; auto: torch if it is installed, but mlx on a Mac, for a model "
+        help="library that runs the model. mlx: MLX; torch: PyTorch, on an NVIDIA card if there is one, else on the "
+        "CPU; cuda: PyTorch on an NVIDIA card only; auto: torch if it is installed, but mlx on a Mac, for a model "
         f"below {SMALL_MB} MB, and for a flag or model that torch does not support (default: auto)",
     )
 

@@ -2,8 +2,8 @@
 
 A step multiplies each weight once, so it lasts as long as it takes to read the weights from memory. A matrix that its
 folder stores in 16 bits or fewer, packed ones included, is kept in float16, which halves that time; vectors and sums
-stay float32. A matrix stored in float32 is kept as it is, and so is a packed one where the user asks for float32, unless
-16 bits hold its values too.
+stay float32. A matrix stored in float32 is kept as it is, and so is a packed one where the user asks for float32,
+unless 16 bits hold its values too.
 """
 
 from __future__ import annotations
