@@ -1,9 +1,8 @@
 """Products with weights on a CPU, by PyTorch's own operations. Weights are unpacked once, when a model is loaded.
 
 A step multiplies each weight once, so it lasts as long as it takes to read the weights from memory. A matrix that its
-folder stores in 16 bits or fewer, packed ones included, is kept in float16, which halves that time; vectors and sums
-stay float32. A matrix stored in float32 is kept as it is, and so is a packed one where the user asks for float32,
-unless 16 bits hold its values too.
+folder stores in 16 bits or fewer is kept in float16, which halves that time; vectors and sums stay float32. A matrix
+stored in float32 is kept as it is, unless 16 bits hold its values too.
 """
 
 from __future__ import annotations
@@ -48,16 +47,10 @@ class Half:
 
 
 def kept(
-    weight: torch.Tensor | Packed, bias: torch.Tensor | None, dtype: torch.dtype, exact: bool = False
+    weight: torch.Tensor | Packed, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | Half, torch.Tensor | None]:
-    """Returns a matrix [R, D] as products of vectors of `dtype` take it, and the bias that is still to be added.
-
-    exact: whether a packed matrix keeps its values, and not only those of float16, which are 1/2048 off at most.
-    """
-    if isinstance(weight, Packed):
-        short = not exact or weight.scales.dtype != torch.float32
-    else:
-        short = weight.dtype != torch.float32
+    """Returns a matrix [R, D] as products of vectors of `dtype` take it, and the bias that is still to be added."""
+    short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
     dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
     if dtype == torch.float32 and has_half() and _fits(dense, short):
         return Half(dense, bias, many=short and multiplies_bfloat16()), None

@@ -29,13 +29,11 @@ class Weights:
     """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
 
     take: called with a tensor's whole name and shape, as `Folder.take`. prefix: "input_encoder." or "output_encoder.".
-    made: makes a product as the device takes it (`Folder.made`).
+    keep: dtype of the vectors for which matrices are kept for a CPU (`Linear.keep`); None for kernels.
     """
 
-    def __init__(
-        self, take: Callable[..., Matrix], prefix: str, made: Callable[[Linear], Linear] = lambda it: it
-    ) -> None:
-        self._take, self._prefix, self._made = take, prefix, made
+    def __init__(self, take: Callable[..., Matrix], prefix: str, keep: torch.dtype | None = None) -> None:
+        self._take, self._prefix, self._keep = take, prefix, keep
 
     @property
     def side(self) -> str:
@@ -49,7 +47,7 @@ class Weights:
         """
         names = [names] if isinstance(names, str) else names
         whole = joined([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
-        return self._made(whole)
+        return whole if self._keep is None else whole.keep(self._keep)
 
     def dense(self, name: str, *shape: int) -> torch.Tensor:
         """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""

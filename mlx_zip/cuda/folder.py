@@ -13,7 +13,6 @@ from mlx_zip.config import ZipConfig, config_of
 from mlx_zip.cuda.checkpoint import FLOATS, Entry, list_tensors, read_tensors
 from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.linear import Linear
 from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.errors import ModelError
 from mlx_zip.folders import model_folder, read_config
@@ -31,7 +30,6 @@ class Folder:
     packed matrix ends in ".weight" too. files: the file that each came from. kernels: whether the model runs by
     kernels, or by their references where there is no card; else by PyTorch's own operations on a CPU. dtype: of all
     floating-point tensors; without kernels of what is computed, and matrices may still be as the files have them.
-    exact: whether packed matrices are multiplied as they are on a CPU, and not in float16.
     """
 
     path: Path
@@ -43,7 +41,6 @@ class Folder:
     tensors: dict[str, Weight]
     files: dict[str, str] = field(repr=False)
     kernels: bool = field(default=True, kw_only=True)
-    exact: bool = field(default=False, kw_only=True)
 
     def take(self, name: str, *shape: int) -> Weight:
         """Removes a tensor from `tensors` and returns it. Raises `ModelError` if it is missing or has another shape."""
@@ -64,10 +61,6 @@ class Folder:
                 f"{self.path / self.files[name]}: {name} is quantized, which is supported for matrices only"
             )
         return value
-
-    def made(self, linear: Linear) -> Linear:
-        """Returns a product as the device takes it: as it is for kernels, else with its weight made for a CPU."""
-        return linear if self.kernels else linear.keep(self.dtype, self.exact)
 
     def as_table(self, value: Weight) -> Weight:
         """Returns a matrix whose rows are looked up in the model's dtype."""
@@ -106,9 +99,7 @@ def read_folder(
     _check_room(folder, entries, kind, decoder, where)
     tensors = read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
     files = {name: entry.file for name, entry in entries.items()}
-    return Folder(
-        folder, config, section, decoder, kind, where, tensors, files, kernels=kernels, exact=asked is not None
-    )
+    return Folder(folder, config, section, decoder, kind, where, tensors, files, kernels=kernels)
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:

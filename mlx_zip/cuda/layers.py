@@ -70,7 +70,8 @@ def _qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
 
 def _made(folder: Folder, *parts: Linear) -> Linear:
     """Returns the product whose rows are those of all parts, as the folder's device takes it."""
-    return folder.made(joined(parts))
+    whole = joined(parts)
+    return whole if folder.kernels else whole.keep(folder.dtype)
 
 
 def _linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) -> Linear:

@@ -34,10 +34,10 @@ class Linear:
         weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
         return torch.nn.functional.linear(x, weight, self.bias)
 
-    def keep(self, dtype: torch.dtype, exact: bool) -> Linear:
-        """Returns the product with its weight made for a CPU, as `cpu_products.kept` does."""
+    def keep(self, dtype: torch.dtype) -> Linear:
+        """Returns the product with its weight made for a CPU, for vectors of `dtype`."""
         assert not isinstance(self.weight, Half)
-        return Linear(*kept(self.weight, self.bias, dtype, exact), kept=True)
+        return Linear(*kept(self.weight, self.bias, dtype), kept=True)
 
 
 def product(

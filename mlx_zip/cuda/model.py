@@ -131,7 +131,7 @@ class CudaModel:
         folder, decoder = self.folder, self.folder.decoder
         low = folder.take(EMBEDDING, decoder.rows, decoder.width)
         high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
-        self.scores = None if folder.kernels else folder.made(Linear(high))
+        self.scores = None if folder.kernels else Linear(high).keep(folder.dtype)
         self.embedding: Matrix = folder.as_table(low)
         self.matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
 
@@ -146,7 +146,8 @@ class CudaModel:
             )
         tied, take = config.encoder.tie_encoders, self.folder.take
         self.sides = 1 if tied and self.folder.decoder.tied else 2
-        weights = [Weights(take, side, self.folder.made) for side in SIDES[: 2 - tied]]
+        keep = None if self.folder.kernels else self.dtype
+        weights = [Weights(take, side, keep) for side in SIDES[: 2 - tied]]
         sides = [make_encoder(config.encoder, config.merge_size, one) for one in weights]
         self._read_encoder, self._written_encoder = sides[0], sides[-1]
 

@@ -67,10 +67,9 @@ def test_a_matrix_in_float32_is_kept_in_16_bits_if_it_loses_nothing():
 
 
 @with_half
-def test_a_packed_matrix_is_kept_in_float16_unless_its_values_are_asked_for():
-    assert isinstance(kept(packed(torch.float16), None, torch.float32, exact=True)[0], Half)
-    assert isinstance(kept(packed(torch.float32), None, torch.float32)[0], Half)
-    weight, _ = kept(packed(torch.float32), None, torch.float32, exact=True)
+def test_a_packed_matrix_is_unpacked_in_as_many_bits_as_its_scales_have():
+    assert isinstance(kept(packed(torch.float16), None, torch.float32)[0], Half)
+    weight, _ = kept(packed(torch.float32), None, torch.float32)
     torch.testing.assert_close(weight, dequantize(packed(torch.float32)), atol=4e-6, rtol=0)  # float16 is 1e-3 off
 
 
@@ -87,7 +86,7 @@ def test_where_pytorch_cannot_multiply_float16_or_bfloat16_is_asked_for_a_matrix
     monkeypatch.setattr(cpu_products, "has_half", lambda: False)
     weight, rest = kept(random(8, 64).bfloat16(), bias, torch.float32)
     assert (weight.dtype, rest) == (torch.float32, bias)
-    whole = joined([Linear(random(8, 64)), Linear(random(4, 64))]).keep(torch.float32, exact=True)
+    whole = joined([Linear(random(8, 64)), Linear(random(4, 64))]).keep(torch.float32)
     assert whole(random(1, 64)).shape == (1, 12)
 
 
@@ -119,7 +118,7 @@ def test_the_head_gives_what_the_reference_gives(count, slots):
         installed[row, : max(0, slots - row)] = True
     rows[~installed] = torch.nan
     expected = joint_head(h, matrix, rows, installed, boundary, True)
-    scores = Linear(matrix).keep(torch.float32, exact=True)
+    scores = Linear(matrix).keep(torch.float32)
     found = cpu_head(h, scores, rows, installed, boundary, True)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
