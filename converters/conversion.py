@@ -47,6 +47,7 @@ def convert(
     progress: bool = True,
     codebook: Sequence[str | Path] | None = None,
     base: str | None = None,
+    q_half: bool = False,
 ) -> Path:
     """Converts a zip2zip checkpoint (formats 1 and 2) to an mlx-lm folder, and returns that folder's path.
 
@@ -61,7 +62,8 @@ def convert(
     request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they were tuned
     for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what the source
     says. codebook: the old name of `pack`. base: base model to use in place of the one that the checkpoint names, a
-    folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`.
+    folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`. q_half:
+    with 8 bits, scales such that every value is a float16, so that a CPU can keep the matrices in it.
 
     Raises `ConversionError` or `ConfigError` for a source or arguments that cannot be converted, `DataError` for a pack
     that cannot be read or does not fit, and `ModelError` for tuned rows that are not this model's. Each message names
@@ -78,7 +80,7 @@ def convert(
         hub.check_repository(upload_repo)
     out = Path(mlx_path)
     output.refuse_existing(out)
-    recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)
+    recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize, q_half)
     place = source.locate(hf_path, revision)
     if base is not None:
         source.check_takes_base(place)

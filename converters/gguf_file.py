@@ -293,13 +293,30 @@ class _Reader:
         """Returns the next array: of numbers or truth values as a NumPy array, of strings as a list."""
         kind = self.number(_U32)
         if kind == _STRING:
-            count = self.count(8, MAX_ITEMS, f"strings of {key}")
-            return [self.string(key) for _ in range(count)]
+            return self.strings(self.count(8, MAX_ITEMS, f"strings of {key}"), key)
         if kind != _BOOL and kind not in _NUMBERS:
             raise self.error(f"{key} is an array of the type {kind}, which is not supported")
         dtype = np.dtype("u1" if kind == _BOOL else _NUMBERS[kind])
         count = self.count(dtype.itemsize, MAX_ITEMS, f"values of {key}")
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).astype(bool if kind == _BOOL else dtype)
+
+    def strings(self, count: int, key: str) -> list[str]:
+        """Returns the next strings, as `string` would; a vocabulary has a million."""
+        data, at, end, found = self.data, self.at, self.end, []
+        for _ in range(count):
+            begin = at + 8
+            last = begin + int.from_bytes(data[at:begin], "little")
+            if begin > end or last > end:
+                break
+            try:
+                found.append(str(data[begin:last], "utf-8"))
+            except UnicodeDecodeError:
+                break
+            at = last
+        self.at = at
+        if len(found) < count:
+            self.string(key)  # raises
+        return found
 
     def tensor(self, name: str) -> Tensor:
         """Returns the rest of a tensor's entry; its offset still counts from where the data begin."""

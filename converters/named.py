@@ -18,6 +18,7 @@ from mlx_zip.converters.base import base_folder
 from mlx_zip.converters.conversion import convert
 from mlx_zip.converters.hub import Place
 from mlx_zip.converters.prepared import DTYPES
+from mlx_zip.converters.quantization import Recipe, quantize_model
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.errors import ConversionError, ModelError, bare_exceptions_as_value_errors, first_line, reason
 from mlx_zip.files import make_private, remove_partials, sole_user, whole_folder
@@ -104,6 +105,7 @@ def _make(name: str, base: Place, out: Path, progress: bool) -> None:
             encoder_bits="none",
             progress=progress,
             base=str(base.folder),
+            q_half=True,
         )
     else:
         with base_folder(str(base.folder), out, progress) as plain:
@@ -113,14 +115,15 @@ def _make(name: str, base: Place, out: Path, progress: bool) -> None:
 
 def _quantize_plain(plain: Path, out: Path) -> None:
     """Writes an unquantized plain model as a quantized one. Raises `ConversionError`."""
-    from mlx_lm.utils import load, quantize_model, save
+    from mlx_lm.utils import load, save
 
     try:
         with whole_folder(out, replace=False) as folder, contextlib.redirect_stdout(sys.stderr):
             loaded: Any = load(str(plain), lazy=True, return_config=True)
             model, tokenizer, config = loaded
             model.set_dtype(DTYPES[named.DTYPE])
-            model, config = quantize_model(model, config, named.GROUP_SIZE, named.BITS)
+            recipe = Recipe(quantize=True, group_size=named.GROUP_SIZE, bits=named.BITS, half=True)
+            model, config = quantize_model(model, config, recipe)
             save(folder, plain, model, tokenizer, {**config, "torch_dtype": named.DTYPE})
     except OSError as error:
         raise ConversionError(f"cannot write {out}: {reason(error)}; nothing was kept") from error

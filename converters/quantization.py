@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_zip.config import SIDES
 from mlx_zip.converters.tensors import some
@@ -30,7 +32,8 @@ class Recipe:
     quantize: decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of `MODES`. predicate: a
     name in `RECIPES`, a function of a layer's path and module, or None for all layers. encoder_bits: bits of the
     hyper-encoders' weights; "none" leaves them as they are; None is 8 with `quantize`, else "none". dequantize:
-    instead, dequantize everything. Raises `ConversionError` for values that are unknown or contradict each other.
+    instead, dequantize everything. half: scales and biases by `_in_half`, for 8 bits. Raises `ConversionError` for
+    values that are unknown or contradict each other.
     """
 
     quantize: bool = False
@@ -40,17 +43,22 @@ class Recipe:
     predicate: QuantPredicate | str | None = None
     encoder_bits: int | str | None = None
     dequantize: bool = False
+    half: bool = False
 
     def __post_init__(self) -> None:
         asked = {"--q-group-size": self.group_size, "--q-bits": self.bits, "--quant-predicate": self.predicate}
         if not self.quantize and (given := [flag for flag, value in asked.items() if value is not None]):
             raise ConversionError(f"{' and '.join(given)} has no effect without -q (quantize)")
+        if self.bits is not None and self.bits < 1:
+            raise ConversionError(f"q_bits must be above zero, got {self.bits}")
         if self.mode not in MODES:
             raise ConversionError(f"q_mode {self.mode!r} is not one of {', '.join(MODES)}")
         if isinstance(self.predicate, str) and self.predicate not in RECIPES:
             raise ConversionError(f"quant_predicate {self.predicate!r} is not one of {', '.join(RECIPES)}")
         if isinstance(self.predicate, str) and self.mode != "affine":
             raise ConversionError("mixed quantization recipes are affine; leave q_mode out")
+        if self.half and (self.bits, self.mode, self.predicate) != (8, "affine", None):
+            raise ConversionError("q_half is for 8 affine bits in every layer")
         if self.encoder_bits not in (*ENCODER_BITS, KEEP, None):
             raise ConversionError(f"encoder_bits {self.encoder_bits} is not one of 4, 8, {KEEP}")
 
@@ -79,6 +87,7 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
     if config.get("quantization"):
         raise ConversionError("the model is quantized already; dequantize it first (mlx_zip convert -d)")
     left_out = _check_widths(model, recipe)
+    before = {path: module.weight for path, module in model.named_modules() if recipe.half and "weight" in module}
     try:
         quantized, config = utils.quantize_model(
             model, config, recipe.group_size, recipe.bits, recipe.mode, quant_predicate=_predicate(model, recipe)
@@ -87,6 +96,9 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
         raise ConversionError(f"cannot quantize as asked: {error}") from error
     if not any(hasattr(module, "scales") for _, module in quantized.named_modules()):
         raise ConversionError("-q would quantize nothing: quant_predicate refuses every layer")
+    for path, module in quantized.named_modules():
+        if recipe.half and hasattr(module, "scales"):
+            module.weight, module.scales, module.biases = _in_half(before[path], module.group_size)
     if left_out:
         warnings.warn(
             f"{len(left_out)} layers are not quantized, because their width is not a multiple of the group size: "
@@ -94,6 +106,23 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
             stacklevel=2,
         )
     return quantized, config
+
+
+def _in_half(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns a matrix [R, D] in 8 bits as `mx.quantize` packs it, words, scales and biases, every value a float16.
+
+    Scales are 1 to 7 times a power of two, biases whole multiples of it, and no value exceeds 2,048 times it: float16
+    has 11 bits. Scales are at most a quarter larger than they had to be. So who multiplies in float16 loses nothing.
+    """
+    grouped = np.array(weight.astype(mx.float32)).reshape(weight.shape[0], -1, group_size)
+    low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
+    least = np.maximum((high - low) / (254 * 7), np.maximum(-low, high) / 2040)
+    unit = np.ldexp(np.float32(1), np.ceil(np.log2(np.maximum(least, 2.0**-24))).astype(int))
+    scales = np.maximum(np.ceil((high - low) / (254 * unit)), 1) * unit
+    biases = np.floor(low / unit) * unit
+    levels = np.clip(np.rint((grouped - biases) / scales), 0, 255).astype(np.uint8)
+    words = mx.array(levels.reshape(weight.shape).view(np.uint32))
+    return words, *(mx.array(x[..., 0].astype(np.float32)).astype(weight.dtype) for x in (scales, biases))
 
 
 def _check_widths(model: Any, recipe: Recipe) -> list[str]:

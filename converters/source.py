@@ -58,8 +58,15 @@ def locate(path: str, revision: str | None) -> Place:
         if not is_gguf(file):
             raise ConversionError(f"{path} is neither a folder nor a GGUF file")
         return Place(file, file.name)
-    name = _only_gguf(path, [file.name for file in place.folder.iterdir()])
+    if _is_checkpoint(place):
+        return place
+    name = _only_gguf(path, [file.name for file in place.folder.iterdir() if file.is_file()])
     return place if name is None else Place(place.folder / name, name)
+
+
+def _is_checkpoint(place: Place) -> bool:
+    """Returns whether a folder is a zip2zip checkpoint, an adapter or a converted model, whatever else it holds."""
+    return (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place)
 
 
 def _on_hub(name: str, revision: str | None) -> Place:
@@ -67,10 +74,12 @@ def _on_hub(name: str, revision: str | None) -> Place:
     only model there. That file is downloaded.
     """
     repository, _, file = name.rpartition("/")
-    if file.endswith(".gguf") and "/" in repository:
+    if _is_named_gguf(file):
+        if repository.count("/") != 1 or name.startswith((".", "/", "~")):
+            raise ConversionError(f"{name}: no such file; on the hub, a GGUF file is owner/name/FILE.gguf")
         return _gguf_on_hub(hub.fetch(repository, revision, [file]), file)
     place = hub.fetch(name, revision, hub.CONFIGS)
-    if (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place):
+    if _is_checkpoint(place):
         return place
     found = _only_gguf(name, hub.list_files(place))
     return place if found is None else _gguf_on_hub(hub.fetch(name, place.revision, [found]), found)
@@ -83,12 +92,16 @@ def _gguf_on_hub(place: Place, file: str) -> Place:
     return Place(place.folder / file, f"{place.name}/{file}", place.revision)
 
 
+def _is_named_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf")
+
+
 def _only_gguf(where: str, names: list[str]) -> str | None:
     """Returns the only GGUF file among a model's files; None if there is none, or weights of another format.
 
     Raises `ConversionError` listing the files if there are several.
     """
-    found = sorted(name for name in names if name.endswith(".gguf"))
+    found = sorted(filter(_is_named_gguf, names))
     if not found or any(name.endswith(".safetensors") for name in names):
         return None
     if len(found) > 1:

@@ -29,6 +29,8 @@ def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
         if revision is not None:
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
         return _checked_folder(path)
+    if os.path.isfile(path) and name.lower().endswith(".gguf"):
+        raise ModelError(f"{name} is a GGUF file; convert it first: mlx_zip convert --hf-path {name}")
     if os.path.exists(path) or not hub.is_hub_id(name):
         raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(KNOWN)}), nor a hub id owner/name")
     _checked_folder(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive

@@ -27,7 +27,7 @@ PACKED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db5
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MLX_ZIP_MODELS"
 BITS, GROUP_SIZE, DTYPE = 8, 32, "float32"  # of the folders; MLX multiplies float16 scales slowly on a CPU
-FORMAT = 1  # raise it when the same sources must give another folder
+FORMAT = 2  # raise it when the same sources must give another folder
 _WHOLE = ("config.json", "model.safetensors", "tokenizer.json")  # files without which a folder is made again
 _READ = ("*.json", "*.safetensors")  # the adapter's files that decide the result
 

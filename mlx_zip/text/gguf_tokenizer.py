@@ -72,6 +72,7 @@ _ENDING_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_t
 _OTHER_IDS = tuple(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid"))
 _OTHER_IDS += tuple(f"fim_{name}_token_id" for name in ("pad", "rep", "sep"))  # tokens that no setting has to name
 _EXPECTED = {"add_sep_token": False, "escape_whitespaces": True, "treat_whitespace_as_suffix": False}
+_MOST_ADDED = 1 << 16  # control tokens and the user's own; the library takes a minute for half a million
 _KEPT = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other control tokens take the white space to their right
 _HARMLESS = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens", "tokenizer.rwkv.world")
 
@@ -138,6 +139,10 @@ class _Reader:
             raise self.error(f"{_GGML}tokens must hold tokens that differ from one another and are not empty")
         if unknown := sorted({int(kind) for kind in self.types} - {*range(_NORMAL, _BYTE + 1)}):
             raise self.error(f"{_GGML}token_type has the unknown type {unknown[0]}")
+        if (added := int(np.isin(self.types, (_CONTROL, _USER)).sum())) > _MOST_ADDED:
+            raise self.error(
+                f"{added} tokens are control tokens or the user's own; at most {_MOST_ADDED} are supported"
+            )
 
     def read(self, context: int) -> GgufTokenizer:
         """Returns the tokenizer, after all keys have been accounted for."""

@@ -72,7 +72,8 @@ def test_the_app_answers_races_and_keeps_its_conversations_over_ctrl_c(tmp_path:
             assert page.headers["content-type"] == "text/html; charset=utf-8"
         state = json.loads(app.call("state"))
         assert state["storage"]["file"] == str(file)
-        assert {base["kind"] for base in state["race"]} == {"control", "off"}
+        kinds = {base["kind"] for base in state["race"]} - {"model"}  # such as SmolLM2, where its package is installed
+        assert kinds == {"control", "off"}
         one = json.loads(app.call("conversations", {}))["id"]
         frames = events(app.call(f"conversations/{one}/answer", {"text": "Tell me a story."}))
         answer = frames[-1]["message"]

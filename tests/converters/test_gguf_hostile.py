@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.converters.gguf_file import read_gguf
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, ModelError
+from mlx_zip.folders import model_folder
 from support import gguf_files as files
 from support import gguf_vocabularies as vocabularies
 from support.converting import convert
@@ -344,3 +345,46 @@ def test_a_header_that_never_ends_is_refused_before_it_is_read(tmp_path):
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 21) + keys)
     with pytest.raises(ConversionError, match="truncated or damaged"):
         read_gguf(path)
+
+
+def test_more_control_tokens_than_the_library_can_hold_are_refused(tmp_path):
+    size = (1 << 16) + 301
+    tokens = [*parts()[0][f"{GGML}tokens"], *(f"<{i}>" for i in range(size - 300))]
+    data = with_keys(**{f"{GGML}tokens": tokens, f"{GGML}token_type": np.full(len(tokens), 3, np.int32)})
+    assert "at most 65536 are supported" in check_refused(tmp_path, data)
+
+
+@pytest.mark.parametrize("name", ["none.gguf", "./none.gguf", "models/none.GGUF", "/no/such/none.gguf", "a/b/c/d.gguf"])
+def test_a_path_without_a_file_is_not_looked_for_on_the_hub(tmp_path, name):
+    with pytest.raises(ConversionError, match=f"^{name}: no such file"):
+        convert(name, tmp_path / "out")
+
+
+def test_a_folder_or_a_broken_link_with_a_gguf_name_is_no_gguf_file(tmp_path):
+    (tmp_path / "in/folder.gguf").mkdir(parents=True)
+    (tmp_path / "in/link.gguf").symlink_to("nowhere")
+    with pytest.raises(ConversionError, match=r"no zip2zip_config\.json"):
+        convert(tmp_path / "in", tmp_path / "out")
+    (tmp_path / "in/MODEL.GGUF").write_bytes(whole())
+    assert (convert(tmp_path / "in", tmp_path / "out") / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_with_a_gguf_file_beside_it_is_a_checkpoint(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(whole())
+    (tmp_path / "zip2zip_config.json").write_text("{}")
+    with pytest.raises(ConversionError, match=r"zip2zip_config\.json"):
+        convert(tmp_path, tmp_path.with_name("out"))
+    assert not tmp_path.with_name("out").exists()
+
+
+def test_a_file_in_the_place_of_a_model_is_to_be_converted(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole())
+    with pytest.raises(ModelError, match=f"convert it first: mlx_zip convert --hf-path {path}"):
+        model_folder(path)
+
+
+def test_no_bits_are_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(whole())
+    with pytest.raises(ConversionError, match="q_bits must be above zero"):
+        convert(tmp_path / "model.gguf", tmp_path / "out", quantize=True, q_bits=0)

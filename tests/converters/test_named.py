@@ -85,6 +85,22 @@ def test_the_model_is_the_base_with_our_adapter_in_groups_of_eight_bits(installe
     assert mx.isfinite(model(mx.array([[5, 6, 5, 6]]))[..., : len(TOKENS)]).all()
 
 
+def test_every_weight_is_a_float16_number_within_half_a_step_of_the_base(installed: Path) -> None:
+    model, _ = load("smollm2-base")
+    values = write_gguf(installed.with_name("again"))
+    packed = [(path, one) for path, one in model.named_modules() if hasattr(one, "scales")]
+    assert len(packed) > 2
+    for path, module in packed:
+        found = np.array(mx.dequantize(module.weight, module.scales, module.biases, 32, 8))
+        np.testing.assert_array_equal(found.astype(np.float16), found)
+        exact = values[f"{path}.weight"]
+        grouped = exact.reshape(len(exact), -1, 32)
+        ideal = (grouped.max(-1) - grouped.min(-1)) / 255
+        assert (np.array(module.scales) <= np.maximum(1.26 * ideal, 1e-7)).all()
+        error = np.abs(found[: len(exact)] - exact).reshape(grouped.shape)
+        assert (error <= 0.5001 * np.array(module.scales)[..., None]).all()
+
+
 def test_the_base_is_the_packages_values(installed: Path) -> None:
     model, _ = load("smollm2-base")
     values = write_gguf(installed.with_name("again"))
