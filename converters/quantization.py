@@ -111,18 +111,20 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
 def _in_half(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
     """Returns a matrix [R, D] in 8 bits as `mx.quantize` packs it, words, scales and biases, every value a float16.
 
-    Scales are 1 to 7 times a power of two, biases whole multiples of it, and no value exceeds 2,048 times it: float16
-    has 11 bits. Scales are at most a quarter larger than they had to be. So who multiplies in float16 loses nothing.
+    Scales and biases are whole multiples of a power of two, and no value exceeds 2,048 times it: float16 has 11 bits. So
+    who multiplies in float16 loses nothing. Scales are at most a quarter larger than they had to be, an eighth in a
+    group whose values lie around zero.
     """
     grouped = np.array(weight.astype(mx.float32)).reshape(weight.shape[0], -1, group_size)
     low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
-    least = np.maximum((high - low) / (254 * 7), np.maximum(-low, high) / 2040)
-    unit = np.ldexp(np.float32(1), np.ceil(np.log2(np.maximum(least, 2.0**-24))).astype(int))
+    least = np.maximum(np.maximum(-low, high) / 2030, 2.0**-24)
+    unit = np.ldexp(np.float32(1), np.ceil(np.log2(least)).astype(int))
     scales = np.maximum(np.ceil((high - low) / (254 * unit)), 1) * unit
     biases = np.floor(low / unit) * unit
     levels = np.clip(np.rint((grouped - biases) / scales), 0, 255).astype(np.uint8)
     words = mx.array(levels.reshape(weight.shape).view(np.uint32))
-    return words, *(mx.array(x[..., 0].astype(np.float32)).astype(weight.dtype) for x in (scales, biases))
+    scales, biases = (mx.array(x[..., 0].astype(np.float32)).astype(weight.dtype) for x in (scales, biases))
+    return words, scales, biases
 
 
 def _check_widths(model: Any, recipe: Recipe) -> list[str]:
