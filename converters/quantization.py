@@ -111,8 +111,8 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
 def _in_half(weight: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
     """Returns a matrix [R, D] in 8 bits as `mx.quantize` packs it, words, scales and biases, every value a float16.
 
-    Scales and biases are whole multiples of a power of two, and no value exceeds 2,048 times it: float16 has 11 bits. So
-    who multiplies in float16 loses nothing. Scales are at most a quarter larger than they had to be, an eighth in a
+    Scales and biases are whole multiples of a power of two, and no value exceeds 2,048 times it: float16 has 11 bits.
+    So who multiplies in float16 loses nothing. Scales are at most a quarter larger than they had to be, an eighth in a
     group whose values lie around zero.
     """
     grouped = np.array(weight.astype(mx.float32)).reshape(weight.shape[0], -1, group_size)
