@@ -1,4 +1,4 @@
-"""What `mlx_zip selftest` measures of steps: the bundled model and one of 1B size, against mlx-lm in the same run.
+"""What `mlx_zip selftest` measures of steps: the bundled model, SmolLM2 and a 1B shape, against mlx-lm in the same run.
 
 Each part ends at its limit in seconds, at the latest after the round that is running, and says what it left out.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip import named
 from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
 
@@ -46,6 +47,17 @@ def bandwidth() -> dict[str, Any]:
 def stories_steps(limit_s: float) -> dict[str, Any]:
     """Returns `step_figures` of the bundled model, which answers a built-in request, against its base."""
     models = from_folders("stories", "stories-base")
+    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
+    return step_figures(models, prompt, None, limit_s)
+
+
+def smollm2_steps(limit_s: float) -> dict[str, Any]:
+    """Returns `step_figures` of SmolLM2 by name against its base, or why it is left out; fetches and makes nothing."""
+    if not on_gpu():
+        return {"skipped": "on a CPU a step of this size takes too long"}
+    if any(named.made(name) is None for name in named.NAMES):
+        return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
+    models = from_folders("smollm2", "smollm2-base")
     prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
     return step_figures(models, prompt, None, limit_s)
 

@@ -94,7 +94,7 @@ class CpuDecoder(Decoder):
         out[at] = self._run(h[at], attention)
         kv.lengths[at] += 1
 
-    def _run(self, h: torch.Tensor, attention: Attention, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _run(self, h: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Returns the output [N, D] of all layers and the final norm for embeddings h [N, D]."""
         eps = torch.tensor(self.config.eps)
         for index, layer in enumerate(self.layers):

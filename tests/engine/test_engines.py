@@ -247,3 +247,7 @@ def test_quality_figures_are_those_of_the_readme():
     row = next(line for line in table.splitlines() if line.startswith("| `stories` | "))
     assert QUALITY["stories"].split()[0] in row
     assert QUALITY["stories"].split()[7] in row
+    report = (REPO / "docs/reports/smollm2.md").read_text()
+    chat = next(line for line in report.splitlines() if line.startswith("| chat | ")).split("|")
+    assert QUALITY["smollm2-base"].split()[0] == chat[3].strip()
+    assert f"{QUALITY['smollm2'].split()[0]} (+{QUALITY['smollm2'].split()[7]}%)" == chat[6].strip()

@@ -13,10 +13,10 @@ MOST_TOP = 64
 
 
 class Head(NamedTuple):
-    """What a head gives: best [B] int64, lse [B] float32, logits [B, W] float32 or None if not asked for.
+    """What a head gives: best [B] int64, lse [B] float32, logits [B, W] float32.
 
-    lse may be None too where logits are not asked for.
-    values [B, k] float32, ids [B, k] int64: the highest logits and their ids, highest first; None if not asked for.
+    logits is None if not asked for, and lse may be None then. values [B, k] float32, ids [B, k] int64: the highest
+    logits and their ids, highest first; None if not asked for.
     """
 
     best: torch.Tensor

@@ -21,7 +21,6 @@ from mlx_zip.training.stepping import READ
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
-INTEGERS = torch.int64
 
 
 class TorchStepper:
@@ -132,7 +131,7 @@ class TorchStepper:
         """Returns a batch's arrays as tensors, whole numbers as int64."""
         tensors = {name: torch.from_numpy(value) for name, value in batch.arrays.items()}
         return {
-            name: value.to(self.device, value.dtype if value.is_floating_point() else INTEGERS)
+            name: value.to(self.device, value.dtype if value.is_floating_point() else torch.int64)
             for name, value in tensors.items()
         }
 
