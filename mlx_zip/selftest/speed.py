@@ -1,4 +1,4 @@
-"""Measures speed: rough figures to compare machines by, and the steps of two models over mlx-lm's."""
+"""Measures speed: rough figures to compare machines by, and the steps of three models over mlx-lm's."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _step_time(folder: Path) -> str:
 
 
 def measure_steps(limit: Limit, data: dict[str, Any]) -> list[Check]:
-    """Measures steps of the bundled model, of SmolLM2 and of a model of 1B size over mlx-lm's, bandwidth, and the machine's state.
+    """Measures steps of three models over mlx-lm's, bandwidth, and the machine's state.
 
     data: is filled with all figures, by part.
     """
