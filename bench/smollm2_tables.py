@@ -1,11 +1,20 @@
-"""The tables of docs/reports/smollm2.md, from the record `smollm2` that `recipes/smollm2` writes (stage `measure`)."""
+"""The tables and the picture of docs/reports/smollm2.md.
+
+From the record `smollm2` of `recipes/smollm2` (stages `measure` and `frontier`; `bench training` for the trainer's
+part), and from `smollm2-speed` of `bench generate`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from .plots import new_figure
 from .records import Record, Records
 from .tables import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RECORD = "smollm2"
 MODELS = {
@@ -13,6 +22,12 @@ MODELS = {
     "control": "the control",
     "masked": "hypertokens masked",
     "zip": "hypertokens",
+}
+ENGINES = {
+    "torch-base": "mlx_zip, `smollm2-base`",
+    "torch-zip": "mlx_zip, `smollm2`",
+    "hf-float32": "transformers, float32",
+    "hf-bfloat16": "transformers, bfloat16",
 }
 
 
@@ -94,10 +109,75 @@ def curve_table(records: Records) -> str:
     return table(["leg", "base tokens seen", MODELS["zip"], MODELS["control"], "to the control"], rows)
 
 
+def speed_table(records: Records) -> str:
+    """Returns speeds of the engines on a CPU, and each to PyTorch's eager loop in the same rows."""
+    lines = records.lines("smollm2-speed")
+    rows = []
+    for line in lines:
+        found = {name: one["median"] for name, one in line["figures"].items() if one}
+        same = (one for one in lines if one["setting"]["rows"] == line["setting"]["rows"])
+        eager = {one["engine"]: one["figures"]["base_tokens_per_s"]["median"] for one in same}
+        ratios = [f"{found['base_tokens_per_s'] / eager[name]:.2f}" for name in ("hf-float32", "hf-bfloat16")]
+        figures = [f"{found['step_ms']:.1f}", f"{found['base_tokens_per_s']:.1f}", *ratios]
+        read = f"{found['prefill_tokens_per_s']:.0f}"
+        rows.append([line["setting"]["rows"], ENGINES[line["engine"]], *figures, read])
+    heads = ["ms per step", "base tokens/s written", "to float32 eager", "to bfloat16 eager", "base tokens/s read"]
+    return table(["rows", "engine", *heads], rows)
+
+
+def _seconds_per_kb(point: Mapping[str, Any]) -> float:
+    return 1000 * point["ids_per_byte"] * point["step_s"]
+
+
+def _name(point: Mapping[str, Any]) -> str:
+    """Returns what a point of the frontier is."""
+    name = MODELS.get(
+        point["model"], point["model"].replace("layers-16", "16 layers").replace("layers-24", "24 layers")
+    )
+    return f"{name}, {point['pack']} pack" if point["pack"] else name
+
+
+def frontier_table(records: Records) -> str:
+    """Returns the points of the frontier, and for each the plain model that is both faster and better, if there is."""
+    points, rows = _part(records, "frontier")["points"], []
+    for point in sorted(points, key=lambda one: (one["domain"], _seconds_per_kb(one))):
+        better = [
+            _name(one)
+            for one in points
+            if one["domain"] == point["domain"]
+            and one["model"] != "zip"
+            and one["bits_per_byte"] < point["bits_per_byte"]
+            and _seconds_per_kb(one) < _seconds_per_kb(point)
+        ]
+        figures = [f"{point['bits_per_byte']:.3f}", f"{1000 * point['step_s']:.1f}", f"{_seconds_per_kb(point):.2f}"]
+        rows.append([point["domain"], _name(point), *figures, ", ".join(better)])
+    heads = ["bits per byte", "ms per step", "seconds per 1,000 bytes", "plain models better in both"]
+    return table(["text", "model", *heads], rows)
+
+
+def picture(records: Records) -> Figure:
+    """Returns bits per byte against seconds per 1,000 bytes, a panel for each text."""
+    points = _part(records, "frontier")["points"]
+    domains = sorted({one["domain"] for one in points})
+    figure = new_figure(5 * len(domains), 4)
+    for panel, domain in zip(figure.subplots(1, len(domains), squeeze=False)[0], domains, strict=True):
+        for zipped, mark, label in ((False, "o", "plain models"), (True, "s", "hypertokens")):
+            some = [one for one in points if one["domain"] == domain and (one["model"] == "zip") == zipped]
+            xs, ys = [_seconds_per_kb(one) for one in some], [one["bits_per_byte"] for one in some]
+            panel.plot(xs, ys, mark, label=label)
+            for one, x, y in zip(some, xs, ys, strict=True):
+                panel.annotate(_name(one), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        panel.set(title=domain, xlabel="seconds per 1,000 bytes", ylabel="bits per byte")
+        panel.margins(x=0.3, y=0.15)
+        panel.legend()
+    return figure
+
+
 TABLES = {
     "smollm2-bits": bits_table,
     "smollm2-rates": rates_table,
     "smollm2-labels": labels_table,
     "smollm2-curve": curve_table,
+    "smollm2-speed": speed_table,
 }
 PICTURES: dict[str, Any] = {}
