@@ -131,9 +131,8 @@ def _seconds_per_kb(point: Mapping[str, Any]) -> float:
 
 def _name(point: Mapping[str, Any]) -> str:
     """Returns what a point of the frontier is."""
-    name = MODELS.get(
-        point["model"], point["model"].replace("layers-16", "16 layers").replace("layers-24", "24 layers")
-    )
+    layers = str(point["model"]).replace("layers-16", "16 layers").replace("layers-24", "24 layers")
+    name = MODELS.get(point["model"], layers)
     return f"{name}, {point['pack']} pack" if point["pack"] else name
 
 
