@@ -178,5 +178,6 @@ TABLES = {
     "smollm2-labels": labels_table,
     "smollm2-curve": curve_table,
     "smollm2-speed": speed_table,
+    "smollm2-frontier": frontier_table,
 }
-PICTURES: dict[str, Any] = {}
+PICTURES = {"docs/reports/smollm2.svg": picture}
