@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mlx_zip.cuda.cpu_products import multiplies_bfloat16
 from mlx_zip.cuda.model import open_model
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
@@ -219,7 +220,9 @@ def repeated(ids: Sequence[int], n: int = 4) -> float:
 
 
 class Rows:
-    """Texts that a plain model reads side by side on the CPU, in float32: one id per text and pass.
+    """Texts that a plain model reads side by side on the CPU: one id per text and pass.
+
+    It computes in bfloat16 where the processor multiplies that, else in float32.
 
     A text may begin while others are being written, and it is read id by id too: with dozens of texts that costs
     little more per id than a long prompt does.
@@ -227,7 +230,7 @@ class Rows:
 
     def __init__(self, model: Path, count: int, length: int) -> None:
         """Opens a model's folder for `count` texts of at most `length` ids. Raises `ModelError`, `ConfigError`."""
-        self._model = open_model(model, "cpu", "float32", hypertokens=False)
+        self._model = open_model(model, "cpu", "bfloat16" if multiplies_bfloat16() else "float32", hypertokens=False)
         self._kv = self._model.decoder.make_kv(count, length)
         self._none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
 
