@@ -1,10 +1,12 @@
 # Needs Python >= 3.11 and a C compiler; everything else is fetched into .venv. Works with GNU make 3.81 and newer.
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
 #   make test JOBS=1                runs the tests in one process instead of two
+#   make lint PYRIGHT_ARGS=--warnings  fails on warnings too, for an environment with all optional libraries
 #   make model DATA=DIR [OUT=DIR]   trains the bundled models anew from the stories in DATA (docs/stories.md)
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+PYRIGHT_ARGS ?=
 JOBS ?= 2
 DATA ?=
 OUT ?= stories-model
@@ -16,9 +18,11 @@ BIN := $(VENV)/bin
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),[cpu$(COMMA)test],[test])
 LEAVES := converters bench apps
 NATIVE := $(wildcard setup.py native/*.c native/*.h native/*.py)
-# What `make check` runs: the house, the codec, golden cases, text, state and the documented flags. No training, no PyTorch.
+# What `make check` runs: the house, the codec, golden cases, text, state, canonical decoding
+# and the documented flags. No training, no PyTorch.
 CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests/text tests/state tests/cli/test_cli_docs.py \
-  tests/models/test_golden_models.py tests/vocab/test_multitok_golden.py tests/vocab/test_adaptbpe_golden.py tests/vocab/test_hbpe.py
+  tests/generate/test_canonical.py tests/models/test_golden_models.py tests/vocab/test_multitok_golden.py \
+  tests/vocab/test_adaptbpe_golden.py tests/vocab/test_hbpe.py
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
 
@@ -68,7 +72,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@rm -rf build/types && mkdir -p build/types && cp -R mlx_zip build/types && cp -R recipes build/types && cp -R $(LEAVES) build/types/mlx_zip
-	$(BIN)/pyright --pythonpath $(BIN)/python   # of the tree as it is installed, which is how modules import each other
+	$(BIN)/pyright $(PYRIGHT_ARGS) --pythonpath $(BIN)/python   # of the tree as it is installed, which is how modules import each other
 
 fuzz:
 	native/fuzz/run.sh 20

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {"convert": "mlx_zip.converters.conversion", "make_named": "mlx_zip.converters.named"}
-__all__ = [*_HOMES]
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -72,7 +72,7 @@ _HOMES = {
     "TrainingError": "mlx_zip.errors",
 }
 
-__all__ = [*sorted(_HOMES), "register"]
+__all__ = [*sorted(_HOMES), "register"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
