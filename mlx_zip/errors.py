@@ -32,6 +32,18 @@ class GenerationError(MlxZipError, ValueError):
 class PromptTooLongError(GenerationError):
     """A prompt that is longer than the model's context, or than a server allows."""
 
+    @classmethod
+    def of(cls, tokens: int, most: int, why: str) -> "PromptTooLongError":
+        """Returns the error for a prompt of `tokens` base tokens where `most` are allowed. why: further words.
+
+        The message has the words and numbers by which clients of OpenAI and of Anthropic know that they must shorten
+        a conversation. Both count tokens; OpenAI's number includes one token of an answer.
+        """
+        return cls(
+            f"the prompt is too long: {tokens} tokens > {most} maximum; the maximum context length is {most + 1} tokens, "
+            f"one for an answer included ({why}); shorten the prompt"
+        )
+
 
 class EngineError(MlxZipError):
     """A request to an engine that it cannot meet, for example for a session that it does not have."""

@@ -174,6 +174,7 @@ Event = Held | Started | Progress | Emitted | Counted | Finished | Failed
 class EngineInfo:
     """What a model is. name: as it was asked for. vocab_size: base ids are below it. context: positions, None without
     a limit. merge_size, codebook_size: 0 for a model without hypertokens. fingerprint: of weights and tokenizer.
+    max_prompt_tokens: base tokens that no prompt can exceed, however well it compresses; None without a limit.
     """
 
     name: str
@@ -182,6 +183,7 @@ class EngineInfo:
     merge_size: int
     codebook_size: int
     fingerprint: str
+    max_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)

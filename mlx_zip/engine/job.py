@@ -27,7 +27,7 @@ from mlx_zip.engine.interface import (
 from mlx_zip.engine.origins import NewEntries, Origins, following
 from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.session_options import Checkout
-from mlx_zip.engine.submissions import Checked, context_error
+from mlx_zip.engine.submissions import Checked, context_error, tokens_of
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
 from mlx_zip.exclusions import CanonicalIds
 from mlx_zip.penalty_terms import PenaltyTerms
@@ -107,15 +107,22 @@ class Job:
         self.prompt_ids = rest if self._state is None else compress_next(self.book, rest)
         self._read = [] if self.book is not None else base_ids[: found.base_tokens].tolist()
         used = len(base_ids) if served.by_base else found.ids + len(self.prompt_ids)
-        room = math.inf if served.context is None else served.context - used
-        if room < 1:
-            raise context_error(used, int(used + room))
+        context = served.context
+        room = math.inf if context is None else context - used
+        if context is not None and room < 1:
+            raise context_error(len(base_ids), self._fitting(context, found.ids), context)
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = served.make_penalties(self.checked.sampling, self._state)
         self._per_id = served.kv_bytes_per_id
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids)))
+
+    def _fitting(self, context: int, held: int) -> int:
+        """Returns how many base tokens of the prompt fit into a context. held: ids that the session holds."""
+        if self.book is None or self._by_base:
+            return context - 1
+        return tokens_of(self.book.copy(), self.prompt_ids[: max(0, context - 1 - held)])
 
     @property
     def book(self) -> Any:

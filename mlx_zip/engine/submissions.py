@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.codec import CodecParams, compress
+from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.engine.interface import EngineInfo, Submission
 from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
@@ -63,7 +63,9 @@ def engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
     """Returns what fronts know of a model. name: as it was asked for. model: fingerprint of the weights."""
     both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
     sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
-    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both)
+    per_position = 1 if facts.by_base else max(1, sizes[0])
+    most = None if facts.context is None else (facts.context - 1) * per_position
+    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, most)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Checks:
             raise GenerationError(f"prompt id {base_ids[at]} at index {at} is not a base id (0 to {last})")
         bound = self.max_prompt_tokens
         if bound is not None and len(base_ids) > bound:
-            raise PromptTooLongError(f"the prompt has {len(base_ids)} tokens, at most {bound} are allowed; shorten it")
+            raise PromptTooLongError.of(len(base_ids), bound, f"at most {bound} are allowed here")
         return base_ids
 
     def _check_context(self, base_ids: Uint32s, start: Any) -> None:
@@ -133,11 +135,12 @@ class Checks:
         context, params = self.facts.context, self.facts.params
         if context is None or len(base_ids) < context:
             return
-        used = len(base_ids)
-        if params is not None and not self.facts.by_base:
-            used = len(compress(with_starts(params, [start])[0], base_ids)[0])
-        if used >= context:
-            raise context_error(used, context)
+        if params is None or self.facts.by_base:
+            raise context_error(len(base_ids), context - 1, context)
+        params = with_starts(params, [start])[0]
+        ids, _ = compress(params, base_ids)
+        if len(ids) >= context:
+            raise context_error(len(base_ids), tokens_of(Codebook(params), ids[: context - 1]), context)
 
     def _check_room(self, prompt: int, max_tokens: int) -> int:
         """Returns bytes that KV caches may need. Raises `GenerationError` for a request that can never have them."""
@@ -155,12 +158,18 @@ class Checks:
         return min(bound, per_id * (least if max_tokens > 0 else prompt + UNLIMITED_IDS))
 
 
-def context_error(used: int, context: int) -> PromptTooLongError:
-    """Returns the error for a prompt that takes `used` positions of a context of `context`."""
-    return PromptTooLongError(
-        f"the prompt takes {used} positions, the model's context has {context} and generation needs at least one; "
-        "shorten the prompt"
-    )
+def context_error(tokens: int, most: int, context: int) -> PromptTooLongError:
+    """Returns the error for a prompt that leaves no position for an answer.
+
+    tokens: base tokens of the prompt. most: how many of them fit. context: the model's positions.
+    """
+    return PromptTooLongError.of(tokens, most, f"the model's context has {context} positions")
+
+
+def tokens_of(book: Codebook, ids: Uint32s) -> int:
+    """Returns how many base tokens a codebook holds once it has read these ids, which it then has."""
+    book.push(ids)
+    return book.base_length
 
 
 def _check_limits(submission: Submission, width: int | None) -> None:

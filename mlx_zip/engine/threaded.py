@@ -12,13 +12,13 @@ import time
 from abc import abstractmethod
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from mlx_zip.engine.inbox import Inbox
-from mlx_zip.engine.interface import Deliver, Engine, Figures, SessionInfo, Submission, Ticket
+from mlx_zip.engine.interface import Deliver, Engine, EngineInfo, Figures, SessionInfo, Submission, Ticket
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.options import ServeOptions
@@ -206,7 +206,7 @@ class ThreadedEngine(Engine):
         """Loads the model and makes what serves it."""
         options = self._options
         served = self._served(load, name)
-        self.info = served.info
+        self.info = _bounded(served.info, options.max_prompt_tokens)
         bound = self._kv_bound(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
@@ -301,3 +301,9 @@ class ThreadedEngine(Engine):
             self._store.close()
         except Exception:
             log.exception("sessions could not be written")
+
+
+def _bounded(info: EngineInfo, most: int | None) -> EngineInfo:
+    """Returns what a model is, with a further bound on a prompt's base tokens, None for none."""
+    bounds = [bound for bound in (info.max_prompt_tokens, most) if bound is not None]
+    return replace(info, max_prompt_tokens=min(bounds, default=None))

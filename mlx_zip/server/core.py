@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, Submission, Ticket
@@ -19,11 +21,14 @@ from mlx_zip.server.parts import Splitter
 from mlx_zip.server.tool_formats import for_template, openai_tools
 from mlx_zip.server.tools import make_constraint
 from mlx_zip.server.turn import Delta, Done, Turn, Waiting
+from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.token_texts import TokenTexts
 
 Some = TypeVar("Some")
 _THREADS = 4
+_LONG = 1 << 18  # characters of a turn that waits for its turn among the long ones, so that short ones do not wait
+_AS_WRITTEN = ("system", "user", "tool")  # roles of messages that chat templates never shorten
 
 
 class Stop:
@@ -61,7 +66,9 @@ class Core:
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
         self._packs = Packs(self.options.packs, self.options.pack)
+        self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
 
     async def answer(self, turn: Turn, stop: Stop | None = None) -> AsyncGenerator[Delta, None]:
         """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called before.
@@ -107,8 +114,8 @@ class Core:
                     yield pair
 
     async def prompt_ids(self, turn: Turn) -> list[int]:
-        """Returns the base ids of a turn's prompt. Raises `GenerationError`."""
-        return await self.aside(self._prompt_ids, turn)
+        """Returns the base ids of a turn's prompt; given up if the task is cancelled. Raises `GenerationError`."""
+        return await self._awaited(turn, partial(self._prompt_ids, turn), lambda ids: None)
 
     async def packs(self) -> list[PackInfo]:
         """Returns the packs that turns can name."""
@@ -126,7 +133,8 @@ class Core:
         """Ends the threads. The engine is closed by whom it belongs to."""
         for call in self.on_close:
             call()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
         """Returns what the engine is asked for a turn. prompt_ids: base ids of its prompt."""
@@ -141,16 +149,18 @@ class Core:
             show=turn.show,
         )
 
-    def _prompt_ids(self, turn: Turn) -> list[int]:
-        """Returns the base ids of a turn's prompt. Raises `GenerationError`."""
-        tokenizer = self.engine.tokenizer
+    def _prompt_ids(self, turn: Turn, check: Check) -> list[int]:
+        """Returns the base ids of a turn's prompt. Raises `GenerationError`, and what `check` raises."""
+        tokenizer, encode = self.engine.tokenizer, LongEncoding(self._texts, check)
         if turn.prompt is not None:
-            return encode_prompt(tokenizer, turn.prompt)
+            return encode_prompt(tokenizer, turn.prompt, encode=encode)
+        as_written = [one["content"] for one in turn.messages if one["role"] in _AS_WRITTEN]
+        self._texts.check_bytes(sum(utf8_bytes(text) for text in as_written if isinstance(text, str)))
         options = {**self.options.template_options, **turn.template_options}
         if turn.tools and turn.tool_choice != "none":
             options["tools"] = openai_tools(turn.tools)
         chat = Chat(for_template(tokenizer, turn.messages), prefill=turn.prefill, options=options)
-        return encode_prompt(tokenizer, chat, answers=self.engine.answers())
+        return encode_prompt(tokenizer, chat, answers=self.engine.answers(), encode=encode)
 
     async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, Splitter]:
         """Submits a turn; if the task is cancelled meanwhile, the request is ended as soon as it is known.
@@ -158,22 +168,37 @@ class Core:
         Returns the request's ticket, and what finds reasoning and calls of tools in the answer.
         """
 
-        def submit() -> tuple[Ticket, Splitter]:
-            prompt_ids = self._prompt_ids(turn)
+        def submit(check: Check) -> tuple[Ticket, Splitter]:
+            prompt_ids = self._prompt_ids(turn, check)
             splitter = Splitter(self.engine.tokenizer, turn, prompt_ids)
             return self.engine.submit(self._submission(turn, prompt_ids), deliver), splitter
 
-        future = asyncio.get_running_loop().run_in_executor(self._pool, submit)
+        return await self._awaited(turn, submit, lambda submitted: self.engine.cancel(submitted[0]))
+
+    async def _awaited(self, turn: Turn, work: Callable[[Check], Some], undo: Callable[[Some], None]) -> Some:
+        """Returns what a function returns that encodes a turn's prompt; it runs in a thread.
+
+        work: called with a function that raises when nobody waits for the prompt any more, because the task was
+        cancelled or the engine ends. undo: called with the result if the task was cancelled before it came.
+        """
+        gone = threading.Event()
+
+        def check() -> None:
+            if gone.is_set() or not self.engine.alive:
+                raise EngineStoppedError("nobody waits for this prompt any more, or the server is stopping")
+
+        def ended(future: asyncio.Future[Some]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                undo(future.result())
+
+        pool = self._long if _characters([turn.prompt, turn.messages]) > _LONG else self._pool
+        future = asyncio.get_running_loop().run_in_executor(pool, work, check)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            future.add_done_callback(self._forget)
+            gone.set()
+            future.add_done_callback(ended)
             raise
-
-    def _forget(self, submitted: asyncio.Future[tuple[Ticket, Splitter]]) -> None:
-        """Ends a request that nobody waits for."""
-        if not submitted.cancelled() and submitted.exception() is None:
-            self.engine.cancel(submitted.result()[0])
 
     def _answering(self, turn: Turn, ticket: Ticket, splitter: Splitter) -> Answering:
         """Returns the state of an answer that begins."""
@@ -186,6 +211,15 @@ class Core:
                 self.engine.note_answer(ticket, answering.text, answering.base_ids)
         for call in self.on_done:
             call(done)
+
+
+def _characters(value: Any) -> int:
+    """Returns the number of characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _deliverer(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:

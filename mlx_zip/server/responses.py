@@ -48,7 +48,7 @@ def routes(core: Core) -> list[Route]:
     async def input_tokens(request: Request) -> Response:
         """Counts the base tokens that a request's prompt would have."""
         asked = _asked(core, store, running, await read_body(request, core, ResponseBody))
-        count = len(await core.prompt_ids(asked.turn))
+        count = len(await unless_gone(request, core.prompt_ids(asked.turn)))
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def one_response(request: Request) -> Response:

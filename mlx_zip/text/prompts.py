@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from mlx_zip.text.known_answers import Known, known_answers
 from mlx_zip.text.tokenizer import think_marks
 
 Messages = Sequence[Mapping[str, Any]]
+Encode = Callable[[Any, str, bool], list[int]]  # what `encode_text` is
 
 _OURS = {"tokenizer", "messages", "conversation", "tokenize", "continue_final_message", "add_generation_prompt"}
 _QUERY = "\ue000query\ue001"  # characters for private use, which no template looks for
@@ -71,20 +72,23 @@ class Chat:
             )
         return self.text(tokenizer)[at:]
 
-    def ids(self, tokenizer: Any, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
+    def ids(
+        self, tokenizer: Any, answers: Mapping[str, Sequence[int]] | None = None, encode: Encode | None = None
+    ) -> list[int]:
         """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for it.
+        encode: used in place of `encode_text`.
 
         An assistant message whose content is one of `answers` is represented by those ids, because the tokenizer may
         split its text otherwise than the model did. So is one with reasoning or calls of tools, if what the template
         writes for it is one of `answers`. If the template does not write a content as it stands (white space around it
         apart), the message is encoded as text.
         """
-        whole, at = self.text(tokenizer), 0
+        whole, at, encode = self.text(tokenizer), 0, encode or encode_text
         ids: list[int] = []
         for begin, end, answer in self._known(tokenizer, whole, answers or {}):
-            ids += [*encode_text(tokenizer, whole[at:begin]), *answer]
+            ids += [*encode(tokenizer, whole[at:begin], False), *answer]
             at = end
-        return [*ids, *encode_text(tokenizer, whole[at:])]
+        return [*ids, *encode(tokenizer, whole[at:], False)]
 
     def _known(self, tokenizer: Any, whole: str, answers: Mapping[str, Sequence[int]]) -> list[Known]:
         """Returns the answers whose ids are known, where they stand in the rendered conversation `whole`."""
@@ -109,18 +113,22 @@ def _are_messages(value: Any) -> bool:
 
 
 def encode_prompt(
-    tokenizer: Any, prompt: Any, continues: bool = False, answers: Mapping[str, Sequence[int]] | None = None
+    tokenizer: Any,
+    prompt: Any,
+    continues: bool = False,
+    answers: Mapping[str, Sequence[int]] | None = None,
+    encode: Encode | None = None,
 ) -> list[int]:
     """Returns the base ids of a prompt: text, a conversation (`Chat` or messages), or base ids as they are.
 
     Text gets the tokenizer's special tokens unless it already begins with the bos token or `continues` a cached
-    conversation. A conversation is always rendered whole; answers: as in `Chat.ids`. Raises `GenerationError` for an
-    empty prompt, text that is not valid Unicode, and messages that the chat template refuses.
+    conversation. A conversation is always rendered whole; answers, encode: as in `Chat.ids`. Raises `GenerationError`
+    for an empty prompt, text that is not valid Unicode, and messages that the chat template refuses.
     """
     if isinstance(prompt, str):
-        ids = encode_text(tokenizer, prompt, special=not continues)
+        ids = (encode or encode_text)(tokenizer, prompt, not continues)
     elif (chat := as_chat(prompt)) is not None:
-        ids = chat.ids(tokenizer, answers)
+        ids = chat.ids(tokenizer, answers, encode)
     else:
         ids = _plain_ids(prompt)
     if not ids:

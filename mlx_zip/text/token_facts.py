@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.vocab.first_stage import BYTE_OF
 
+_COMPOSING = {"NFC", "NFKC"}
+_KEEPING = {"Sequence", "Prepend", "NFD", *_COMPOSING, "ByteLevel", "Metaspace", "Split", "Punctuation", "Digits"}
+_MOST_SHRINKING = 4  # bytes of a character that become one byte, when characters are composed
+
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Returns the ids of special tokens, which mark something and are no text."""
@@ -52,6 +56,30 @@ def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.in
     return ids, np.diff(before[starts], append=before[-1])
 
 
+def longest_token_bytes(tokenizer: Any) -> int | None:
+    """Returns a bound on the bytes of text that one token stands for, None where there is none.
+
+    There is none for a tokenizer that leaves out or replaces parts of a text, for example white space.
+    """
+    backend = getattr(getattr(tokenizer, "_tokenizer", tokenizer), "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = json.loads(backend.to_str())
+    steps = [step for name in ("normalizer", "pre_tokenizer") for step in _steps(parts.get(name))]
+    kinds = {step["type"] for step in _steps(parts.get("decoder"))}
+    if not kinds & {"ByteLevel", "ByteFallback"} or not all(map(_keeps_all, steps)):
+        return None
+    shrinks = any(step["type"] in _COMPOSING for step in steps)
+    return (_MOST_SHRINKING if shrinks else 1) * max(map(len, bytes_by_id(tokenizer)))
+
+
+def _keeps_all(step: Any) -> bool:
+    """Returns whether a step of a normalizer or pre-tokenizer leaves nothing of a text out."""
+    if step["type"] == "Replace":
+        return step["pattern"] == {"String": " "}
+    return step["type"] in _KEEPING and step.get("behavior") != "Removed"
+
+
 def bytes_by_id(tokenizer: Any) -> list[bytes]:
     """Returns the bytes that each id adds to a text, b"" for ids without a token; special tokens have their names.
 
@@ -84,11 +112,11 @@ def _speller(tokenizer: Any, names: list[str | None]) -> Any:
     return lambda i: tokenizer.decode([*before, i]).removeprefix(lead).encode()
 
 
-def _steps(decoder: Any) -> Iterator[Any]:
-    """Yields the steps of a decoder, as tokenizer.json has it: a map, a sequence of maps, or None."""
-    if decoder is not None:
-        yield decoder
-        for step in decoder.get("decoders", ()):
+def _steps(part: Any) -> Iterator[Any]:
+    """Yields the steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json has it: a map with more, or None."""
+    if part is not None:
+        yield part
+        for step in (inner for name in ("normalizers", "pretokenizers", "decoders") for inner in part.get(name, ())):
             yield from _steps(step)
 
 

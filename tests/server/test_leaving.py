@@ -37,15 +37,16 @@ def test_a_client_that_leaves_ends_the_engines_request(path, fields):
         assert time.monotonic() - began < 2
 
 
-def test_a_client_that_leaves_while_its_prompt_is_rendered_leaves_no_request():
+def test_a_client_that_leaves_while_its_prompt_is_submitted_leaves_no_request():
     engine, begun, go_on = FakeEngine(ENDLESS), threading.Event(), threading.Event()
+    submit = engine.submit
 
-    def answers():
+    def submitted(*args):
         begun.set()
         go_on.wait(10)
-        return {}
+        return submit(*args)
 
-    engine.answers = answers
+    engine.submit = submitted
     with serving(engine) as served:
         connection = served.raw(post(PATH, body()))
         assert begun.wait(10)

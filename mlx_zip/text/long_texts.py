@@ -1,0 +1,127 @@
+"""Long texts as base ids: refused by their bytes, encoded piece by piece, and given up when nobody waits any more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+from mlx_zip.errors import PromptTooLongError
+from mlx_zip.text.prompts import encode_text
+from mlx_zip.text.token_facts import bytes_by_id, lead_ids, longest_token_bytes
+
+PIECE = 1 << 16  # characters that the tokenizer gets at a time
+LONGEST_PIECE = 1 << 19  # where a text has no words
+Check = Callable[[], None]  # raises if nobody waits for the ids any more
+_END_OF_WORD = re.compile(r"[^\W\d_](?= [^\W\d_])")
+_ACROSS_WORDS = re.compile(rb"[A-Za-z\x80-\xff] ")
+_PROBES = (("one", "two"), ("A", "b"), ("it's", "a"), ("é", "ü"), ("今日", "は"))
+
+
+class LongTexts:
+    """What must be known of a tokenizer to encode long texts. May be used from any thread.
+
+    most: base tokens that no prompt may exceed, None for no bound.
+    """
+
+    def __init__(self, tokenizer: Any, most: int | None) -> None:
+        self.tokenizer, self.most = tokenizer, most
+
+    def check_bytes(self, size: int) -> None:
+        """Raises `PromptTooLongError` if a text of `size` bytes has more tokens than a prompt may have."""
+        if self.most is None or size <= self.most or self._longest is None:
+            return
+        if (least := -(-size // self._longest)) > self.most:
+            raise PromptTooLongError.of(least, self.most, f"counted from its {size} bytes, it has at least so many")
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Yields the pieces of a text, whose base ids together are the whole text's.
+
+        It is cut between words. Without any for `LONGEST_PIECE` characters it is cut there all the same, and the base
+        ids next to that place may differ from the whole text's.
+        """
+        at = 0
+        while at < len(text):
+            end, skip = self._end(text, at)
+            yield text[at:end]
+            at = end + skip
+
+    def _end(self, text: str, at: int) -> tuple[int, int]:
+        """Returns where a piece ends that begins at `at`, and how many characters after it are left out."""
+        last = at + LONGEST_PIECE
+        if len(text) - at <= PIECE:
+            return len(text), 0
+        if self._skip is not None and (found := _END_OF_WORD.search(text, at + PIECE, last)):
+            return found.end(), self._skip
+        return (len(text) if self._skip else min(last, len(text))), 0
+
+    @cached_property
+    def _longest(self) -> int | None:
+        """The most bytes that one token stands for, None if unknown."""
+        return longest_token_bytes(self.tokenizer)
+
+    @cached_property
+    def _skip(self) -> int | None:
+        """How many characters to leave out before a word that begins a piece: 1 for a tokenizer that puts a space in
+        front of every text, else 0. None if texts must not be cut between words.
+
+        No token may reach over the end of a word. Then the tokens on both sides do not depend on each other.
+        """
+        if any(map(_ACROSS_WORDS.search, bytes_by_id(self.tokenizer))):
+            return None
+        return next((skip for skip in (0, 1) if all(self._splits(*pair, skip) for pair in _PROBES)), None)
+
+    def _splits(self, left: str, right: str, skip: int) -> bool:
+        """Returns whether the base ids of two words are those of the first one and of the rest."""
+        encode = lambda text: encode_text(self.tokenizer, text)
+        return encode(f"{left} {right}") == encode(left) + encode(f" {right}"[skip:])
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        bare, whole = self.tokenizer.encode("a", add_special_tokens=False), list(self.tokenizer.encode("a"))
+        before = list(lead_ids(self.tokenizer))
+        return before, whole[len(before) + len(bare) :]
+
+
+def utf8_bytes(text: str) -> int:
+    """Returns the size of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+class LongEncoding:
+    """Encodes the texts of one prompt, as `encode_text` does. check: called before each piece."""
+
+    def __init__(self, texts: LongTexts, check: Check) -> None:
+        self._texts, self._check, self._tokens = texts, check, 0
+
+    def __call__(self, tokenizer: Any, text: str, special: bool = False) -> list[int]:
+        """Returns the base ids of a text.
+
+        Raises what `encode_text` raises, `PromptTooLongError` as soon as the prompt has too many tokens, and what
+        `check` raises.
+        """
+        self._check()
+        self._texts.check_bytes(utf8_bytes(text))
+        if len(text) <= PIECE:
+            return self._counted(encode_text(tokenizer, text, special))
+        bos = tokenizer.bos_token
+        before, after = self._texts.around if special and not (bos and text.startswith(bos)) else ([], [])
+        ids = list(before)
+        for piece in self._texts.pieces(text):
+            self._check()
+            self._check_count()
+            ids += self._counted(encode_text(tokenizer, piece))
+        return ids + after
+
+    def _counted(self, ids: list[int]) -> list[int]:
+        """Returns base ids, and counts them."""
+        self._tokens += len(ids)
+        return ids
+
+    def _check_count(self) -> None:
+        """Raises `PromptTooLongError` if there are too many tokens already."""
+        most = self._texts.most
+        if most is not None and self._tokens > most:
+            raise PromptTooLongError.of(self._tokens, most, "it has at least so many, and was not read to its end")

@@ -1,0 +1,121 @@
+"""Prompts of megabytes: refused by their size, encoded in pieces, given up when their client goes or the server ends."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from mlx_zip.server.options import Options
+from support.fake_engine import FakeEngine, any_role
+from support.http_server import post, serving, until
+
+LONG = "Once upon a time there was a boat. " * 30_000  # a megabyte
+USER = [{"role": "user", "content": LONG}]
+ASKED = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": LONG},
+    "/v1/responses": {"input": LONG},
+    "/v1/responses/input_tokens": {"input": LONG},
+    "/v1/messages": {"model": "stories", "max_tokens": 5, "messages": USER},
+    "/v1/messages/count_tokens": {"model": "stories", "messages": USER},
+}
+
+
+class Held:
+    """A tokenizer that notes the lengths of the texts it gets, and waits at the second long one until `go_on`."""
+
+    def __init__(self, inner):
+        self.inner, self.lengths = inner, []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def encode(self, text, **options):
+        self.lengths.append(len(text))
+        if len(text) > 10_000 and self.long == 2:
+            self.begun.set()
+            assert self.go_on.wait(20)
+        return self.inner.encode(text, **options)
+
+    @property
+    def long(self):
+        """How many long texts were encoded."""
+        return sum(length > 10_000 for length in self.lengths)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def made(most=None):
+    engine = FakeEngine(vocab=Held(any_role()))
+    engine.info = replace(engine.info, max_prompt_tokens=most)
+    return engine, engine.tokenizer
+
+
+def refused(answer):
+    """Asserts that an answer is the one by which clients know that they must shorten the conversation."""
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+    assert "maximum context length is 6001 tokens" in error["message"]
+    assert "prompt is too long: " in error["message"]
+    assert "tokens > 6000 maximum" in error["message"]
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_prompt_of_too_many_bytes_is_never_given_to_the_tokenizer(path):
+    engine, tokenizer = made(6000)
+    with serving(engine) as served:
+        refused(served.ask("POST", path, ASKED[path]))
+    assert tokenizer.long == 0
+    assert engine.told.tickets == []
+
+
+def test_what_is_refused_by_its_bytes_is_not_rendered_either():
+    engine, tokenizer = made(6000)
+    tokenizer.inner._tokenizer.chat_template = "{{ raise_exception('rendered') }}"
+    with serving(engine) as served:
+        refused(served.ask("POST", "/v1/chat/completions", {"messages": USER}))
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_prompt_that_is_being_encoded_is_given_up_when_its_client_goes(path):
+    engine, tokenizer = made()
+    with serving(engine) as served:
+        connection = served.raw(post(path, ASKED[path]))
+        assert tokenizer.begun.wait(20)
+        connection.close()
+        assert until(lambda: not served.server.server_state.tasks)
+        tokenizer.go_on.set()
+        served.core._long.submit(lambda: None).result(20)  # the only thread for long prompts is free again
+    assert tokenizer.long == 2
+    assert engine.told.tickets == []
+
+
+def test_a_prompt_that_is_being_encoded_is_given_up_when_the_server_ends():
+    engine, tokenizer = made()
+    with serving(engine, Options(drain_s=0.2)) as served:
+        connection = served.raw(post("/v1/completions", {"prompt": LONG}))
+        assert tokenizer.begun.wait(20)
+        served.server.should_exit = True
+        assert until(lambda: not engine.alive)
+        tokenizer.go_on.set()
+        assert connection.recv(1000).startswith(b"HTTP/1.1 503 ")
+        connection.close()
+    assert tokenizer.long == 2
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones():
+    engine, tokenizer = made()
+    with serving(engine) as served:
+        connections = [served.raw(post("/v1/completions", {"prompt": LONG})) for _ in range(6)]
+        assert tokenizer.begun.wait(20)
+        assert served.chat().status == 200
+        assert tokenizer.long == 2
+        for connection in connections:
+            connection.close()
+        assert until(lambda: not served.server.server_state.tasks)
+        tokenizer.go_on.set()
