@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import (  # uvicorn brings its parser
     H11Protocol,
@@ -14,6 +15,7 @@ from mlx_zip.server.options import Options
 
 MOST_BEGUN = 100  # bytes that are kept of what may be no HTTP
 HALF_CLOSED_S = 0.25  # in which a client that has closed its sending side still gets an answer
+LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # how long, and how much of a refused request, is read behind its answer
 
 
 def connection_class(options: Options) -> type[H11Protocol]:
@@ -27,15 +29,23 @@ class Connection(H11Protocol):
     head_s = stall_s = 60.0
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
+    _has_eof = False  # whether the client has closed its sending side
+    _lingered = 0  # bytes read since the answer to a refused request
     _begun = b""  # how the head of a request begins, as far as an error's dialect depends on it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to wait for the head of a request."""
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _Lingering(transport, self)))
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes; the clock runs while a head is incomplete."""
+        if self._linger_timer is not None:
+            self._lingered += len(data)
+            if self._lingered > LINGER_BYTES:
+                self.transport.abort()
+            return
         if self._waits_for_head:
             self._begun = (self._begun + data[:MOST_BEGUN])[:MOST_BEGUN]
         super().data_received(data)
@@ -59,9 +69,27 @@ class Connection(H11Protocol):
         elif not waits:
             self._head_timer = _stopped(self._head_timer)
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether the client may have sent, or may go on to send, what was not read."""
+        if self._has_eof:
+            return False
+        partly = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return partly or self.flow.read_paused or bool(self.conn.trailing_data[0])
+
+    def linger(self) -> None:
+        """Reads on for a while and keeps nothing, so that the client reads its answer, and closes the connection.
+
+        A connection that is closed with unread input is reset, and the client may lose what was sent to it.
+        """
+        self._head_timer = _stopped(self._head_timer)
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self.flow.resume_reading()
+
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Lets an answer that comes at once be sent. Then the client has left: most close both sides together."""
-        if self._waits_for_head:
+        self._has_eof = True
+        if self._waits_for_head or self._linger_timer is not None:
             return None
         self.loop.call_later(HALF_CLOSED_S, self.transport.close)
         return True
@@ -78,7 +106,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops all clocks."""
-        self._head_timer, self._stall_timer = _stopped(self._head_timer), _stopped(self._stall_timer)
+        for timer in (self._head_timer, self._stall_timer, self._linger_timer):
+            _stopped(timer)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -103,6 +132,31 @@ class Connection(H11Protocol):
             return self.scope["path"]
         words = self._begun.decode("latin-1").split()
         return words[1] if len(words) > 1 else ""
+
+
+class _Lingering:
+    """The transport of a connection. To close it while input is unread is to stop writing, and to read on."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport, self._connection, self._closing = transport, connection, False
+
+    def close(self) -> None:
+        """Closes the connection, once its client has read what was sent or a while has passed."""
+        if self._closing or self._transport.is_closing():
+            return
+        if not self._connection.has_unread:
+            self._transport.close()
+            return
+        self._closing = True
+        self._transport.write_eof()
+        self._connection.linger()
+
+    def is_closing(self) -> bool:
+        """Returns whether nothing more can be sent."""
+        return self._closing or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import time
 
 import pytest
@@ -238,6 +239,44 @@ def test_a_client_that_closes_its_sending_side_still_reads_a_quick_answer(served
     with served.raw(post(PATH, {"messages": []})) as connection:
         connection.shutdown(1)
         assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+HEAD = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 3000000\r\n".encode()
+UNREAD = {  # requests that are refused before they are read
+    400: b"GET /" + b"a" * 70_000,
+    403: HEAD.replace(b"localhost", b"elsewhere") + b"\r\n",
+    404: HEAD.replace(PATH.encode(), b"/nowhere") + b"\r\n",
+    413: HEAD + b"Expect: 100-continue\r\nContent-Type: application/json\r\n\r\n",
+    415: HEAD + b"Content-Type: text/plain\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("status", UNREAD)
+def test_what_a_refused_client_still_sends_does_not_cost_it_its_answer(served, status):
+    with served.raw(UNREAD[status]) as connection:
+        assert select.select([connection], [], [], 20)[0]  # the answer is there
+        for _ in range(10):
+            connection.sendall(b"x" * 100_000)
+            time.sleep(0.01)
+        assert read_all(connection).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(("bound", "most"), [("LINGER_S", 0.1), ("LINGER_BYTES", 100_000)])
+def test_a_refused_client_that_goes_on_sending_is_cut_off(served, monkeypatch, bound, most):
+    monkeypatch.setattr("mlx_zip.server.connection.LINGER_S", 1000)
+    monkeypatch.setattr("mlx_zip.server.connection.LINGER_BYTES", 1 << 40)
+    monkeypatch.setattr(f"mlx_zip.server.connection.{bound}", most)
+    with served.raw(UNREAD[415]) as connection, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        for _ in range(2000):
+            connection.sendall(b"x" * 1000)
+            time.sleep(0.005)
+
+
+def test_a_refused_client_that_leaves_is_forgotten(served):
+    with served.raw(UNREAD[415]) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 415 ")
+        assert served.server.server_state.connections
+    assert until(lambda: not served.server.server_state.connections, 1.5)
 
 
 def test_requests_on_one_connection_are_answered_in_turn(served):
