@@ -49,6 +49,10 @@ class EngineError(MlxZipError):
     """A request to an engine that it cannot meet, for example for a session that it does not have."""
 
 
+class UnknownSessionError(EngineError):
+    """A request for a session that the engine does not have."""
+
+
 class EngineBusyError(EngineError):
     """Too many requests wait already. retry_after_s: seconds after which it is worth asking again."""
 

@@ -18,7 +18,7 @@ from mlx_zip.server.options import Options
 
 def guarded(options: Options) -> Options:
     """Returns the server's settings with what the app needs: the page is open to all, the rest to its own page only."""
-    return replace(options, open_paths=(*options.open_paths, *OPEN), own_origin=True)
+    return replace(options, open_paths=(*options.open_paths, *OPEN))
 
 
 def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:

@@ -135,7 +135,7 @@ def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:
     key, hosts = _api_key(args), _hosts(args)
     return {
         "model": name,
-        "max_tokens": args.max_tokens,
+        **({} if args.max_tokens is None else dict.fromkeys(("max_tokens", "max_tokens_with_tools"), args.max_tokens)),
         "sampling": {flag: getattr(args, flag) for flag in SAMPLING},
         "template_options": json_map("--chat-template-args", args.chat_template_args),
         "api_key": key,

@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(add)
     _add_network(add)
-    add("--max-tokens", type=int, default=512, help="base tokens of an answer that asks for no number (default: 512)")
+    add(
+        "--max-tokens",
+        type=int,
+        help="base tokens of an answer that asks for no number (default: 512, but what is left of the context for "
+        "requests with tools and for Responses)",
+    )
     for name, (kind, default, text) in SAMPLING.items():
         flag = "--" + name.replace("_", "-")
         add(flag, type=kind, default=default, help=f"{text}; for requests without this field (default: {default:g})")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.errors import EngineError
+from mlx_zip.errors import EngineError, UnknownSessionError
 
 
 class NoSessions:
@@ -35,7 +35,7 @@ class NoSessions:
 
     def save(self, name: str, file: Path) -> NoReturn:
         """Raises `EngineError`."""
-        raise EngineError(f"there is no session {name!r}: this engine keeps none")
+        raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
 
     def load(self, file: Path) -> NoReturn:
         """Raises `EngineError`."""
@@ -43,7 +43,7 @@ class NoSessions:
 
     def drop(self, name: str) -> NoReturn:
         """Raises `EngineError`."""
-        raise EngineError(f"there is no session {name!r}: this engine keeps none")
+        raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
 
     def purge(self) -> int:
         """Returns 0."""

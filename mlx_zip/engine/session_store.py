@@ -22,7 +22,7 @@ from mlx_zip.engine.session_files import Snapshot, read_session
 from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import Checkout, SessionOptions
 from mlx_zip.engine.session_room import SessionRoom
-from mlx_zip.errors import EngineError, reason
+from mlx_zip.errors import EngineError, UnknownSessionError, reason
 
 log = logging.getLogger("mlx_zip")
 
@@ -232,5 +232,5 @@ class SessionStore:
         """Returns a kept session. Raises `EngineError` for an unknown name."""
         kept = self._list.get(name)
         if kept is None or not kept.can_be_read:
-            raise EngineError(f"there is no session {name!r:.80}; it may have been evicted, or a request has it")
+            raise UnknownSessionError(f"there is no session {name!r:.80}; it may have been evicted, or a request has it")
         return kept

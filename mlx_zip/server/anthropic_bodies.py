@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_zip.server.anthropic_blocks import Message, SystemText, messages_of, system_text
-from mlx_zip.server.bodies import Size
+from mlx_zip.server.bodies import Size, Stops
 from mlx_zip.server.fields import Body, Many, PackNames, as_turn_pack, check_tools, joined_system, thinking_options
 from mlx_zip.server.turn import Tool, Turn
 
@@ -121,7 +121,7 @@ class MessagesBody(CountBody):
 
     max_tokens: Size
     stream: bool = False
-    stop_sequences: Many[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
+    stop_sequences: Stops = Field(default_factory=list)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)

@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.server import anthropic, chat, completions, responses, sessions
@@ -81,6 +81,7 @@ def _routes(core: Core) -> list[Route]:
 
     return [
         Route("/v1/models", models),
+        Route("/v1/models/", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/health", health),
     ]
@@ -99,7 +100,16 @@ def _description(routes: Sequence[Route]) -> Route:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Returns the answer to a request that failed, in its dialect."""
-    return failure_of(error).response(dialect_of(request.url.path))
+    response = failure_of(error).response(dialect_of(request.url.path))
+    if response.status_code == 405:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """Returns the methods that a request's path has."""
+    routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in routes for method in route.methods}
 
 
 async def _gone(request: Request, error: Any) -> Response:

@@ -29,8 +29,10 @@ _TAKEN = frozenset(
     | {"return_assistant_tokens_mask"}
 )
 Text = Annotated[str, Field(min_length=1)]
+MOST_STOPS = 32
 Size = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Stops = Annotated[Many[Text], Field(max_length=MOST_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -55,7 +57,7 @@ class Sampled(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most(1000)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    stop: Text | Annotated[Many[Text], Field(max_length=4)] = Field(default_factory=list)
+    stop: Text | Stops = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=8)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -136,9 +138,15 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def max_tokens_of(core: Core, given: int | None) -> int:
-    """Returns how many base tokens an answer may have."""
-    return core.options.max_tokens if given is None else given
+def max_tokens_of(core: Core, given: int | None, tools: bool = False) -> int:
+    """Returns how many base tokens an answer may have, -1 for what is left of the context.
+
+    given: the request's own number. tools: whether the request has tools, or is one for Responses.
+    """
+    if given is not None:
+        return given
+    long = tools and core.engine.info.context is not None  # without a limit an answer might never end
+    return core.options.max_tokens_with_tools if long else core.options.max_tokens
 
 
 def usage(counts: Counts, reasoning_tokens: int | None = None) -> dict[str, Any]:

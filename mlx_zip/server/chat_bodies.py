@@ -203,7 +203,7 @@ class ChatBody(Sampled):
             tool_choice=self._choice,
             parallel_tool_calls=self.parallel_tool_calls,
             schema=_schema(self.response_format),
-            max_tokens=max_tokens_of(core, given),
+            max_tokens=max_tokens_of(core, given, tools=bool(self.tools)),
             sampling=self.sampling(choice),
             stop=self.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

@@ -24,7 +24,19 @@ Of = TypeVar("Of")
 MOST_IN_LIST = 10_000
 Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is reported
 
-PackNames = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=16)]
+
+
+def _are_names(given: Any) -> Any:
+    """Refuses what is neither a name nor a list, which of the alternatives only one would say."""
+    if not isinstance(given, str | list):
+        raise ValueError("this must be the name of a pack, or a list of names")
+    return given
+
+
+PackNames = Annotated[
+    Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=16)],
+    BeforeValidator(_are_names),
+]
 
 _WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
@@ -119,8 +131,13 @@ def parse(kind: type[Some], given: Any) -> Some:
         return kind.model_validate(given)
     except ValidationError as error:
         faults = [(_path(fault["loc"], given), fault) for fault in error.errors(include_url=False)]
-    path, fault = max(faults, key=lambda pair: len(pair[0]))  # of alternatives, the one that fits the value best
+    path, fault = max(faults, key=_fitting)
     raise BodyError(_explained(fault), ".".join(path) or None)
+
+
+def _fitting(found: tuple[list[str], Any]) -> tuple[int, bool]:
+    """Returns how well an alternative fits a value: how deep inside its fault is, and whether the value's type fits."""
+    return len(found[0]), not found[1]["type"].endswith("_type")
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
@@ -172,6 +189,8 @@ def _explained(fault: Any) -> str:
         return "this must be an object with a type"
     if fault["type"] == "literal_error":
         return f"this must be {context['expected']}, got {str(fault['input'])[:80]!r}"
+    if fault["type"] == "too_long" and context.get("actual_length"):
+        return f"this has {context['actual_length']} items, and at most {context['max_length']} are allowed"
     message = str(fault["msg"]).removeprefix("Value error, ")
     return _WORDS.get(fault["type"], message[:1].lower() + message[1:])
 

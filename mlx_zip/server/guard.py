@@ -41,8 +41,9 @@ class Guard:
         if hosts is not None and host_name(headers.get("host", "")) not in hosts:
             message = "the Host header names another machine; this server answers to: " + ", ".join(sorted(hosts))
             return RequestError(403, message, "wrong_host")
-        if self._options.own_origin and not self._own_page(headers):
-            return RequestError(403, "this server answers no page of another origin", "wrong_origin")
+        if not self._own_page(headers):
+            message = "this server answers no page of another origin than those of --allowed-origins"
+            return RequestError(403, message, "wrong_origin")
         if self._options.api_key is None or self._is_open(scope["path"]) or self._knows(headers):
             return None
         message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
@@ -50,9 +51,9 @@ class Guard:
 
     def _own_page(self, headers: Headers) -> bool:
         """Returns whether a request comes from this server's own page, from an allowed one, or from no page."""
-        origin = headers.get("origin")
+        origin, allowed = headers.get("origin"), self._options.allowed_origins
         own = f"http://{headers.get('host', '')}"
-        return origin is None or origin.lower() == own.lower() or origin in self._options.allowed_origins
+        return origin is None or origin.lower() == own.lower() or origin in allowed or "*" in allowed
 
     def _is_open(self, path: str) -> bool:
         """Returns whether a path needs no key. A path is taken as it stands: `..` in it has no meaning."""

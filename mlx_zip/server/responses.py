@@ -93,7 +93,8 @@ def _asked(core: Core, store: ResponseStore, running: dict[str, _Asked], body: R
         stored = store.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")
         before = stored.conversation
     items = [*before, *(named_item(item, new_id) for item in store.with_references(body.items))]
-    turn = replace(turn_of(body, items, len(before)), max_tokens=max_tokens_of(core, body.max_output_tokens))
+    most = max_tokens_of(core, body.max_output_tokens, tools=True)
+    turn = replace(turn_of(body, items, len(before)), max_tokens=most)
     return _Asked(core, store, running, body, items, turn, ResponseBuilder(body, core.model))
 
 

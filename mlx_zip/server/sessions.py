@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.errors import EngineError, EngineStoppedError
+from mlx_zip.errors import EngineError, EngineStoppedError, UnknownSessionError
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import Body
@@ -77,11 +77,16 @@ def routes(core: Core) -> list[Route]:
 
 
 async def _of_sessions(core: Core, work: Callable[..., Some], *args: Any) -> Some:
-    """Returns what an engine's method returns. Its `EngineError` becomes status 400, unless the engine has stopped."""
+    """Returns what an engine's method returns.
+
+    Its `EngineError` becomes status 404 for a session that is not there, else 400, unless the engine has stopped.
+    """
     try:
         return await core.aside(work, *args)
     except EngineStoppedError:
         raise
+    except UnknownSessionError as error:
+        raise RequestError(404, str(error), "not_found", "session") from error
     except EngineError as error:
         raise RequestError(400, str(error), "session") from error
 

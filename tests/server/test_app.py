@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from starlette.routing import Route
 
 from mlx_zip.engine import SessionInfo
+from mlx_zip.server.app import make_app
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine
 from support.http_server import serving
@@ -72,6 +74,26 @@ def test_names_of_this_machine_are_accepted(served, host):
     assert served.ask("GET", "/v1/models", None, {"Host": host}).status == 200
 
 
+def test_a_page_of_another_origin_is_refused_on_every_route(served):
+    routes = [route for route in make_app(served.core).routes if isinstance(route, Route)]
+    asked = [(method, route.path) for route in routes for method in route.methods or ()]
+    assert len(asked) > 15
+    for method, path in asked:
+        answer = served.ask(method, path, None, {"Origin": "http://page.example"})
+        assert answer.status == 403, (method, path)
+    own = {"Origin": served.url}
+    assert served.ask("GET", "/v1/models", None, own).status == 200
+
+
+def test_pages_of_any_origin_may_ask_if_all_are_allowed():
+    with serving(FakeEngine(), Options(allowed_origins=("*",))) as served:
+        assert served.ask("GET", "/v1/models", None, {"Origin": "http://page.example"}).status == 200
+
+
+def test_the_list_of_models_may_end_in_a_slash(served):
+    assert served.ask("GET", "/v1/models/").json == served.ask("GET", "/v1/models").json
+
+
 def test_browsers_are_told_nothing_unless_their_origin_is_allowed(served):
     asked = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in served.ask("OPTIONS", "/v1/models", None, asked).headers
@@ -88,7 +110,7 @@ def test_sessions_are_listed_and_dropped():
     with serving(engine) as served:
         assert [one["name"] for one in served.ask("GET", "/v1/mlx_zip/sessions").json["data"]] == ["a", "b", "c"]
         assert served.ask("DELETE", "/v1/mlx_zip/sessions/a").status == 200
-        assert served.ask("DELETE", "/v1/mlx_zip/sessions/a").status == 400
+        assert served.ask("DELETE", "/v1/mlx_zip/sessions/a").status == 404
         assert served.ask("DELETE", "/v1/mlx_zip/sessions").json == {"deleted": 2, "responses": 0}
         assert served.ask("POST", "/v1/mlx_zip/sessions/save", {"session": "b", "file": "b.safetensors"}).status == 403
 

@@ -55,7 +55,7 @@ BODIES = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"n": 9}, "n"),
     ({"n": 0}, "n"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ["a"] * 33}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop.0"),
     ({"seed": 0.5}, "seed"),
@@ -147,6 +147,33 @@ def test_a_body_of_another_type_is_refused(served, headers):
     answer = served.ask("POST", PATH, json.dumps({"messages": USER}).encode(), headers)
     assert answer.status == 415
     assert answer.json["error"]["message"]
+
+
+def test_too_many_stop_strings_are_refused_by_their_number(served):
+    assert served.ask("POST", PATH, {"messages": USER, "stop": [f"end {i}" for i in range(32)]}).status == 200
+    for path, fields in ((PATH, {"stop": ["a"] * 33}), ("/v1/messages", {"stop_sequences": ["a"] * 33})):
+        answer = served.ask("POST", path, {"model": "stories", "max_tokens": 5, "messages": USER, **fields})
+        assert answer.json["error"]["message"].endswith("this has 33 items, and at most 32 are allowed")
+
+
+@pytest.mark.parametrize("pack", [{}, 7, True])
+def test_what_is_no_pack_is_told_what_a_pack_is(served, pack):
+    answer = served.ask("POST", PATH, {"messages": USER, "pack": pack})
+    assert answer.json["error"]["message"] == "pack: this must be the name of a pack, or a list of names"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", PATH, "POST"),
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("PUT", "/v1/mlx_zip/sessions", "DELETE, GET, HEAD"),
+        ("POST", "/v1/responses/x", "DELETE, GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_ones(served, method, path, allowed):
+    answer = served.ask(method, path)
+    assert (answer.status, answer.headers["allow"]) == (405, allowed)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import openai
 import pytest
 
 from mlx_zip.errors import EngineError
+from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, post, serving
+from support.tool_templates import with_tools
 
 TEXT = "Once upon a time there was a boat."
 
@@ -25,6 +27,29 @@ def client(served) -> openai.OpenAI:
 
 
 USER = [{"role": "user", "content": "Tell me a story."}]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+FIELD = {"chat/completions": "max_tokens", "responses": "max_output_tokens"}
+LIMITS = {  # options of the server -> limits of a chat, of a chat with tools and of a response without their own
+    (): (512, -1, -1),
+    (("max_tokens", 9), ("max_tokens_with_tools", 9)): (9, 9, 9),
+}
+
+
+@pytest.mark.parametrize("options", LIMITS)
+def test_an_answer_without_a_limit_of_its_own_may_use_the_context_if_it_is_an_agents(options):
+    engine = FakeEngine(vocab=with_tools())
+    with serving(engine, Options(**dict(options))) as served:
+        for path, fields in (
+            ("chat/completions", {"messages": USER}),
+            ("chat/completions", {"messages": USER, "tools": [TOOL]}),
+            ("responses", {"input": "Tell me a story."}),
+        ):
+            assert served.ask("POST", f"/v1/{path}", fields).status == 200
+            assert served.ask("POST", f"/v1/{path}", fields | {FIELD[path]: 7}).status == 200
+    limits = [one.max_tokens for one in engine.told.submissions]
+    assert limits == [one for limit in LIMITS[options] for one in (limit, 7)]
 
 
 def test_a_chat_is_answered_with_usage_in_base_tokens(served):

@@ -30,7 +30,14 @@ from mlx_zip.engine import (
     Submission,
     Ticket,
 )
-from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, GenerationError, PromptTooLongError
+from mlx_zip.errors import (
+    EngineBusyError,
+    EngineError,
+    EngineStoppedError,
+    GenerationError,
+    PromptTooLongError,
+    UnknownSessionError,
+)
 from mlx_zip.text.tokenizers import load_tokenizer
 
 CONTEXT = 2000
@@ -225,7 +232,7 @@ class FakeEngine(Engine):
     def _known(self, name: str) -> None:
         self._check_alive()
         if name not in self.kept:
-            raise EngineError(f"there is no session {name!r}")
+            raise UnknownSessionError(f"there is no session {name!r}")
 
     def figures(self) -> Figures:
         running = sum(not ticket.ended.is_set() for ticket in self.told.tickets)
