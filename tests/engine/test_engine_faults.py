@@ -1,6 +1,7 @@
 """What goes wrong in one request harms no other, and what ends the engine is told to everybody."""
 
 import random
+import re
 import time
 
 import pytest
@@ -197,6 +198,23 @@ def test_what_cannot_be_met_is_refused_before_anything_runs(kind, prompt, fields
 def test_a_plain_model_takes_no_pack(kind):
     with tiny_engine("plain", kind=kind) as engine, pytest.raises(GenerationError, match="no hypertokens"):
         ask(engine, [3], pack="some.npz")
+
+
+@both
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_the_error_of_a_prompt_beyond_the_context_says_how_many_tokens_it_has_and_how_many_fit(kind, family):
+    prompt = tiny.base_ids(4000, 3)
+    with tiny_engine(family, kind=kind) as engine:
+        with pytest.raises(PromptTooLongError) as refused:
+            ask(engine, prompt)
+        found = re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", str(refused.value))
+        tokens, most = map(int, found.groups())
+        assert tokens == 4000
+        assert (most == 511) == (family == "plain")
+        assert f"maximum context length is {most + 1} tokens" in str(refused.value)
+        assert ask(engine, prompt[:most], max_tokens=1)[1].wait().end.reason == "length"
+        with pytest.raises(PromptTooLongError):
+            ask(engine, prompt[: most + 1])
 
 
 @both
