@@ -29,6 +29,7 @@ from .engines import MlxLm, settle
 from .http_client import Reply, ask
 from .record import header, load_before, summary, surroundings
 from .served import Served, ours
+from .serving_huge import huge_prompts
 from .serving_table import serving_table
 from .serving_turns import long_prompt, turns
 from .shapes import from_folders
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
             "one_stream": one_stream(asked["zip"], *load(args.model), args),
             "streams": streams(asked, args),
             "two_prompts": two_prompts(asked["zip"], args),
+            "huge_prompts": huge_prompts(servers["zip"], asked["zip"].model, args.trials),
         }
     figures["second_turn"] = turns(args.model)
     record = {

@@ -9,6 +9,7 @@ from typing import Any
 from .dialects import DIALECTS
 from .tables import table
 
+MOST_GROWN = 16  # MiB, by prompts of megabytes after the first ones
 LEAST_CACHED = 0.95  # of the prompt of a later turn
 
 
@@ -44,10 +45,20 @@ def _lines(record: Mapping[str, Any]) -> Iterator[Line]:
     yield Line("one stream: time added to `generate`'s", one["overhead"]["median"], "{:.1%}", 0.1)
     yield Line("first text after the first id", one["first_byte_ms"]["median"], "{:.1f} ms", 20)
     yield Line("two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2)
+    if "huge_prompts" in figures:  # older records have none
+        yield from _huge(figures["huge_prompts"])
     yield from _streams(f"{record['setting']['streams']} streams", figures["streams"])
     for when, shares in figures["second_turn"].items():
         for dialect in DIALECTS:
             yield Line(f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False)
+
+
+def _huge(found: Mapping[str, Any]) -> Iterator[Line]:
+    """Yields the figures of prompts of megabytes."""
+    yield Line("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
+    yield Line("a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100)
+    if found["growth_bytes"] is not None:
+        yield Line("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
 
 
 def _streams(name: str, servers: Mapping[str, Any]) -> Iterator[Line]:

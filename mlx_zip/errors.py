@@ -40,8 +40,8 @@ class PromptTooLongError(GenerationError):
         a conversation. Both count tokens; OpenAI's number includes one token of an answer.
         """
         return cls(
-            f"the prompt is too long: {tokens} tokens > {most} maximum; the maximum context length is {most + 1} tokens, "
-            f"one for an answer included ({why}); shorten the prompt"
+            f"the prompt is too long: {tokens} tokens > {most} maximum; the maximum context length is {most + 1} "
+            f"tokens, one for an answer included ({why}); shorten the prompt"
         )
 
 

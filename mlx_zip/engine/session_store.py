@@ -232,5 +232,7 @@ class SessionStore:
         """Returns a kept session. Raises `EngineError` for an unknown name."""
         kept = self._list.get(name)
         if kept is None or not kept.can_be_read:
-            raise UnknownSessionError(f"there is no session {name!r:.80}; it may have been evicted, or a request has it")
+            raise UnknownSessionError(
+                f"there is no session {name!r:.80}; it may have been evicted, or a request has it"
+            )
         return kept

@@ -94,6 +94,7 @@ class CountBody(Body):
     """A request to count tokens. Fields of `harmless` have no effect; others that are not here are refused."""
 
     harmless = frozenset({"cache_control", "speed", "user_profile_id", "workspace_id", "betas"})
+    most_prompts = 1
 
     model: str
     messages: Many[Message] = Field(min_length=1)

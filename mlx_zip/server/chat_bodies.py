@@ -157,6 +157,7 @@ class ChatBody(Sampled):
     """A request for a chat completion."""
 
     harmless = Sampled.harmless | {"prediction"}
+    most_prompts = 1
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Size | None = None

@@ -36,6 +36,8 @@ Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # as many as the
 class CompletionBody(Sampled):
     """A request for completions. Each prompt is a text or base ids."""
 
+    most_prompts = MOST_PROMPTS
+
     prompt: Text | Annotated[Many[Text], Field(min_length=1)] | Ids | Annotated[Many[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] = False

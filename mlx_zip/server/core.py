@@ -117,6 +117,11 @@ class Core:
         """Returns the base ids of a turn's prompt; given up if the task is cancelled. Raises `GenerationError`."""
         return await self._awaited(turn, partial(self._prompt_ids, turn), lambda ids: None)
 
+    async def check_body(self, size: int, prompts: int) -> None:
+        """Raises `PromptTooLongError` if a body of `size` bytes for up to `prompts` prompts is too large for them."""
+        if prompts:
+            await self.aside(self._texts.check_body, size, prompts)
+
     async def packs(self) -> list[PackInfo]:
         """Returns the packs that turns can name."""
         return await self.aside(self._packs.infos, self.engine)

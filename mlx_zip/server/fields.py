@@ -25,7 +25,6 @@ MOST_IN_LIST = 10_000
 Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is reported
 
 
-
 def _are_names(given: Any) -> Any:
     """Refuses what is neither a name nor a list, which of the alternatives only one would say."""
     if not isinstance(given, str | list):
@@ -62,12 +61,13 @@ class Body(BaseModel):
 
     Lists are `Many`, and maps are `at_most`, so that a body full of faults costs no more than one with a few.
 
-    harmless: fields that are accepted with any value and have no effect.
+    harmless: fields that are accepted with any value and have no effect. most_prompts: how many prompts it may have.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     harmless: ClassVar[frozenset[str]] = frozenset()
+    most_prompts: ClassVar[int] = 0
 
     @model_validator(mode="before")
     @classmethod

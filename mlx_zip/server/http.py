@@ -32,13 +32,18 @@ async def read_body(request: Request, core: Core, kind: type[Kind], most: int | 
     """Returns a request's body as an object of a class. most: bytes, None for the server's bound.
 
     Raises `RequestError` with status 415 for another content type, 413 for a body that is too large, 408 for one that
-    comes too slowly, and 400 for one that is no JSON; `BodyError` for what the class refuses; `ClientGone`.
+    comes too slowly, and 400 for one that is no JSON; `PromptTooLongError` for one that is too large for its prompt;
+    `BodyError` for what the class refuses; `ClientGone`.
     """
     _check_content_type(request)
     options = core.options
+    most = options.max_body_bytes if most is None else most
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 18 and int(length) <= most:
+        await core.check_body(int(length), kind.most_prompts)
     try:
         async with asyncio.timeout(options.body_timeout_s):
-            body = await _read(request, options.max_body_bytes if most is None else most)
+            body = await _read(request, most)
     except TimeoutError as error:
         message = f"the body did not arrive within {options.body_timeout_s:g} s"
         raise RequestError(408, message, "timeout", headers=_CLOSE) from error

@@ -15,18 +15,18 @@ class Options:
     """Settings of a server.
 
     model: name of the model in answers, "" for the engine's own name. max_tokens: base tokens of an answer that asks
-    for no number. max_tokens_with_tools: likewise, for requests with tools and for Responses; -1 for what is left of the
-    context. sampling: fields of `Sampling` that hold for requests that do not set them. template_options:
-    arguments of the chat template, likewise. pack: what codebooks begin with unless a request says
-    otherwise, None for the model's own. packs: packs that a request can choose, by name. api_key: None lets
-    everybody in. open_paths: paths that need no key; one that ends in * stands for all that begin so. allowed_origins:
-    web origins that browsers may call from besides the server's own, "*" for all. hosts: names that a Host header may have, None for any. max_body_bytes: bound of a request's
-    body. max_depth: how deep its JSON may be nested. body_timeout_s: time in which a body must arrive. stall_timeout_s:
-    time after which a client that reads nothing is dropped. ping_s: time between comments in a stream without
-    other news. session_files: folder for saved sessions, None for none. drain_s: time
-    that answers under way have when the server stops. max_responses, max_responses_bytes: how many of OpenAI's
-    Responses are stored for later requests, and how many bytes of memory they may take. responses_folder: where they
-    are kept over restarts, None for in memory only.
+    for no number. max_tokens_with_tools: likewise, for requests with tools and for Responses; -1 for what is left of
+    the context. sampling: fields of `Sampling` that hold for requests that do not set them. template_options: arguments
+    of the chat template, likewise. pack: what codebooks begin with unless a request says otherwise, None for the
+    model's own. packs: packs that a request can choose, by name. api_key: None lets everybody in. open_paths: paths
+    that need no key; one that ends in * stands for all that begin so. allowed_origins: web origins that browsers may
+    call from besides the server's own, "*" for all. hosts: names that a Host header may have, None for any.
+    max_body_bytes: bound of a request's body. max_depth: how deep its JSON may be nested. body_timeout_s: time in which
+    a body must arrive. stall_timeout_s: time after which a client that reads nothing is dropped. ping_s: time between
+    comments in a stream without other news. session_files: folder for saved sessions, None for none. drain_s: time that
+    answers under way have when the server stops. max_responses, max_responses_bytes: how many of OpenAI's Responses are
+    stored for later requests, and how many bytes of memory they may take. responses_folder: where they are kept over
+    restarts, None for in memory only.
     """
 
     model: str = ""

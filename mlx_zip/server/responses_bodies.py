@@ -112,6 +112,7 @@ class ResponseBody(Body):
             "client_metadata",
         }
     )
+    most_prompts = 1
 
     model: str = "default_model"
     input: str | Annotated[Many[Item], Field(min_length=1)]

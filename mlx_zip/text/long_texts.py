@@ -13,6 +13,7 @@ from mlx_zip.text.token_facts import bytes_by_id, lead_ids, longest_token_bytes
 
 PIECE = 1 << 16  # characters that the tokenizer gets at a time
 LONGEST_PIECE = 1 << 19  # where a text has no words
+NO_PROMPT, MOST_ESCAPED = 1 << 20, 6  # bytes of a body that need not be prompt, and of one byte of text in JSON
 Check = Callable[[], None]  # raises if nobody waits for the ids any more
 _END_OF_WORD = re.compile(r"[^\W\d_](?= [^\W\d_])")
 _ACROSS_WORDS = re.compile(rb"[A-Za-z\x80-\xff] ")
@@ -34,6 +35,15 @@ class LongTexts:
             return
         if (least := -(-size // self._longest)) > self.most:
             raise PromptTooLongError.of(least, self.most, f"counted from its {size} bytes, it has at least so many")
+
+    def check_body(self, size: int, prompts: int) -> None:
+        """Raises `PromptTooLongError` if a body of `size` bytes must have a prompt that is too long.
+
+        prompts: how many the body may have. JSON has up to six bytes per byte of a text. Reasoning that the chat
+        template leaves out counts here.
+        """
+        if size > NO_PROMPT:
+            self.check_bytes((size - NO_PROMPT) // (MOST_ESCAPED * prompts))
 
     def pieces(self, text: str) -> Iterator[str]:
         """Yields the pieces of a text, whose base ids together are the whole text's.

@@ -113,7 +113,7 @@ def _speller(tokenizer: Any, names: list[str | None]) -> Any:
 
 
 def _steps(part: Any) -> Iterator[Any]:
-    """Yields the steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json has it: a map with more, or None."""
+    """Yields the steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json has it: nested maps, or None."""
     if part is not None:
         yield part
         for step in (inner for name in ("normalizers", "pretokenizers", "decoders") for inner in part.get(name, ())):

@@ -293,10 +293,14 @@ def test_a_refused_client_that_goes_on_sending_is_cut_off(served, monkeypatch, b
     monkeypatch.setattr("mlx_zip.server.connection.LINGER_S", 1000)
     monkeypatch.setattr("mlx_zip.server.connection.LINGER_BYTES", 1 << 40)
     monkeypatch.setattr(f"mlx_zip.server.connection.{bound}", most)
-    with served.raw(UNREAD[415]) as connection, pytest.raises((ConnectionResetError, BrokenPipeError)):
+
+    def send():
         for _ in range(2000):
             connection.sendall(b"x" * 1000)
             time.sleep(0.005)
+
+    with served.raw(UNREAD[415]) as connection, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        send()
 
 
 def test_a_refused_client_that_leaves_is_forgotten(served):

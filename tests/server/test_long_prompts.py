@@ -1,4 +1,4 @@
-"""Prompts of megabytes: refused by their size, encoded in pieces, given up when their client goes or the server ends."""
+"""Prompts of megabytes: refused by their size, encoded in pieces, given up when nobody waits for them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,29 @@ def test_a_prompt_of_too_many_bytes_is_never_given_to_the_tokenizer(path):
         refused(served.ask("POST", path, ASKED[path]))
     assert tokenizer.long == 0
     assert engine.told.tickets == []
+
+
+@pytest.mark.parametrize("path", [path for path in ASKED if path != "/v1/completions"])  # which may have many prompts
+def test_a_body_that_is_too_large_for_its_prompt_is_refused_before_it_is_sent(path):
+    engine, _ = made(6000)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serving(engine) as served:
+        with served.raw(f"{head}Content-Length: 3000000\r\n\r\n".encode()) as connection:
+            answer = b""
+            while b"tokens > 6000 maximum" not in answer and (more := connection.recv(10_000)):
+                answer += more
+        assert b"tokens > 6000 maximum" in answer
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        refused(served.ask("POST", path, {"stop": "x" * 3_000_000}))
+
+
+def test_a_large_body_that_may_be_within_its_bound_is_read():
+    engine, _ = made(6000)
+    with serving(engine) as served:
+        asked = {"messages": [{"role": "user", "content": "Hi"}], "metadata": {"x": "x" * 900_000}}
+        assert served.ask("POST", "/v1/chat/completions", asked).status == 200
+        asked = {"prompt": ["Hi", "there"], "metadata": {"x": "x" * 3_000_000}}
+        assert served.ask("POST", "/v1/completions", asked).status == 200
 
 
 def test_what_is_refused_by_its_bytes_is_not_rendered_either():

@@ -127,7 +127,7 @@ def test_a_text_without_words_is_cut_all_the_same(monkeypatch):
 def test_a_text_that_has_too_many_bytes_is_not_encoded():
     seen, longest = Seen(TOKENIZERS["bundled"]), longest_token_bytes(TOKENIZERS["bundled"])
     encode = LongEncoding(LongTexts(seen, 100), lambda: None)
-    with pytest.raises(PromptTooLongError, match="is too long: 101 tokens > 100 maximum.* length is 101 tokens"):
+    with pytest.raises(PromptTooLongError, match=r"is too long: 101 tokens > 100 maximum.* length is 101 tokens"):
         encode(seen, "x" * (100 * longest + 1))
     assert seen.texts == []
     assert encode(seen, "x" * (100 * longest))
