@@ -47,10 +47,10 @@ class PackTrainee(Trainee):
 
 
 class PackAndModelTrainee(Trainee):
-    """A model, and what the rows of the P entries that every sample begins with differ from the hyper-encoder's.
+    """A model that is trained together with rows of the P entries that every sample begins with.
 
-    output_rows, input_rows: as of `PackTrainee`, but differences, which begin as 0: what the encoder learns of one entry
-    serves all others, and the difference is the entry's own.
+    output_rows, input_rows: as of `PackTrainee`, but added to the hyper-encoder's rows, and 0 at first. So what
+    the encoder learns of one entry serves all others, and the rest is the entry's own.
     """
 
     def __init__(self, model: Model, entries: int) -> None:
@@ -60,14 +60,14 @@ class PackAndModelTrainee(Trainee):
             self.input_rows = mx.zeros_like(self.output_rows)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns the batch with `in_pack` [U] int32: of each distinct entry its place in the pack, or P if it has none."""
+        """Returns the batch with `in_pack` [U] int32: the place of each distinct entry in the pack, P for none."""
         size, slots = len(self.output_rows), batch.arrays["slots"]
         places = np.full(len(batch.arrays["entries"]), size, np.int32)
         places[slots[0, :size]] = np.arange(size)
         return replace(batch, arrays={**batch.arrays, "in_pack": places})
 
     def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
-        """Returns the encoder's rows with the pack's differences added."""
+        """Returns the encoder's rows, with those of the pack's entries added to them."""
         read, output = encode_rows(self.model, samples)
         places = arrays["in_pack"]
         own_read = self.input_rows if "input_rows" in self else self.output_rows

@@ -47,8 +47,8 @@ def save_trained(
 
     config: config.json of the model that training began with; hyper-encoders that were quantized then are quantized
     again as they were. record: what it was trained from, which config.json keeps. origin: folder of the model or
-    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse`. pack_rows: as in
-    `save_adapter`. Raises `TrainingError` when the folder cannot be written.
+    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse`.
+    pack_rows: as in `save_adapter`. Raises `TrainingError` when the folder cannot be written.
     """
     fuse(model, adapted_bits)
     quantize_encoders_again(model, config)

@@ -92,7 +92,7 @@ def write_card(recipe: Recipe) -> None:
 
 
 def make_packs(recipe: Recipe) -> None:
-    """Learns packs/NAME.npz of each domain by `mlx_zip vocab pack learn`, and the mixed pack. Raises `TrainingError`."""
+    """Learns packs/NAME.npz of each domain by `mlx_zip vocab pack learn`, and the mixed one. Raises `TrainingError`."""
     from .certain import mixed_pack  # needs PyTorch
 
     packs, folder = recipe.settings.packs, recipe.out / "packs"

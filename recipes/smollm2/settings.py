@@ -73,7 +73,7 @@ class Talk:
     assistant, and of a whole conversation. top_p: part of the probability that is drawn from. temperatures: one is
     drawn for each conversation. alone: part of the conversations whose first user turn is the model's too. second: part
     that has a second user turn. repeated: largest part of repeated 4-grams of a turn that is kept. train, held_out: ids
-    of conversations to keep.
+    of conversations to keep. exact: whether to sample in float32 where bfloat16 is faster.
     """
 
     rows: int = 40
@@ -87,6 +87,7 @@ class Talk:
     repeated: float = 0.5
     train: int = 200_000
     held_out: int = 40_000
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Leg:
 
 
 FIRST_LEG = Leg()
+LATER_LEG = Leg(start=0.1, seed=2, learning_rate=1e-3)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class Settings:
     texts: TextSizes = TextSizes()
     talk: Talk = Talk()
     packs: Packs = Packs()
-    legs: tuple[Leg, ...] = (FIRST_LEG,)
+    legs: tuple[Leg, ...] = (FIRST_LEG, LATER_LEG)
     measure: Measure = Measure()
     frontier: Frontier = Frontier()
 
@@ -187,7 +189,7 @@ class Settings:
 FULL = Settings()
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
-    Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200),
+    Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200, exact=True),
     Packs(
         size=16,
         most_ids=4000,

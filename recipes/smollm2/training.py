@@ -45,7 +45,7 @@ def prepare_data(
         at = int(len(documents) * leg.start)
         there, wanted = sum(map(len, documents)), leg.samples * leg.context * share * CHARACTERS
         in_turn = "".join(documents[at:] + documents[:at])
-        (out / f"{name}.jsonl").write_text(in_turn * ceil(wanted / there), encoding="utf-8")
+        (out / f"{name}.jsonl").write_text(in_turn * ceil(wanted / max(1, there)), encoding="utf-8")
     shares = [f"  - data: {out / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
     mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
     texts: Words = ["--model", model, "--mixture", mixture, "--context", leg.context, "--train-on", "all"]

@@ -36,8 +36,9 @@ class TorchModel(nn.Module):
     """The model of an MLX trainee on a device.
 
     body: transformers' decoder without its head. head [V, D]: the embedding's weight if both are tied. parts: weights
-    of the hyper-encoders, the training heads and a pack's rows, by the trainee's names. trained: the trained weights, float32, by
-    the trainee's names. zip: the codec and the encoder, None for a plain model. cap: soft cap of logits, None for none.
+    of the hyper-encoders, the training heads and a pack's rows, by the trainee's names. trained: the trained weights,
+    float32, by the trainee's names. zip: codec and encoder, None for a plain model. cap: soft cap of logits, None
+    for none.
     """
 
     def __init__(
