@@ -22,10 +22,12 @@ class Scripted(MlxEngine):
     """An engine whose answers are written by `script`, which is called with the text of a prompt.
 
     All else is real: what is not in the script has no probability, and the engine chooses among the ids that are left.
+    asked: the texts of the prompts.
     """
 
     def __init__(self, script: Callable[[str], str]) -> None:
         self._script, self._tokenizer = script, with_tools("tags")
+        self.asked: list[str] = []
 
         def load() -> Any:
             model = random_model(_config(len(self._tokenizer)), 0, 0.3)
@@ -36,7 +38,8 @@ class Scripted(MlxEngine):
 
     def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
         """Takes a request, and has its answer written by the script."""
-        text = self._script(self._tokenizer.decode(list(submission.base_ids)))
+        self.asked.append(self._tokenizer.decode(list(submission.base_ids)))
+        text = self._script(self.asked[-1])
         answer = self._tokenizer.encode("\n" + text, add_special_tokens=False)
         lead = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = [*answer[len(lead) :], self._tokenizer.eos_token_id]
