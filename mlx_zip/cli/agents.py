@@ -25,6 +25,7 @@ MOST_OUTPUT = 8192  # base tokens of an answer that agents ask for
 SMALL_CONTEXT = 32_768
 WAIT_S = 10.0
 COPY = ".before-mlx_zip"
+_SET_ONCE = "master_key"  # a value that stays if there is one
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,19 @@ def run(args: argparse.Namespace) -> int:
     client = CLIENTS[args.client](server)
     if server.context is not None and server.context < SMALL_CONTEXT:
         print(
-            f"warning: {server.model} has a context of {server.context} tokens, and what agents say of their tools "
-            "alone takes 10,000 to 40,000",
+            f"warning: {server.model} has a context of {server.context} tokens, and what most agents say of themselves "
+            "and their tools takes 5,000 to 40,000",
             file=sys.stderr,
         )
-    for path, settings in client.files.items():
-        if args.write:
-            print(_write(path, settings))
-        else:
+    if args.write:
+        texts = {path: _read(path) for path in client.files}
+        merged = {
+            path: _merged(path, text, client.files[path]) for path, text in texts.items()
+        }  # all, or none is written
+        for path, text in merged.items():
+            print(_written(path, texts[path], text))
+    else:
+        for path, settings in client.files.items():
             print(f"{path}:\n\n{_merged(path, '', settings)}")
     print(f"then: {client.start}")
     return 0
@@ -157,8 +163,6 @@ def _aider(server: Server) -> Client:
 def _litellm(server: Server) -> Client:
     """Returns the settings of litellm's proxy, which asks for a key of its own."""
     path = Path("litellm.yaml").absolute()
-    old = _parsed(path, _read(path))
-    known = (old.get("general_settings") or {}).get("master_key") if isinstance(old, Mapping) else None
     key = f"os.environ/{API_KEY}" if server.key else "none"
     length = {} if server.context is None else {"max_input_tokens": server.context}
     model = {
@@ -166,10 +170,7 @@ def _litellm(server: Server) -> Client:
         "litellm_params": {"model": f"openai/{server.model}", "api_base": f"{server.url}/v1", "api_key": key},
         "model_info": {"max_output_tokens": server.output, "supports_function_calling": True, **length},
     }
-    settings = {
-        "model_list": [model],
-        "general_settings": {"master_key": known or f"sk-{secrets.token_hex(16)}"},
-    }
+    settings = {"model_list": [model], "general_settings": {_SET_ONCE: f"sk-{secrets.token_hex(16)}"}}
     return Client({path: settings}, f"litellm --host 127.0.0.1 --config {path.name}")
 
 
@@ -200,10 +201,8 @@ def _read(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {why}") from error
 
 
-def _write(path: Path, settings: Any) -> str:
-    """Merges settings into a file, and returns a line that says what was done. Raises `DataError`."""
-    old = _read(path)
-    new = _merged(path, old, settings)
+def _written(path: Path, old: str, new: str) -> str:
+    """Writes a file's new text, and returns a line that says what was done. old: its text now. Raises `DataError`."""
     if new == old:
         return f"{path}: unchanged"
     try:
@@ -263,7 +262,8 @@ def _parsed(path: Path, text: str) -> Any:
 def _with(old: Any, new: Any) -> Any:
     """Returns values with others set in them: maps are merged, and items of lists that have the same name replaced."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return {**old, **{key: _with(old[key], value) if key in old else value for key, value in new.items()}}
+        changed = {key: value for key, value in new.items() if key not in old or key != _SET_ONCE}
+        return {**old, **{key: _with(old[key], value) if key in old else value for key, value in changed.items()}}
     if isinstance(old, list) and isinstance(new, list):
         names = [_name(item) for item in new]
         return [*(item for item in old if _name(item) not in names), *new]

@@ -169,6 +169,20 @@ def test_a_file_that_cannot_be_changed_safely_stays_as_it_is(client, text, agent
     assert agent(client)[0] == 0  # what is printed needs no file
 
 
+def test_no_file_is_written_where_another_one_cannot_be(agent, home):
+    (home / ".aider.model.metadata.json").write_text("{")
+    assert agent("aider", "--write")[0] == 2
+    assert {path.name for path in home.iterdir()} == {".aider.model.metadata.json"}
+
+
+def test_a_key_for_litellms_clients_stays_as_it_is(agent, home):
+    (home / "litellm.yaml").write_text("general_settings:\n  master_key: sk-mine\n")
+    agent("litellm", "--write")
+    assert values(home / "litellm.yaml")["general_settings"] == {"master_key": "sk-mine"}
+    (home / "litellm.yaml").write_text("[")
+    assert "sk-" in agent("litellm")[1]
+
+
 def test_no_server_a_wrong_key_and_a_small_context_are_told(agent, home, monkeypatch, capsys):
     command = outcome(capsys, "agent")
     status, _, told = command("codex", "--url", "http://127.0.0.1:9")
