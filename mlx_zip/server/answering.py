@@ -18,11 +18,11 @@ from mlx_zip.text.stream import Piece, TextStream
 from mlx_zip.text.token_texts import TokenTexts
 
 log = logging.getLogger(__name__)
-_LETTER, _DIGIT = re.compile(r"[^\W\d_]"), re.compile(r"\d")
+_LETTER, _DIGIT = re.compile(r"[^\W\d_]|[^\x00-\x7f]"), re.compile(r"[0-9]")
 
 
 def hidden(text: str) -> str:
-    """Returns a text with an x for each letter and a 0 for each digit: what people wrote is not for logs."""
+    """Returns a text with an x for each letter, and for all beyond ASCII, and a 0 for each digit."""
     return _DIGIT.sub("0", _LETTER.sub("x", text))
 
 

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from mlx_zip.engine import Differing, EngineInfo
+from mlx_zip.server.answering import hidden
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, Script
 from support.http_server import serving
@@ -250,3 +251,7 @@ def test_an_empty_input_is_answered_with_nothing_and_without_the_model(served, s
     assert "completed" in answer.body.decode()
     assert len(served.core.engine.told.submissions) == before
     assert served.ask("POST", "/v1/responses/input_tokens", body).json["input_tokens"] == 0
+
+
+def test_nothing_but_punctuation_and_space_is_left_of_a_hidden_text():
+    assert hidden("Ab_c 19:30 <é😀न\u0941٣>") == "xx_x 00:00 <xxxxx>"
