@@ -68,14 +68,11 @@ class Body(BaseModel):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         fields = {k: given[k] for k in given if k in known and given[k] is not None and k not in cls.harmless}
-        passed = cls.lenient or (known | cls.harmless).issuperset(given)
-        unknown = None if passed else next((k for k in given if cls._is_unknown(k, given[k], known)), None)
+        if cls.lenient:
+            return fields
+        accepted = known | cls.harmless
+        unknown = next((k for k in given if k not in accepted and given[k] is not None), None)
         return fields if unknown is None else {**fields, unknown: given[unknown]}
-
-    @classmethod
-    def _is_unknown(cls, name: str, value: Any, known: set[str]) -> bool:
-        """Returns whether a field is refused. known: names of the fields of this class."""
-        return value is not None and name not in known and name not in cls.harmless
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
