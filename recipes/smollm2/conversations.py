@@ -222,15 +222,13 @@ def repeated(ids: Sequence[int], n: int = 4) -> float:
 class Rows:
     """Texts that a plain model reads side by side on the CPU: one id per text and pass.
 
-    It computes in bfloat16 where the processor multiplies that, else in float32.
-
     A text may begin while others are being written, and it is read id by id too: with dozens of texts that costs
     little more per id than a long prompt does.
     """
 
-    def __init__(self, model: Path, count: int, length: int) -> None:
+    def __init__(self, model: Path, count: int, length: int, dtype: str = "float32") -> None:
         """Opens a model's folder for `count` texts of at most `length` ids. Raises `ModelError`, `ConfigError`."""
-        self._model = open_model(model, "cpu", "bfloat16" if multiplies_bfloat16() else "float32", hypertokens=False)
+        self._model = open_model(model, "cpu", dtype, hypertokens=False)
         self._kv = self._model.decoder.make_kv(count, length)
         self._none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
 
@@ -308,7 +306,8 @@ def sample(
     wanted, kept = getattr(talk, part), sum(one["length"] for one in have if "messages" in one)
     if kept >= wanted:
         return
-    texts = Rows(model, talk.rows, talk.total)
+    low = multiplies_bfloat16() and not talk.exact
+    texts = Rows(model, talk.rows, talk.total, "bfloat16" if low else "float32")
     file.parent.mkdir(parents=True, exist_ok=True)
     seeds = make_seeds(pools, part, talk.alone, {one["number"] for one in have})
     with open(file, "a", encoding="utf-8") as out:
