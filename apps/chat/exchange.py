@@ -31,6 +31,14 @@ class TokenBody(Body):
     c: bool | None = None
 
 
+class DiffersBody(Body):
+    """Where an answer's prompt differed from what was kept; see the server's `Differs`."""
+
+    at: int = 0
+    kept: Words = ""
+    now: Words = ""
+
+
 class FiguresBody(Body):
     """The figures of an answer."""
 
@@ -43,6 +51,7 @@ class FiguresBody(Body):
     base_tokens_per_step: float = 0.0
     seconds: float = 0.0
     base_tokens_per_s: float = 0.0
+    prompt_differs: DiffersBody | None = None
 
 
 class MessageBody(Body):
@@ -127,7 +136,8 @@ def _conversation(given: ImportedBody, place: str) -> dict[str, Any]:
 
 def _message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any]:
     """Returns a message with new ids; one that was being written when it was exported is cut."""
-    fields = given.model_dump(exclude={"tokens"})
+    fields = given.model_dump(exclude={"tokens", "figures"})
+    fields["figures"] = None if given.figures is None else given.figures.model_dump(exclude_none=True)
     tokens = None if given.tokens is None else [one.model_dump(exclude_none=True) for one in given.tokens]
     if tokens is not None and "".join(one["t"] for one in tokens) != given.text:
         tokens = None  # the page shows the tokens, and they would show another text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_zip.server.turn import Delta, Done, Learned, Live, Reasoning, Text, Waiting
-from mlx_zip.server.vendor import live_json, token_json
+from mlx_zip.server.vendor import live_json, token_json, vendor_notes
 
 
 def frame_of(delta: Delta) -> dict[str, Any] | None:
@@ -14,8 +14,10 @@ def frame_of(delta: Delta) -> dict[str, Any] | None:
         case Waiting():
             names = ("read", "total", "cached_tokens", "waits_for")
             return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
-        case Live() | Done():
+        case Live():
             return {"type": "figures", **live_json(delta.counts)}
+        case Done():
+            return {"type": "figures", **live_json(delta.counts), **vendor_notes(delta)}
         case Text():
             return {"type": "text", **piece_of(delta)}
         case Reasoning():

@@ -27,6 +27,10 @@ COMMANDS = {
     "app": ("mlx_zip.cli.app", "chat with a model on a page in your browser, served by this machine for you alone"),
     "chat": ("mlx_zip.cli.chat", "talk with a model in the terminal, with its hypertokens in colour"),
     "serve": ("mlx_zip.cli.serving", "serve a model to the clients of OpenAI and Anthropic, over HTTP"),
+    "agent": (
+        "mlx_zip.cli.agents",
+        "print or write the settings with which Codex, Claude Code, opencode, aider or litellm use a running server",
+    ),
     "convert": (
         "mlx_zip.converters.cli",
         "make an MLX model folder from a zip2zip checkpoint for PyTorch, or from a GGUF file",

@@ -145,6 +145,7 @@ def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "responses_folder": None if (folder := session_folder(args)) is None else folder / "responses",
         "session_files": None if args.session_files is None else _folder("--session-files", args.session_files),
         "drain_s": args.drain,
+        "show_text": args.show_text,
     }
 
 

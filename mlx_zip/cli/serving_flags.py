@@ -111,6 +111,12 @@ def _add_network(add: Any) -> None:
         help="least important messages to print on standard error; INFO prints each request (default: WARNING)",
     )
     add(
+        "--show-text",
+        action="store_true",
+        help="where a prompt differs from a kept conversation, show in the log and in answers what was written there; "
+        "all clients can read it (default: letters and digits are hidden)",
+    )
+    add(
         "--drain",
         metavar="SECONDS",
         type=float,

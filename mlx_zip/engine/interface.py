@@ -70,14 +70,28 @@ class Likely:
 
 
 @dataclass(frozen=True)
+class Differing:
+    """Where a prompt first differs from the kept session that has most in common with it. at: base tokens before.
+
+    kept, now: base ids that come next in the session and in the prompt, a few of each.
+    """
+
+    at: int
+    kept: tuple[int, ...]
+    now: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Started:
     """The prompt is about to be read. prompt_tokens: its base tokens; cached_tokens: those that a session holds
-    already; prompt_ids: ids that are left to be read.
+    already; prompt_ids: ids that are left to be read. differing: None if the prompt goes on from a whole session, or
+    no session begins as it does.
     """
 
     prompt_tokens: int
     cached_tokens: int
     prompt_ids: int
+    differing: Differing | None = None
 
 
 @dataclass(frozen=True)

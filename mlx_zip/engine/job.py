@@ -16,6 +16,7 @@ from mlx_zip.engine.interface import (
     Counted,
     Counts,
     Deliver,
+    Differing,
     Emitted,
     Event,
     Failed,
@@ -93,8 +94,10 @@ class Job:
 
     # ---- from submission to the first id
 
-    def begin(self, served: Served, found: Checkout) -> None:
+    def begin(self, served: Served, found: Checkout, differing: Differing | None = None) -> None:
         """Takes the cache of a session that holds the beginning of the prompt, or holds nothing.
+
+        differing: where the prompt differs from the best session.
 
         Raises `PromptTooLongError` if no position of the context is left for an answer.
         """
@@ -116,7 +119,7 @@ class Job:
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = served.make_penalties(self.checked.sampling, self._state)
         self._per_id = served.kv_bytes_per_id
-        self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids)))
+        self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
     def _fitting(self, context: int, held: int) -> int:
         """Returns how many base tokens of the prompt fit into a context. held: ids that the session holds."""

@@ -16,6 +16,9 @@ class NoSessions:
     def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> None:
         """Returns None: there is no session."""
 
+    def differing(self, base_ids: Sequence[int], pack_key: str) -> None:
+        """Returns None: there is no session."""
+
     def put(self, cache: list[Any], **facts: Any) -> None:
         """Returns None: the cache is dropped."""
 

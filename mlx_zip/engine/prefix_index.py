@@ -31,12 +31,14 @@ class _Node:
 class Found:
     """What a search found. depth: length of the longest common prefix with any sequence. whole: sequences that the
     prompt begins with, the longest first, each with its length. below: a node under which all sequences have the first
-    `depth` ids of the prompt; see `PrefixIndex.names_below`.
+    `depth` ids of the prompt; see `PrefixIndex.names_below`. next: what one of them goes on with, as far as an edge of
+    the tree holds it; empty if all end there.
     """
 
     depth: int
     whole: list[tuple[str, int]]
     below: Any
+    next: Ids
 
 
 class PrefixIndex:
@@ -73,18 +75,20 @@ class PrefixIndex:
 
     def find(self, ids: Ids) -> Found:
         """Returns the longest common prefix of `ids` [n] uint32 with any sequence, and where it was found."""
-        node, at, whole = self._root, 0, list[tuple[str, int]]()
+        node, at, whole, rest = self._root, 0, list[tuple[str, int]](), self._root.ids
         while True:
             whole += [(name, at) for name in node.names]
             child = node.children.get(int(ids[at])) if at < len(ids) else None
             if child is None:
+                rest = next((one.ids for one in node.children.values()), rest)
                 break
             self.compared += 1
             shared = _shared(child.ids, ids[at:])
             node, at = child, at + shared
             if shared < len(child.ids):
+                rest = child.ids[shared:]
                 break
-        return Found(at, whole[::-1], node)
+        return Found(at, whole[::-1], node, rest)
 
     @staticmethod
     def names_below(found: Found) -> Iterator[str]:

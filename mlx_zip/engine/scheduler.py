@@ -139,13 +139,14 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         """Gives a request its cache, what a session holds of its prompt or a new one, and lets its prompt be read."""
         checked = job.checked
+        differing = self.store.differing(checked.base_ids, checked.pack_key)
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.keep, start=checked.start)
         if found is not None:
             job.handle.session = found.name
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not job.keep:
             found = replace(found, random_state=None)  # other requests go on from it too
-        job.begin(self.served, found)
+        job.begin(self.served, found, differing)
         self.totals.prompt_tokens += len(checked.base_ids)
         self.totals.cached_tokens += job.cached_tokens
         self.readings.append(self._make_reading(job))

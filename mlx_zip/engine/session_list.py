@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from mlx_zip.engine.interface import Differing
 from mlx_zip.engine.kept_session import Ids, Kept
 from mlx_zip.engine.prefix_index import PrefixIndex
 from mlx_zip.engine.session_answers import Answers
 
+SHOWN = 12  # base ids on either side of a difference
 MOST_TRIED = 4  # sessions with the same common prefix; they differ by the border of one id at most
 
 
@@ -68,6 +70,15 @@ class SessionList:
             if ids and (best is None or kept.ends[ids - 1] > best[0].ends[best[1] - 1]):
                 best = kept, ids
         return best
+
+    def differing(self, wanted: Ids, pack_key: str) -> Differing | None:
+        """Returns where `wanted` first differs from the session with the longest common prefix; see `Differing`."""
+        index = self._indexes.get(pack_key)
+        found = None if index is None else index.find(wanted)
+        if found is None or not 0 < found.depth < len(wanted) or not len(found.next):
+            return None
+        now = wanted[found.depth : found.depth + SHOWN]
+        return Differing(found.depth, tuple(found.next[:SHOWN].tolist()), tuple(now.tolist()))
 
     def _candidates(self, wanted: Ids, pack_key: str) -> Iterator[tuple[Kept, int]]:
         """Yields sessions that begin as `wanted` does, each with how many of its ids can be used."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.engine.caches import Caches
-from mlx_zip.engine.interface import SessionInfo
+from mlx_zip.engine.interface import Differing, SessionInfo
 from mlx_zip.engine.kept_session import Kept, new_name
 from mlx_zip.engine.session_answers import Noted, answers_within
 from mlx_zip.engine.session_files import Snapshot, read_session
@@ -58,6 +58,15 @@ class SessionStore:
             if self._room.is_in_memory(found[0]):
                 return self._checked_out(*found, share, start)
         return None
+
+    def differing(self, base_ids: Sequence[int], pack_key: str) -> Differing | None:
+        """Returns where a prompt first differs from the session that has most in common with it.
+
+        None if the prompt begins with all of that session, or no session begins as the prompt does. pack_key: as in
+        `checkout`, to be called before it.
+        """
+        wanted = np.asarray(base_ids, dtype=np.uint32)
+        return self._list.differing(wanted, pack_key or self.caches.own_pack)
 
     def _checked_out(self, kept: Kept, ids: int, share: bool, start: Any) -> Checkout:
         """Returns the first `ids` ids of a session for a request, or as many of them as it has room for."""

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_zip.engine import Counted, Counts, Emitted, Event, Failed, Finished, Held, Progress, Started
+from mlx_zip.engine import Counted, Counts, Differing, Emitted, Event, Failed, Finished, Held, Progress, Started
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.shown import ShownTokens
-from mlx_zip.server.turn import Delta, Done, Learned, Live, TokenLogprob, Turn, Waiting
+from mlx_zip.server.turn import Delta, Differs, Done, Learned, Live, TokenLogprob, Turn, Waiting
 from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import Piece, TextStream
 from mlx_zip.text.token_texts import TokenTexts
+
+log = logging.getLogger(__name__)
+_LETTER, _DIGIT = re.compile(r"[^\W\d_]|[^\x00-\x7f]"), re.compile(r"[0-9]")
+
+
+def hidden(text: str) -> str:
+    """Returns a text with an x for each letter, and for all beyond ASCII, and a 0 for each digit."""
+    return _DIGIT.sub("0", _LETTER.sub("x", text))
 
 
 class Answering:
     """The state of one answer, which is fed with the engine's events.
 
     tokens: for log-probabilities and shown tokens. splitter: finds reasoning and calls of tools in the text. cancel:
-    ends the engine's request, called when a stop string has ended the text. text, base_ids: the answer so far, base_ids
+    ends the engine's request, called when a stop string has ended the text. hide: makes texts of prompts fit to be
+    reported. text, base_ids: the answer so far, base_ids
     without the eos. `whole` is True at the end if a later prompt that holds the text may get these base ids for it.
     """
 
     def __init__(
-        self, tokenizer: Any, turn: Turn, splitter: Splitter, tokens: TokenTexts, cancel: Callable[[], None]
+        self,
+        tokenizer: Any,
+        turn: Turn,
+        splitter: Splitter,
+        tokens: TokenTexts,
+        cancel: Callable[[], None],
+        hide: Callable[[str], str] = hidden,
     ) -> None:
         self.turn, self._splitter, self._tokens, self._cancel = turn, splitter, tokens, cancel
         self._stream = TextStream(tokenizer, stop=turn.stop)
         self._eos = frozenset(tokenizer.eos_token_ids)
+        self._hide = hide
         self._ended: str | None = None  # why the text has ended, while the engine may still run
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
         self._steps = self._hypertokens = 0
@@ -38,6 +56,7 @@ class Answering:
         self._shown_tokens = ShownTokens(tokens) if turn.show else None
         if self._shown_tokens is not None:
             splitter.tokens_of = self._shown_tokens.take
+        self._differs: Differs | None = None
         self.base_ids: list[int] = []
         self.whole = False
 
@@ -51,6 +70,7 @@ class Answering:
         if isinstance(event, Emitted):
             return self._emitted(event)
         if isinstance(event, Started):
+            self._differs = None if event.differing is None else self._differing(event.differing)
             return [Waiting(0, event.prompt_ids, event.prompt_tokens, event.cached_tokens)]
         if isinstance(event, Progress):
             return [Waiting(event.read, event.total)]
@@ -61,6 +81,12 @@ class Answering:
         if isinstance(event, Failed):
             raise event.error
         return self._finished(event)
+
+    def _differing(self, found: Differing) -> Differs:
+        """Returns where the prompt differs from the best session."""
+        kept, now = (self._hide(self._tokens[ids][0]) for ids in (found.kept, found.now))
+        log.info("the prompt differs from the best kept conversation at token %d: %r, was %r", found.at, now, kept)
+        return Differs(found.at, kept, now)
 
     def _emitted(self, event: Emitted) -> list[Delta]:
         """Returns the deltas of one emitted id; none after the text has ended."""
@@ -128,7 +154,8 @@ class Answering:
         if self._splitter.called and reason == "stop":
             reason = "tool_calls"
         live: list[Delta] = [] if self._shown_tokens is None else [Live(counts)]
-        return [*deltas, *live, Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens)]
+        ended = Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens, self.turn.left_out)
+        return [*deltas, *live, replace(ended, differs=self._differs)]
 
     def _counts(self, counts: Counts) -> Counts:
         """Returns the figures of the text, given those of the request."""

@@ -7,24 +7,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_zip.server.fields import Body, BodyError, Many
+from mlx_zip.server.fields import BodyError, Many, Said
 
 _TEXTS = ("content", "reasoning_content")  # of a message, lists of pieces while messages are made
 
 
-class SystemText(Body):
+class SystemText(Said):
     """A piece of text."""
-
-    harmless = frozenset({"cache_control", "citations"})
 
     type: Literal["text"]
     text: str
 
 
-class ToolUse(Body):
+class ToolUse(Said):
     """A call that the model made."""
-
-    harmless = frozenset({"cache_control", "caller", "toolset_name"})
 
     type: Literal["tool_use"]
     id: str
@@ -32,10 +28,8 @@ class ToolUse(Body):
     input: dict[str, Any]
 
 
-class ToolResult(Body):
+class ToolResult(Said):
     """What a tool returned. is_error: the content says what went wrong."""
-
-    harmless = frozenset({"cache_control", "toolset_name"})
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -43,7 +37,7 @@ class ToolResult(Body):
     is_error: bool = False
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(Said):
     """What the model reasoned. The signature is not checked."""
 
     type: Literal["thinking"]
@@ -51,7 +45,7 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
-class RedactedThinking(Body):
+class RedactedThinking(Said):
     """Reasoning of another server, which cannot be read; it is left out."""
 
     type: Literal["redacted_thinking"]
@@ -64,7 +58,7 @@ Block = Annotated[
 ]
 
 
-class Message(Body):
+class Message(Said):
     """A message. Text is the same as one block of text."""
 
     role: Literal["user", "assistant", "system"]

@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from mlx_zip.server.anthropic_blocks import Message, SystemText, messages_of, system_text
 from mlx_zip.server.bodies import Size, Stops
-from mlx_zip.server.fields import Body, Many, PackNames, as_turn_pack, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import (
+    KNOWN,
+    OTHER,
+    Body,
+    Many,
+    OtherTool,
+    PackNames,
+    as_turn_pack,
+    check_tools,
+    joined_system,
+    left_out,
+    other_than,
+    thinking_options,
+)
 from mlx_zip.server.turn import Tool, Turn
 
 
 class CustomTool(Body):
-    """A tool that the model may call. The server calls no tool itself, so tools of other types are refused."""
+    """A tool that the model may call."""
 
     harmless = frozenset(
         {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"}
@@ -30,6 +43,11 @@ class CustomTool(Body):
     def tool(self) -> Tool:
         """The tool as a `Turn` takes it."""
         return Tool(self.name, self.description, self.input_schema, self.strict)
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("custom"))
+]
 
 
 class ToolChoice(Body):
@@ -71,42 +89,29 @@ class OutputConfig(Body):
     format: OutputSchema | None = None
 
 
-class Metadata(Body):
-    """Who asks; it has no effect."""
-
-    user_id: str | None = None
-
-
-class Edit(Body):
-    """A change of the conversation before it is read: only keeping all of the reasoning, which changes nothing."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
-class ContextManagement(Body):
-    """Changes of the conversation before it is read."""
-
-    edits: Many[Edit] = Field(default_factory=list)
-
-
 class CountBody(Body):
     """A request to count tokens. Fields of `harmless` have no effect; others that are not here are refused."""
 
-    harmless = frozenset({"cache_control", "speed", "user_profile_id", "workspace_id", "betas"})
+    harmless = frozenset(
+        {"cache_control", "speed", "user_profile_id", "workspace_id", "betas", "context_management", "metadata"}
+    )
     most_prompts = 1
 
     model: str
     messages: Many[Message] = Field(min_length=1)
     system: str | Many[SystemText] | None = None
-    tools: Many[CustomTool] = Field(default_factory=list)
+    tools: Many[AnyTool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: OutputSchema | None = None
-    context_management: ContextManagement | None = None
     pack: PackNames | None = None
     mcp_servers: list[None] = Field(default_factory=list, max_length=0)
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that can be called."""
+        return [tool.tool for tool in self.tools if isinstance(tool, CustomTool)]
 
     @property
     def choice(self) -> str:
@@ -126,7 +131,6 @@ class MessagesBody(CountBody):
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)
-    metadata: Metadata = Metadata()
     container: None = None
 
 
@@ -135,14 +139,15 @@ def turn_of(body: CountBody) -> Turn:
 
     Raises `BodyError` for blocks that do not follow each other, and for tools that contradict each other.
     """
-    check_tools([tool.name for tool in body.tools], body.choice)
+    check_tools([tool.name for tool in body.callable_tools], body.choice)
     messages, prefill = messages_of(body.messages)
     output = body.output_format or body.output_config.format
     thinking = body.thinking.options if body.thinking else {}
     return Turn(
         messages=joined_system([*_system(body.system), *messages]),
         prefill=prefill,
-        tools=[tool.tool for tool in body.tools],
+        tools=body.callable_tools,
+        left_out=left_out(body.tools, body.choice),
         tool_choice=body.choice,
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         schema=output.schema_ if output else None,

@@ -12,7 +12,7 @@ from mlx_zip.engine import Counts
 from mlx_zip.server.anthropic_bodies import MessagesBody
 from mlx_zip.server.ids import new_id
 from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
-from mlx_zip.server.vendor import vendor_figures
+from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 Json = dict[str, Any]
 SIGNATURE = "mlx_zip"  # not empty, because some clients drop reasoning that is not signed; nothing checks it
@@ -85,7 +85,8 @@ class MessageBuilder:
         self._close()
         reason = "stop_sequence" if done.stopped_by is not None else STOP_REASONS[done.reason]
         end = {"stop_reason": reason, "stop_sequence": done.stopped_by}
-        usage, figures = usage_json(done.counts, done.reasoning_tokens), vendor_figures(done.counts)
+        usage = usage_json(done.counts, done.reasoning_tokens)
+        figures = vendor_figures(done.counts) | vendor_notes(done)
         self.message |= {**end, "usage": usage, "mlx_zip": figures}
         self._events.append({"type": "message_delta", "delta": end, "usage": usage, "mlx_zip": figures})
         self._events.append({"type": "message_stop"})

@@ -24,6 +24,10 @@ from mlx_zip.server.http import ClientGone, json_response
 from mlx_zip.server.metrics import Counted, Metrics
 from mlx_zip.server.openapi import description
 
+_CODEX = (  # instructions that Codex begins its prompts with
+    "You are a coding agent in a user's terminal. Use the tools to look at files, to run commands and to change files "
+    "until the task is done. Then say in a few words what you did. Ask before you delete what cannot be made again."
+)
 DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
     chat.routes,
     completions.routes,
@@ -64,10 +68,12 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
 def _routes(core: Core) -> list[Route]:
     """Returns the routes that belong to no dialect."""
     model = {"id": core.model, "object": "model", "created": core.created, "owned_by": "mlx_zip"}
+    if (context := core.engine.info.context) is not None:
+        model |= {"context_length": context, "max_model_len": context}
 
     async def models(request: Request) -> Response:
         """Lists the model that is served."""
-        return json_response({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model], "models": [_for_codex(core.model, context)]})
 
     async def one_model(request: Request) -> Response:
         """Describes the model that is served."""
@@ -85,6 +91,29 @@ def _routes(core: Core) -> list[Route]:
         Route("/v1/models/{name:path}", one_model),
         Route("/health", health),
     ]
+
+
+def _for_codex(name: str, context: int | None) -> dict[str, Any]:
+    """Returns what Codex reads of a model: all fields that it must find, and the context's length."""
+    nothing = ("description", "availability_nux", "upgrade", "default_verbosity", "apply_patch_tool_type")
+    no = ("supports_reasoning_summaries", "support_verbosity")
+    return {
+        "slug": name,
+        "display_name": name,
+        "shell_type": "default",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+        "base_instructions": _CODEX,
+        "truncation_policy": {"mode": "tokens", "limit": 10_000},
+        "supports_parallel_tool_calls": True,
+        "supported_reasoning_levels": [],
+        "experimental_supported_tools": [],
+        "input_modalities": ["text"],
+        "context_window": context,
+        **dict.fromkeys(nothing),
+        **dict.fromkeys(no, False),
+    }
 
 
 def _description(routes: Sequence[Route]) -> Route:

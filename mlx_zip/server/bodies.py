@@ -62,6 +62,7 @@ class Sampled(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     store: Literal[False] = False
+    ignore_eos: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Fraction | None = None

@@ -24,7 +24,7 @@ from mlx_zip.server.http import (
     unless_gone,
 )
 from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, TokenLogprob, ToolCall, Turn, Waiting
-from mlx_zip.server.vendor import token_json, vendor_figures
+from mlx_zip.server.vendor import token_json, vendor_figures, vendor_notes
 
 
 def routes(core: Core) -> list[Route]:
@@ -51,7 +51,7 @@ async def _whole(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str
         **head(core, "chatcmpl", "chat.completion"),
         "choices": [_choice(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
         "usage": usage_of(done, asked.n),
-        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | shown,
+        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | vendor_notes(done[0]) | shown,
     }
 
 
@@ -116,7 +116,7 @@ class _Stream:
             nth = self._calls[index] = self._calls.get(index, -1) + 1
             return self._chunk(index, {"tool_calls": [{"index": nth, **_call(delta)}]})
         self._done[index] = delta
-        return self._chunk(index, {}, delta.reason, {"mlx_zip": vendor_figures(delta.counts)})
+        return self._chunk(index, {}, delta.reason, {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)})
 
     def _chunk(
         self, index: int, delta: Any, reason: str | None = None, more: Any = None, logprobs: Any = None

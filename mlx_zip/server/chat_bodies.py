@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from mlx_zip.server.bodies import Sampled, Size, max_tokens_of, template_options
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
+    KNOWN,
+    OTHER,
     Body,
     BodyError,
     JsonObject,
     Many,
+    OtherTool,
     PlainText,
     RefusalPart,
+    Said,
     arguments_of,
     check_tools,
     joined_system,
+    left_out,
+    other_than,
     thinking_options,
 )
 from mlx_zip.server.turn import Tool, Turn
@@ -27,26 +33,22 @@ from mlx_zip.server.vendor import VendorFields
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class TextPart(Body):
+class TextPart(Said):
     """A piece of a message's text."""
-
-    harmless = frozenset({"cache_control"})
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Body):
+class CalledFunction(Said):
     """The function that a model called. arguments: JSON text of an object."""
 
     name: str
     arguments: str
 
 
-class Call(Body):
+class Call(Said):
     """A call of a tool in an assistant's message."""
-
-    harmless = frozenset({"index"})
 
     id: str
     type: Literal["function"] = "function"
@@ -56,10 +58,8 @@ class Call(Body):
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
-class Message(Body):
+class Message(Said):
     """A message of the conversation."""
-
-    harmless = frozenset({"annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[Part] = ""
@@ -113,12 +113,17 @@ class Function(Body):
 
 
 class FunctionTool(Body):
-    """A tool. The server calls none itself, so tools of other types are refused."""
+    """A function that the model may call, in the shape of chat completions."""
 
     harmless = frozenset({"cache_control"})
 
     type: Literal["function"]
     function: Function
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("function"))
+]
 
 
 class ChosenFunction(Body):
@@ -156,20 +161,21 @@ Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="typ
 class ChatBody(Sampled):
     """A request for a chat completion."""
 
-    harmless = Sampled.harmless | {"prediction"}
+    harmless = Sampled.harmless | {"prediction", "verbosity", "context_management"}
     most_prompts = 1
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Size | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Many[FunctionTool] = Field(default_factory=list)
+    tools: Many[AnyTool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
+    functions: list[None] = Field(default_factory=list, max_length=0)
+    function_call: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     response_format: Format | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: Many[Literal["text"]] = Field(default_factory=lambda: ["text"])
-    verbosity: Literal["medium"] = "medium"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     mlx_zip: VendorFields = Field(default_factory=VendorFields)
 
@@ -182,7 +188,12 @@ class ChatBody(Sampled):
             raise BodyError("this field and max_completion_tokens say different numbers", "max_tokens")
         if self.mlx_zip.tokens and self.n > 1:
             raise BodyError("only one answer can show its tokens, so n must be 1", "mlx_zip.tokens")
-        check_tools([tool.function.name for tool in self.tools], self._choice)
+        check_tools([tool.function.name for tool in self._functions], self._choice)
+
+    @property
+    def _functions(self) -> list[FunctionTool]:
+        """The tools that can be called."""
+        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     @property
     def _choice(self) -> str:
@@ -200,7 +211,8 @@ class ChatBody(Sampled):
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return Turn(
             messages=messages,
-            tools=[Tool(**tool.function.model_dump()) for tool in self.tools],
+            tools=[Tool(**tool.function.model_dump()) for tool in self._functions],
+            left_out=left_out(self.tools, self._choice),
             tool_choice=self._choice,
             parallel_tool_calls=self.parallel_tool_calls,
             schema=_schema(self.response_format),

@@ -26,7 +26,7 @@ from mlx_zip.server.http import (
 )
 from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
 from mlx_zip.server.turn import Text as TextDelta
-from mlx_zip.server.vendor import vendor_figures
+from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 MOST_PROMPTS = 64
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -101,7 +101,7 @@ async def _whole(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> di
             for i, choice in enumerate(choices)
         ],
         "usage": usage_of(done, asked.n),
-        "mlx_zip": vendor_figures(counts_of(done, asked.n)),
+        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | vendor_notes(done[0]),
     }
 
 
@@ -140,7 +140,7 @@ async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> A
             return event_bytes({**first, "choices": [_choice(index, delta.text, logprobs, None)], **null})
         if isinstance(delta, Done):
             done[index] = delta
-            figures = {"mlx_zip": vendor_figures(delta.counts)}
+            figures = {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)}
             return event_bytes({**first, "choices": [_choice(index, "", None, delta.reason)], **null, **figures})
         waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)
         return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")

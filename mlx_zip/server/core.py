@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, Submission, Ticket
 from mlx_zip.errors import EngineStoppedError
-from mlx_zip.server.answering import Answering
+from mlx_zip.server.answering import Answering, hidden
 from mlx_zip.server.options import Options
 from mlx_zip.server.packs import PackInfo, Packs
 from mlx_zip.server.parts import Splitter
@@ -25,10 +26,12 @@ from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.token_texts import TokenTexts
 
+log = logging.getLogger(__name__)
 Some = TypeVar("Some")
 _THREADS = 4
 _LONG = 1 << 18  # characters of a turn that waits for its turn among the long ones, so that short ones do not wait
 _AS_WRITTEN = ("system", "user", "tool")  # roles of messages that chat templates never shorten
+_MOST_REPORTED = 100
 
 
 class Stop:
@@ -65,6 +68,7 @@ class Core:
         self.on_purge: list[Callable[[], int]] = []  # each forgets what is kept of answers, and returns how many
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
+        self._reported: set[tuple[str, ...]] = set()
         self._packs = Packs(self.options.packs, self.options.pack)
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
@@ -78,6 +82,7 @@ class Core:
         early, or cancelling the task, ends the engine's request at once.
         """
         inbox: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._report(turn.left_out)
         ticket, splitter = await self._submit(turn, _deliverer(inbox))
         try:
             yield Waiting(0, 0)
@@ -207,7 +212,15 @@ class Core:
 
     def _answering(self, turn: Turn, ticket: Ticket, splitter: Splitter) -> Answering:
         """Returns the state of an answer that begins."""
-        return Answering(self.engine.tokenizer, turn, splitter, self._tokens, lambda: self.engine.cancel(ticket))
+        hide = str if self.options.show_text else hidden
+        cancel = lambda: self.engine.cancel(ticket)
+        return Answering(self.engine.tokenizer, turn, splitter, self._tokens, cancel, hide)
+
+    def _report(self, left_out: tuple[str, ...]) -> None:
+        """Logs, once, which tools of a request this server cannot run."""
+        if left_out and left_out not in self._reported and len(self._reported) < _MOST_REPORTED:
+            self._reported.add(left_out)
+            log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, left_out)))
 
     def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
         """Has the engine remember the base ids of an answer that a later prompt may hold, and counts the answer."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -37,6 +38,7 @@ PackNames = Annotated[
     BeforeValidator(_are_names),
 ]
 
+_BILLING = re.compile(r"(?m)^x-anthropic-billing-header:.*\n*")
 _WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
     "extra_forbidden": "this field is unknown, or not supported by this server",
@@ -61,23 +63,28 @@ class Body(BaseModel):
 
     Lists are `Many`, and maps are `at_most`, so that a body full of faults costs no more than one with a few.
 
-    harmless: fields that are accepted with any value and have no effect. most_prompts: how many prompts it may have.
+    harmless: fields that are accepted with any value and have no effect. lenient: whether unknown ones are too.
+    most_prompts: how many prompts it may have.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     harmless: ClassVar[frozenset[str]] = frozenset()
     most_prompts: ClassVar[int] = 0
+    lenient: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
     def _drop(cls, given: Any) -> Any:
-        """Leaves out harmless fields, known fields that are null, and unknown fields after the first one."""
+        """Leaves out harmless fields, fields that are null, and unknown fields after the first one, or all of them."""
         if not isinstance(given, Mapping):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         fields = {k: given[k] for k in given if k in known and given[k] is not None and k not in cls.harmless}
-        unknown = next((k for k in given if k not in known and k not in cls.harmless), None)
+        if cls.lenient:
+            return fields
+        accepted = known | cls.harmless
+        unknown = next((k for k in given if k not in accepted and given[k] is not None), None)
         return fields if unknown is None else {**fields, unknown: given[unknown]}
 
     @classmethod
@@ -92,7 +99,41 @@ class Body(BaseModel):
         }
         harmless = {name: {"description": "accepted, without effect"} for name in sorted(cls.harmless)}
         described["properties"] = {**fields, **harmless}
+        described["additionalProperties"] = cls.lenient
         return reference
+
+
+class Said(Body):
+    """A part of a conversation. Clients send back what they were answered with fields of their own, which have no
+    effect.
+    """
+
+    lenient = True
+
+
+class OtherTool(Said):
+    """A tool that this server cannot run: models call functions, and clients run them."""
+
+    type: str
+    name: Any = None
+
+    @property
+    def label(self) -> str:
+        """What to call the tool in a report: its type, and its name if it has one."""
+        return (f"{self.type} {self.name}" if isinstance(self.name, str) else self.type)[:80]
+
+
+KNOWN, OTHER = "tool[known]", "tool[other]"  # brackets keep these tags out of the paths of fields
+
+
+def other_than(kind: str) -> Callable[[Any], str]:
+    """Returns what tells the tools of a type, or without a type, from `OtherTool`s, as a discriminator."""
+
+    def tag(given: Any) -> str:
+        found = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
+        return OTHER if isinstance(found, str) and found != kind else KNOWN
+
+    return tag
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -118,7 +159,7 @@ class JsonObject(Body):
     type: Literal["json_object"]
 
 
-class RefusalPart(Body):
+class RefusalPart(Said):
     """A piece of a message in which a model refused; it is read as text."""
 
     type: Literal["refusal"]
@@ -161,15 +202,31 @@ def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None
         raise BodyError(f"there is no tool named {choice!r}", "tool_choice")
 
 
+def left_out(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
+    """Returns the labels of the tools that this server cannot run; the model is not told of them.
+
+    Raises `BodyError` for such a tool if a call is forced: which tool is meant is then for the client to say.
+    """
+    others = [(i, tool) for i, tool in enumerate(tools) if isinstance(tool, OtherTool)]
+    if others and choice not in ("auto", "none"):
+        i, tool = others[0]
+        raise BodyError(f"the type {tool.type!r:.80} is not supported where a call is forced", f"tools.{i}.type")
+    return tuple(tool.label for _, tool in others)
+
+
 def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
     """Returns the names of packs as a `Turn` has them."""
     return tuple(given) if isinstance(given, list) else given
 
 
 def joined_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the messages with the system messages at their beginning joined: most chat templates take only one."""
+    """Returns the messages with the system messages at their beginning joined: most chat templates take only one.
+
+    Lines about billing are left out: they change with every request, so that no prompt would begin as one before.
+    """
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    texts = [message["content"] for message in messages[:count]]
+    texts = [_BILLING.sub("", message["content"]) for message in messages[:count]]
+    texts = [text for text, message in zip(texts, messages, strict=False) if text or not message["content"]]
     return [*([{"role": "system", "content": "\n\n".join(texts)}] if texts else []), *messages[count:]]
 
 

@@ -26,7 +26,8 @@ class Options:
     comments in a stream without other news. session_files: folder for saved sessions, None for none. drain_s: time that
     answers under way have when the server stops. max_responses, max_responses_bytes: how many of OpenAI's Responses are
     stored for later requests, and how many bytes of memory they may take. responses_folder: where they are kept over
-    restarts, None for in memory only.
+    restarts, None for in memory only. show_text: whether reports show what was
+    written where a prompt differs from a kept conversation; otherwise letters and digits are hidden.
     """
 
     model: str = ""
@@ -50,3 +51,4 @@ class Options:
     max_responses: int = 1000
     max_responses_bytes: int = 128 << 20
     responses_folder: Path | None = None
+    show_text: bool = False

@@ -43,6 +43,7 @@ class Splitter:
         self.called = False
         self.reasoning_tokens = 0
         self._deltas: list[Delta] = []
+        self._cut = False  # whether a limit has ended the answer
         self._held, self._at = "", 0  # text that is not given out yet, and the characters before it
         self._looked = self._body = 0  # in a call: where to look for its end, and where its text begins
         self._quoted = False  # whether `_looked` is within a string of JSON
@@ -61,7 +62,11 @@ class Splitter:
         return self._run(final=False)
 
     def finish(self, reason: str = "stop") -> list[Delta]:
-        """Returns what was held back. reason: why the answer ended, as in `Done`; a call may lack its end mark."""
+        """Returns what was held back. reason: why the answer ended, as in `Done`; a call may lack its end mark.
+
+        At a limit ("length"), what is held of a call that was cut off is dropped, so that its marks are no text.
+        """
+        self._cut = reason == "length"
         return self._run(final=True)
 
     def _run(self, final: bool) -> list[Delta]:
@@ -105,6 +110,8 @@ class Splitter:
         if self._format is None or self._format.start:
             return self._go(self._text, self._skip)
         may_be = _may_be_call(self._held)
+        if may_be is None and self._cut and len(self._held.strip()) > 1:
+            return self._drop_call()
         if may_be is None and not final:
             return False
         if not may_be:
@@ -117,9 +124,11 @@ class Splitter:
         start = self._start
         at = self._held.find(start) if start else -1
         if at < 0:
-            holds = start and not final
-            self._give(Text, self._shown(self._held, start) if holds else len(self._held))
-            return False
+            shown = self._shown(self._held, start) if start else len(self._held)
+            if final and not (self._cut and len(self._held[shown:].strip()) > 1):
+                shown = len(self._held)
+            self._give(Text, shown)
+            return self._drop_call() if final else False
         self._give(Text, _without_space(self._held[:at]))
         return self._begin_call(self._held.find(start) + len(start))
 
@@ -166,12 +175,20 @@ class Splitter:
     def _end_call(self, form: ToolFormat, body: str, n: int) -> None:
         """Gives out the call in `body`, or the n held characters as text if that is no call."""
         calls = [] if self._is_enough else form.calls(body, self._turn.tools)
+        if not calls and self._cut:
+            self._drop_call()
+            return
         if not calls or (len(calls) > 1 and not self._turn.parallel_tool_calls):
             self._give(Text, n)
             return
         self._deltas += calls
         self.called = True
         self._drop(n)
+
+    def _drop_call(self) -> bool:
+        """Drops the held text, a call that a limit has cut off. Returns False: there is no more to look at."""
+        self._drop(len(self._held))
+        return False
 
     # Parts of the held text.
 

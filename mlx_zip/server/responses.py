@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_zip.engine import Counts
 from mlx_zip.server.bodies import check_model, max_tokens_of
 from mlx_zip.server.core import Core, Stop
 from mlx_zip.server.errors import Failure, RequestError
@@ -48,7 +49,7 @@ def routes(core: Core) -> list[Route]:
     async def input_tokens(request: Request) -> Response:
         """Counts the base tokens that a request's prompt would have."""
         asked = _asked(core, store, running, await read_body(request, core, ResponseBody))
-        count = len(await unless_gone(request, core.prompt_ids(asked.turn)))
+        count = len(await unless_gone(request, core.prompt_ids(asked.turn))) if asked.items else 0
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def one_response(request: Request) -> Response:
@@ -142,6 +143,9 @@ class _Asked:
 
     async def _events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Yields the events of each delta, and those of the end if the response is cancelled."""
+        if not self.items:  # a probe: there is nothing to answer
+            yield self._take(Done("stop", Counts()))
+            return
         name = self.builder.response["id"]
         self.running[name] = self
         try:

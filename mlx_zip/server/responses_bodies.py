@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from mlx_zip.server.bodies import Size
 from mlx_zip.server.fields import (
+    KNOWN,
+    OTHER,
     Body,
     JsonObject,
     Many,
+    OtherTool,
     PackNames,
     PlainText,
     as_turn_pack,
     at_most,
     check_tools,
     joined_system,
+    left_out,
+    other_than,
     thinking_options,
 )
 from mlx_zip.server.responses_items import Item, messages_of
@@ -28,7 +33,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class FunctionTool(Body):
-    """A function that the model may call. The server calls no tool itself, so tools of other types are refused."""
+    """A function that the model may call."""
 
     harmless = frozenset({"defer_loading", "allowed_callers", "output_schema"})
 
@@ -42,6 +47,11 @@ class FunctionTool(Body):
     def tool(self) -> Tool:
         """The function as a `Turn` takes it."""
         return Tool(self.name, self.description, self.parameters, self.strict)
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("function"))
+]
 
 
 class NamedFunction(Body):
@@ -110,18 +120,19 @@ class ResponseBody(Body):
             "prompt_cache_options",
             "service_tier",
             "client_metadata",
+            "context_management",
         }
     )
     most_prompts = 1
 
     model: str = "default_model"
-    input: str | Annotated[Many[Item], Field(min_length=1)]
+    input: str | Many[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    tools: Many[FunctionTool] = Field(default_factory=list)
+    tools: Many[AnyTool] = Field(default_factory=list)
     tool_choice: (
         Literal["auto", "none", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
     ) = "auto"
@@ -142,7 +153,6 @@ class ResponseBody(Body):
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
-    context_management: None = None
     moderation: None = None
 
     @property
@@ -165,14 +175,19 @@ class ResponseBody(Body):
         return self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else self.tool_choice.mode
 
     @property
+    def functions(self) -> list[Tool]:
+        """The tools that can be called."""
+        return [tool.tool for tool in self.tools if isinstance(tool, FunctionTool)]
+
+    @property
     def allowed(self) -> list[Tool]:
         """The tools that may be called."""
         if not isinstance(self.tool_choice, AllowedTools):
-            return [tool.tool for tool in self.tools]
+            return self.functions
         names = [tool.name for tool in self.tool_choice.tools]
         for name in names:
-            check_tools([tool.name for tool in self.tools], name)
-        return [tool.tool for tool in self.tools if tool.name in names]
+            check_tools([tool.name for tool in self.functions], name)
+        return [tool for tool in self.functions if tool.name in names]
 
 
 def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int = 0) -> Turn:
@@ -181,12 +196,13 @@ def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int 
 
     Raises `BodyError` for items that do not follow each other, and for tools that contradict each other.
     """
-    check_tools([tool.name for tool in body.tools], body.choice)
+    check_tools([tool.name for tool in body.functions], body.choice)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     sampling = {"temp": body.temperature, "top_p": body.top_p}
     return Turn(
         messages=joined_system([*system, *messages_of(items, before)]),
         tools=body.allowed,
+        left_out=left_out(body.tools, body.choice),
         tool_choice=body.choice,
         parallel_tool_calls=body.parallel_tool_calls,
         schema=body.text.schema_followed,

@@ -11,7 +11,7 @@ from mlx_zip.server.bodies import likely_json
 from mlx_zip.server.ids import new_id
 from mlx_zip.server.responses_bodies import ResponseBody
 from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
-from mlx_zip.server.vendor import vendor_figures
+from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 Json = dict[str, Any]
 
@@ -106,7 +106,8 @@ class ResponseBuilder:
         cut = done.reason == "length"
         self._close("incomplete" if cut else "completed")
         status = "incomplete" if cut else "completed"
-        self.response |= {"status": status, "usage": usage_json(done), "mlx_zip": vendor_figures(done.counts)}
+        figures = vendor_figures(done.counts) | vendor_notes(done)
+        self.response |= {"status": status, "usage": usage_json(done), "mlx_zip": figures}
         if cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:

@@ -7,24 +7,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlx_zip.server.fields import Body, BodyError, Many, RefusalPart, arguments_of
+from mlx_zip.server.fields import BodyError, Many, RefusalPart, Said, arguments_of
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(Body):
+class TextPart(Said):
     """A piece of a message's text. Its notes (annotations, log-probabilities) have no effect."""
-
-    harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint", "parsed"})
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class Message(Body):
+class Message(Said):
     """A message of the user, the system, the developer (whose messages are the system's) or the model."""
-
-    harmless = frozenset({"phase"})
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -33,10 +29,8 @@ class Message(Body):
     status: Status | None = None
 
 
-class FunctionCall(Body):
+class FunctionCall(Said):
     """A call that the model made. arguments: JSON text of an object."""
-
-    harmless = frozenset({"caller", "parsed_arguments", "namespace"})
 
     type: Literal["function_call"]
     call_id: str
@@ -46,10 +40,8 @@ class FunctionCall(Body):
     status: Status | None = None
 
 
-class FunctionCallOutput(Body):
+class FunctionCallOutput(Said):
     """What a function returned."""
-
-    harmless = frozenset({"caller", "name", "namespace"})
 
     type: Literal["function_call_output"]
     call_id: str
@@ -58,17 +50,15 @@ class FunctionCallOutput(Body):
     status: Status | None = None
 
 
-class SummaryText(Body):
+class SummaryText(Said):
     """A piece of the model's reasoning."""
 
     type: Literal["summary_text", "reasoning_text"]
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(Said):
     """What the model reasoned. Encrypted content of another server cannot be read, and has no effect."""
-
-    harmless = frozenset({"encrypted_content"})
 
     type: Literal["reasoning"]
     summary: Many[SummaryText] = Field(default_factory=list)
@@ -77,7 +67,7 @@ class ReasoningItem(Body):
     status: Status | None = None
 
 
-class ItemReference(Body):
+class ItemReference(Said):
     """The id of an item of a stored response."""
 
     type: Literal["item_reference"]

@@ -153,7 +153,7 @@ def _repeated(rule: str, most: int) -> str:
 def _call(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
     """Returns the rule called `name` for a call of a tool, without marks, and the rules that it needs.
 
-    Tools that are not strict may have keywords ignored.
+    Tools that are not strict may have keywords ignored; their objects have no properties but those that are listed.
     """
     if form.kind in marked_calls.FORMATS:
         return marked_calls.call_rules(tokenizer, form.kind, form.end, tool, name)

@@ -31,8 +31,9 @@ class Turn:
     {"id", "type": "function", "function": {"name", "arguments": map}} and "reasoning_content"; a tool's
     "tool_call_id").
     prompt: text or base ids, in place of messages, for plain completions. prefill: how the answer begins. tools,
-    tool_choice: "auto", "none", "required" or the name of the tool to call. parallel_tool_calls: whether more than one
-    call may be made. schema: JSON schema that the answer must follow; {} for any JSON object. max_tokens: base tokens.
+    tool_choice: "auto", "none", "required" or the name of the tool to call. left_out: labels of further tools that the
+    client has given and this server cannot run. parallel_tool_calls: whether more than one call may be made. schema:
+    JSON schema that the answer must follow; {} for any JSON object. max_tokens: base tokens.
     sampling: fields of `Sampling`. stop: stop strings. logprobs: None, or how many likely tokens to report per token.
     template_options: further arguments of the chat template. pack: name of a pack, or names of packs to merge in this
     order; None for the model's own. show: whether texts come with their tokens, and `Learned` and `Live` deltas come.
@@ -43,6 +44,7 @@ class Turn:
     prefill: str | None = None
     tools: Sequence[Tool] = ()
     tool_choice: str = "auto"
+    left_out: tuple[str, ...] = ()
     parallel_tool_calls: bool = True
     schema: Mapping[str, Any] | None = None
     max_tokens: int = -1
@@ -140,16 +142,31 @@ class Live:
 
 
 @dataclass(frozen=True)
+class Differs:
+    """Where a prompt first differs from the kept conversation that has most in common with it. at: base tokens before.
+
+    kept, now: the texts that come next there and in the prompt, shortened.
+    """
+
+    at: int
+    kept: str
+    now: str
+
+
+@dataclass(frozen=True)
 class Done:
     """The end. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended it.
 
-    reasoning_tokens: those of the base tokens that were reasoning.
+    reasoning_tokens: those of the base tokens that were reasoning. left_out: as in `Turn`. differs: None if the prompt
+    goes on from a kept conversation, or none begins as it does.
     """
 
     reason: str
     counts: Counts
     stopped_by: str | None = None
     reasoning_tokens: int = 0
+    left_out: tuple[str, ...] = ()
+    differs: Differs | None = None
 
 
 Delta = Waiting | Text | Reasoning | ToolCall | Learned | Live | Done

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.fields import Body
-from mlx_zip.server.turn import ShownToken
+from mlx_zip.server.turn import Done, ShownToken
 
 
 class VendorFields(Body):
@@ -27,6 +27,12 @@ def vendor_figures(counts: Counts) -> dict[str, Any]:
     per_step = {"base_tokens_per_step": round(counts.base_tokens / counts.steps, 3) if counts.steps else 0.0}
     figures = {name: getattr(counts, name) for name in names}
     return figures | per_step | {name: round(getattr(counts, name), 6) for name in times}
+
+
+def vendor_notes(done: Done) -> dict[str, Any]:
+    """Returns what else the field says of an answer: tools left out, and where its prompt differs from a kept one."""
+    left_out = {"tools_left_out": list(done.left_out)} if done.left_out else {}
+    return left_out | ({} if done.differs is None else {"prompt_differs": asdict(done.differs)})
 
 
 def token_json(token: ShownToken) -> dict[str, Any]:

@@ -17,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import GenerationError, first_line, missing_library
-from mlx_zip.text.schema_costs import check_costs
+from mlx_zip.text.schema_costs import check_costs, keywords
 from mlx_zip.text.token_facts import bytes_by_id, special_ids
 from mlx_zip.text.tokenizer import token_id
 
 MOST_SCHEMA_BYTES = 256 * 1024
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as chat templates write JSON
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
+_MORE_PROPERTIES = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
+_JOINED = frozenset({"anyOf", "oneOf", "$ref"})
 _FORMAT = "%json"
 _lock = threading.Lock()
 _vocabularies: weakref.WeakKeyDictionary[Any, GrammarVocabulary] = weakref.WeakKeyDictionary()
@@ -200,18 +202,47 @@ def _check(matcher: Any) -> None:
 def json_by(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """Returns the rule for JSON that follows a schema, {} for any object; written on one line, as Python's json does.
 
-    lenient: ignore keywords that llguidance does not know; they raise `GenerationError` later otherwise. Raises
-    `GenerationError` for a schema that is too large, too deep, or no JSON.
+    lenient: ignore keywords that llguidance does not know, which raise `GenerationError` later otherwise, and close
+    objects whose properties are listed, unless the schema says that they have others. Raises `GenerationError` for a
+    schema that is too large, too deep, or no JSON.
     """
     options = {**_WRITING, "lenient": lenient}
     try:
         check_costs(schema)
+        joins = any(
+            key == "allOf" for key, _ in keywords(schema)
+        )  # an object of several schemas has the properties of all
+        schema = _closed(schema) if lenient and not joins else schema
         text = json.dumps({**(schema or {"type": "object"}), "x-guidance": options}, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise GenerationError(f"the schema cannot be followed: {first_line(error)}") from error
     if len(text) > MOST_SCHEMA_BYTES:
         raise GenerationError(f"the schema is too large: {len(text)} bytes, and at most {MOST_SCHEMA_BYTES} are taken")
     return f"{_FORMAT} {text}"
+
+
+def _closed(schema: Any) -> Any:
+    """Returns a schema in which objects that list their properties have no others, unless the schema says so.
+
+    An object with alternatives beside its properties has those of an alternative too, so it stays as it is.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    if "properties" in schema and schema.keys() & _JOINED:
+        return schema
+    inner = {key: _closed_within(key, value) for key, value in schema.items()}
+    if schema.get("properties") and not schema.keys() & _MORE_PROPERTIES:
+        inner["additionalProperties"] = False
+    return inner
+
+
+def _closed_within(key: str, value: Any) -> Any:
+    """Returns the value of a schema's keyword, with `_closed` schemas in place of those that it holds."""
+    if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
+        return {name: _closed(one) for name, one in value.items()}
+    if key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+        return [_closed(one) for one in value]
+    return _closed(value) if key in ("items", "additionalProperties") else value
 
 
 def literal(text: str) -> str:

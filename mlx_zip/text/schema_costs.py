@@ -15,7 +15,7 @@ _ITEMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re
 
 def check_costs(schema: Any) -> None:
     """Raises `GenerationError` for a pattern that repeats too much, and for a `multipleOf` that is too large."""
-    for key, value in _keywords(schema):
+    for key, value in keywords(schema):
         patterns = [value] if key == "pattern" else list(value) if key == "patternProperties" else []
         if any(isinstance(pattern, str) and _length(pattern) > MOST_REPEATED for pattern in patterns):
             raise GenerationError(f"the schema cannot be followed: a {key} repeats too much")
@@ -23,7 +23,7 @@ def check_costs(schema: Any) -> None:
             raise GenerationError(f"the schema cannot be followed: multipleOf is above {MOST_MULTIPLE}")
 
 
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+def keywords(schema: Any) -> Iterator[tuple[str, Any]]:
     """Yields all keys and values in a schema, at any depth."""
     left = [schema]
     while left:

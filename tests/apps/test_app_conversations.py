@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mlx_zip.engine import Differing
 from mlx_zip.errors import EngineError
 from support.chat_app import AUTHORIZED, Chat, chatting
 from support.fake_engine import FakeEngine, Script, any_role
@@ -54,6 +55,19 @@ def test_an_answer_streams_and_is_kept(chat):
     assert {token["o"] for token in answer["tokens"] if "p" in token} == {"pack", "prompt", "answer"}
     assert [entry for frame in frames if frame["type"] == "learned" for entry in frame["entries"]] == answer["learned"]
     assert answer["learned"]
+
+
+def test_an_answer_keeps_where_its_prompt_differs_from_what_was_kept_also_over_an_export():
+    with chatting(engine := FakeEngine()) as chat:
+        engine.script.differing = Differing(7, tuple(engine.tokenizer.encode("Lily 8", add_special_tokens=False)), (5,))
+        one, answer = asked(chat)
+        found = answer["figures"]["prompt_differs"]
+        assert (found["at"], found["kept"].strip()) == (7, "xxxx 0")
+        assert chat.show(one)["messages"][1]["figures"]["prompt_differs"] == found
+        (again,) = chat.call("POST", "import", chat.call("GET", f"conversations/{one}/export").json).json["ids"]
+        assert chat.show(again)["messages"][1]["figures"] == answer["figures"]
+        engine.script.differing = None
+        assert "prompt_differs" not in asked(chat)[1]["figures"]
 
 
 def test_the_model_reads_the_branch(chat):

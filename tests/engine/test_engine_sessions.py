@@ -26,6 +26,17 @@ def test_the_second_turn_reads_only_what_is_new(kind):
         assert engine.figures().sessions == 1
 
 
+@both
+def test_a_request_is_told_where_its_prompt_differs_from_the_best_session(kind):
+    first = tiny.base_ids(60)
+    with tiny_engine(kind=kind, sessions=SessionOptions()) as engine:
+        one = ask(engine, first)[1].wait()
+        assert one.events[0].differing is None
+        assert ask(engine, [*first, *one.base_ids, 9, 8])[1].wait().events[0].differing is None
+        found = ask(engine, [*first[:30], 39, 38, 37])[1].wait().events[0].differing
+    assert (found.at, found.now, found.kept[0]) == (30, (39, 38, 37), first[30])
+
+
 @pytest.mark.parametrize("family", ["llama", "plain"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_session_never_holds_more_than_was_delivered(family, ahead):

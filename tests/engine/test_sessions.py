@@ -82,6 +82,34 @@ def test_an_edited_conversation_uses_what_it_has_in_common_and_drops_nothing(kin
     assert again.name != found.name
 
 
+@pytest.mark.parametrize("at", [2, 17, 40, 62])
+def test_where_a_prompt_differs_from_the_best_session_is_told(at):
+    store = keeping.store()
+    _, held = keeping.conversation("zip", store)
+    keeping.read("zip", short := keeping.new_cache("zip"), held[: at - 1])
+    store.put(short, pack_key=OWN)
+    edited = [*held[:at], (held[at] - 3 + 1) % (tiny.VOCAB - 3) + 3, *NEXT]
+    found = store.differing(edited, OWN)
+    assert (found.at, found.now) == (at, tuple(edited[at : at + 12]))
+    assert 0 < len(found.kept) <= 12
+    assert list(found.kept) == held[at : at + len(found.kept)]
+
+
+def test_nothing_differs_where_a_prompt_goes_on_from_a_session_or_nothing_is_in_common():
+    store = keeping.store()
+    assert store.differing(NEXT, OWN) is None
+    _, held = keeping.conversation("zip", store)
+    other = (held[0] - 3 + 1) % (tiny.VOCAB - 3) + 3
+    for prompt, pack in (
+        (held + NEXT, OWN),
+        (held, OWN),
+        (held[:20], OWN),
+        ([other, *held], OWN),
+        (held[:9] + NEXT, "x"),
+    ):
+        assert store.differing(prompt, pack) is None
+
+
 @trimmed_kinds
 def test_the_same_prompt_asked_again_leaves_one_base_id_to_be_read_at_least(kind):
     store = keeping.store(kind)
@@ -242,6 +270,9 @@ def test_the_index_finds_what_a_scan_finds_while_sequences_come_and_go():
         found = index.find(np.array(ids, np.uint32))
         assert found.depth == longest_common(ids, held.values())
         assert dict(found.whole) == {name: len(x) for name, x in held.items() if ids[: len(x)] == x}
+        after = {x[found.depth :] for x in held.values() if x[: found.depth] == ids[: found.depth]} - {()}
+        assert any(x[: len(found.next)] == tuple(found.next) for x in after) or not (after or len(found.next))
+        assert bool(len(found.next)) == bool(after)
         assert set(index.names_below(found)) == {n for n, x in held.items() if x[: found.depth] == ids[: found.depth]}
         if held and rng.random() < 0.4:
             name = rng.choice(sorted(held))

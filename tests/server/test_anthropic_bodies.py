@@ -1,5 +1,7 @@
 """Bodies of Anthropic's Messages: the turns that they ask for, and those that are refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
@@ -10,6 +12,7 @@ USER = {"role": "user", "content": "Hi"}
 ADD = {"name": "add", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "3"}
+WEB = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "u"}}
 
 
@@ -152,6 +155,37 @@ def question(*blocks):
     return {"role": "user", "content": list(blocks)}
 
 
+def test_unknown_fields_of_what_was_said_are_passed_over():
+    said = [
+        USER | {"id": "msg_1", "metadata": {"a": 1}},
+        answer(USE | {"caller": {"type": "direct"}, "provider_specific_fields": None}),
+        question(RESULT | {"cache_control": {}, "toolset_name": "t"}, text("Go on", color="red")),
+    ]
+    assert messages(*said) == messages(USER, answer(USE), question(RESULT, text("Go on")))
+
+
+def test_tools_that_the_server_cannot_run_are_left_out_and_named():
+    got = turn(tools=[WEB, ADD])
+    assert (got, got.left_out) == (
+        replace(turn(tools=[ADD]), left_out=got.left_out),
+        ("web_search_20250305 web_search",),
+    )
+    assert turn(tools=[WEB], tool_choice={"type": "none"}).tools == []
+
+
+def test_the_line_about_billing_is_no_part_of_the_prompt():
+    lines = "x-anthropic-billing-header: cc_version=2.1; cch=0a1b2;", "You help. x-anthropic-billing-header: no"
+    plain = turn(system=[text(lines[1])])
+    assert turn(system=[text(lines[0]), text(lines[1])]) == plain
+    assert turn(system=f"{lines[0]}\n{lines[1]}") == plain
+    assert turn(system=[text(lines[0])]) == turn()
+
+
+def test_context_management_and_metadata_have_no_effect():
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]
+    assert turn(context_management={"edits": edits}, metadata={"user_id": "u", "more": 1}) == turn()
+
+
 BAD = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -164,10 +198,8 @@ BAD = [
     ({"messages": [5]}, "messages.0"),
     ({"messages": [question()]}, "messages.0.content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [USER | {"name": "me"}]}, "messages.0.name"),
     ({"messages": [question(IMAGE)]}, "messages.0.content.0"),
     ({"messages": [question({"type": "text"})]}, "messages.0.content.0.text"),
-    ({"messages": [question(text("x", color="red"))]}, "messages.0.content.0.color"),
     ({"messages": [question(RESULT)]}, "messages.0.content.0.tool_use_id"),
     ({"messages": [USER, answer(USE), question(RESULT | {"content": [IMAGE]})]}, "messages.2.content.0.content.0.type"),
     ({"messages": [question(USE)]}, "messages.0.content.0"),
@@ -177,7 +209,8 @@ BAD = [
     ({"messages": [USER, answer(USE | {"input": "{}"})]}, "messages.1.content.0.input"),
     ({"system": 5}, "system"),
     ({"system": [IMAGE]}, "system.0.type"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    ({"tools": [ADD, WEB], "tool_choice": {"type": "any"}}, "tools.1.type"),
+    ({"tools": [WEB | {"type": 5}]}, "tools.0.type"),
     ({"tools": [{"name": "add"}]}, "tools.0.input_schema"),
     ({"tools": [ADD, ADD]}, "tools"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -190,7 +223,6 @@ BAD = [
     ({"top_k": -1}, "top_k"),
     ({"thinking": {"type": "maybe"}}, "thinking.type"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits.0.type"),
     ({"container": "c"}, "container"),
     ({"stop": "x"}, "stop"),
     ({"stream": 1}, "stream"),
@@ -209,7 +241,7 @@ def test_what_is_refused_is_called_by_its_name():
     for fields, name in [
         ({"messages": [question(IMAGE)]}, "image"),
         ({"messages": [USER, answer(USE), question(RESULT | {"content": [IMAGE]})]}, "image"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [ADD, WEB], "tool_choice": {"type": "any"}}, "web_search_20250305"),
     ]:
         with pytest.raises(BodyError, match=name):
             turn(**fields)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from mlx_zip.engine import SessionInfo
 from mlx_zip.server.app import make_app
 from mlx_zip.server.options import Options
-from support.fake_engine import FakeEngine
+from support.fake_engine import CONTEXT, FakeEngine
 from support.http_server import serving
 
 USER = [{"role": "user", "content": "Tell me a story."}]
@@ -26,6 +26,16 @@ def test_the_model_is_listed_and_described(served):
     (model,) = served.ask("GET", "/v1/models").json["data"]
     assert (model["id"], model["object"]) == ("stories", "model")
     assert served.ask("GET", "/v1/models/stories").json == model
+
+
+def test_the_list_of_models_says_how_long_their_context_is(served):
+    found = served.ask("GET", "/v1/models").json
+    (model,), (for_codex,) = found["data"], found["models"]
+    assert (model["context_length"], model["max_model_len"]) == (CONTEXT, CONTEXT)
+    assert (for_codex["slug"], for_codex["context_window"]) == ("stories", CONTEXT)
+    needed = {"display_name", "shell_type", "visibility", "supported_in_api", "priority", "base_instructions"}
+    needed |= {"supported_reasoning_levels", "truncation_policy", "experimental_supported_tools"}
+    assert needed <= for_codex.keys()
 
 
 def test_the_metrics_count_requests_and_answers(served):

@@ -28,6 +28,7 @@ def with_message(**fields):
     return {"messages": [{"role": "user", "content": "Hi", **fields}]}
 
 
+ADD = {"type": "function", "function": {"name": "add"}}
 BODIES = [
     ({}, "messages"),
     ({"messages": []}, "messages"),
@@ -42,7 +43,6 @@ BODIES = [
     (with_message(content=[{"type": "input_audio", "input_audio": {}}]), "messages.0.content.0"),
     (with_message(content=[{"type": "text"}]), "messages.0.content.0.text"),
     (with_message(tool_call_id="1"), "messages.0.tool_call_id"),
-    (with_message(colour="red"), "messages.0.colour"),
     (with_message(function_call={"name": "f"}), "messages.0.function_call"),
     ({"messages": [{"role": "tool", "content": "7"}]}, "messages.0.tool_call_id"),
     ({"temperature": "hot"}, "temperature"),
@@ -71,7 +71,10 @@ BODIES = [
     ({"logit_bias": {"\u0667": 1}}, "logit_bias"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"tools": [{"type": "code_interpreter"}]}, "tools.0.type"),
+    ({"tools": [{"type": "code_interpreter"}, ADD], "tool_choice": "required"}, "tools.0.type"),
+    ({"tools": [{"type": "code_interpreter"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": 5}]}, "tools.0.type"),
+    ({"tools": [5]}, "tools.0"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"store": True}, "store"),
@@ -79,7 +82,9 @@ BODIES = [
     ({"modalities": ["audio"]}, "modalities.0"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-    ({"functions": []}, "functions"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"ignore_eos": True}, "ignore_eos"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"colour": "red"}, "colour"),
     ({"pack": ""}, "pack"),
@@ -97,7 +102,9 @@ def test_a_field_that_is_wrong_or_unsupported_is_refused_by_name(served, fields,
 
 def test_fields_without_effect_are_accepted(served):
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": False}
-    harmless |= {"service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "y", "verbosity": "medium"}
+    harmless |= {"service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "y", "verbosity": "high"}
+    harmless |= {"context_management": {"edits": []}, "ignore_eos": False, "functions": [], "function_call": "none"}
+    harmless |= {"colour": None}
     assert served.ask("POST", PATH, {"messages": USER, **harmless, "stop": None, "logit_bias": None}).status == 200
 
 

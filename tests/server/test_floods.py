@@ -138,16 +138,17 @@ def test_objects_of_one_name_in_several_dialects_are_described_each_with_what_it
     described = served.ask("GET", "/openapi.json").json["components"]["schemas"]
 
     def accepted(reference):
-        return described[reference["$ref"].rpartition("/")[2]]["properties"]
+        return described[reference["$ref"].rpartition("/")[2]]
 
     chat = accepted(described["ChatBody"]["properties"]["messages"]["items"])
-    assert chat["annotations"] == {"description": "accepted, without effect"}
-    assert {"type": "null"} in chat["name"]["anyOf"]
+    assert described["ChatBody"]["properties"]["verbosity"] == {"description": "accepted, without effect"}
+    assert (described["ChatBody"]["additionalProperties"], chat["additionalProperties"]) == (False, True)
+    assert {"type": "null"} in chat["properties"]["name"]["anyOf"]
     names = {name for name in described if name.rpartition("__")[2] == "Message"}
     fields = [set(described[name]["properties"]) for name in names]
     assert len(names) == 3
-    assert {frozenset(one & {"annotations", "phase"}) for one in fields} == {
-        frozenset({"annotations"}),
-        frozenset({"phase"}),
+    assert {frozenset(one & {"tool_calls", "status"}) for one in fields} == {
+        frozenset({"tool_calls"}),
+        frozenset({"status"}),
         frozenset(),
     }

@@ -23,16 +23,37 @@ def asked(**fields):
     return Turn(messages=[{"role": "user", "content": "hi"}], **{"tools": TOOLS, **fields})
 
 
-def split(text, kind="tags", turn=None, prompt_ids=(), cuts=()):
-    """(reasoning, text, calls as (name, arguments), the splitter) of a text fed in pieces."""
+def split(text, kind="tags", turn=None, prompt_ids=(), cuts=(), reason="stop"):
+    """(reasoning, text, calls as (name, arguments), the splitter) of a text fed in pieces. reason: why it ended."""
     splitter = Splitter(TOKENIZERS[kind], turn or asked(), prompt_ids)
     edges = [0, *sorted(cuts), len(text)]
     deltas = [
         d for a, b in zip(edges, [*edges[1:], len(text)], strict=True) for d in splitter.feed(text[a:b])
-    ] + splitter.finish()
+    ] + splitter.finish(reason)
     joined = ["".join(d.text for d in deltas if isinstance(d, one)) for one in (Reasoning, Text)]
     calls = [(d.name, json.loads(d.arguments)) for d in deltas if isinstance(d, ToolCall)]
     return *joined, calls, splitter.called
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_a_limit_cuts_off_never_shows_its_marks(kind):
+    calls = {
+        "tags": CALL,
+        "list": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
+        "headers": '[TOOL_CALLS]add[ARGS]{"a": 1}',
+        "llama": '{"name": "add", "parameters": {"a": 1}}',
+        "plain": '{"name": "add", "arguments": {"a": 1}}',
+    }
+    before = "" if kind in ("llama", "plain") else "Well."
+    for end in range(2, len(calls[kind]) + 1):
+        thought, text, found, _ = split(before + calls[kind][:end], kind, reason="length")
+        assert (thought, text) == ("", before), calls[kind][:end]
+        assert found in ([], [("add", {"a": 1})])
+
+
+def test_what_a_limit_cuts_off_is_text_where_no_call_has_begun():
+    for text in ("I said", "a <", "a [1", "a {", "{", "1 < 2"):
+        assert split(text, reason="length")[1] == text
 
 
 @pytest.mark.parametrize(

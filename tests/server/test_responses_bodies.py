@@ -1,5 +1,7 @@
 """Bodies of OpenAI's Responses: the turns that they ask for, and those that are refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_zip.server.fields import BodyError, parse
@@ -9,6 +11,7 @@ from mlx_zip.server.turn import Tool, Turn
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+WEB = {"type": "web_search", "external_web_access": False}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -116,6 +119,8 @@ def test_allowed_tools_are_those_that_the_model_is_told_of():
         {"include": ["reasoning.encrypted_content"]},
         {"stream_options": {"include_obfuscation": False}},
         {"conversation": None},
+        {"context_management": [{"type": "compaction"}]},
+        {"colour": None},
         {"temperature": None},
         {"store": False},
         {"tools": None, "tool_choice": None, "stream": None, "text": None, "reasoning": None, "metadata": None},
@@ -124,6 +129,21 @@ def test_allowed_tools_are_those_that_the_model_is_told_of():
 )
 def test_a_field_without_effect_is_accepted(field):
     assert turn(**field) == turn()
+
+
+def test_unknown_fields_of_what_was_said_are_passed_over():
+    more = {"namespace": "n", "provider_specific_fields": {"a": 1}, "colour": None, "phase": "commentary"}
+    parts = [{"type": "input_text", "text": "Hi", "cache_control": {}, "detail": "low"}]
+    said = [USER | more | {"content": parts}, CALL | more, OUTPUT | more]
+    assert turn(input=said) == turn(input=[USER, CALL, OUTPUT])
+
+
+def test_tools_that_the_server_cannot_run_are_left_out_and_named():
+    space = {"type": "namespace", "name": "agents", "description": "d", "tools": [ADD]}
+    custom = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}}
+    got = turn(tools=[space, ADD, WEB, custom, {"type": "image_generation", "output_format": "png"}])
+    assert got.left_out == ("namespace agents", "web_search", "custom patch", "image_generation")
+    assert replace(got, left_out=()) == turn(tools=[ADD])
 
 
 def test_a_fault_is_placed_in_the_input_of_the_request_itself():
@@ -137,7 +157,6 @@ DEEP = "[" * 100_000
 BAD = [
     ({"input": None}, "input"),
     ({"input": 5}, "input"),
-    ({"input": []}, "input"),
     ({"input": [5]}, "input.0"),
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
@@ -148,7 +167,8 @@ BAD = [
     ({"input": [USER, CALL | {"arguments": "{"}]}, "input.1.arguments"),
     ({"input": [USER, CALL | {"arguments": "[]"}]}, "input.1.arguments"),
     ({"input": [USER, CALL | {"arguments": DEEP}]}, "input.1.arguments"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [ADD, WEB], "tool_choice": "required"}, "tools.1.type"),
+    ({"tools": [WEB | {"type": 5}]}, "tools.0.type"),
     ({"tools": [ADD, ADD]}, "tools"),
     ({"tools": [ADD | {"name": "a b"}]}, "tools.0.name"),
     ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "tools.0.name"),
@@ -191,7 +211,7 @@ def test_a_body_that_cannot_be_met_is_refused_naming_the_field(fields, param):
 
 def test_what_is_refused_is_called_by_its_name():
     for fields, name in [
-        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [ADD, WEB], "tool_choice": "required"}, "web_search"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"input": [{"role": "robot", "content": "x"}]}, "robot"),
     ]:

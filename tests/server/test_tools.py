@@ -139,6 +139,54 @@ def test_what_cannot_be_forced_is_refused():
             make_constraint(tokenizer, asked(tools=[ADD], tool_choice="required"))
 
 
+def allowed(parameters, arguments, **fields):
+    """Whether a forced call of a tool with these parameters may have these arguments, given as JSON."""
+    constraint = make_constraint(TAGS, asked(tools=[Tool("t", "", parameters, **fields)], tool_choice="t"), CLOSED)
+    call = f'<tool_call>\n{{"name": "t", "arguments": {arguments}}}\n</tool_call>'
+    return constraint.accepts([*TAGS.encode(call, add_special_tokens=False), TAGS.eos_token_id])
+
+
+INNER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OBJECTS = {
+    "an object": (INNER, '{"a": 1}', '{"b": 1}'),
+    "an object within": ({"properties": {"in": INNER}}, '{"in": {"a": 1}}', '{"in": {"b": 1}}'),
+    "a list's objects": (
+        {"properties": {"in": {"type": "array", "items": INNER}}},
+        '{"in": [{}]}',
+        '{"in": [{"b": 1}]}',
+    ),
+    "alternatives": ({"properties": {"in": {"anyOf": [INNER, {"type": "null"}]}}}, '{"in": null}', '{"in": {"b": 1}}'),
+    "a named schema": (
+        {"properties": {"in": {"$ref": "#/$defs/x"}}, "$defs": {"x": INNER}},
+        '{"in": {}}',
+        '{"in": {"b": 1}}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_of_forced_calls_have_only_the_properties_that_are_listed(name):
+    parameters, good, bad = OBJECTS[name]
+    assert allowed(parameters, good)
+    assert not allowed(parameters, bad)
+    assert allowed(parameters, bad, strict=True)  # a strict schema means what it says
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        INNER | {"additionalProperties": True},
+        INNER | {"additionalProperties": {"type": "integer"}},
+        INNER | {"patternProperties": {"^b$": {"type": "integer"}}},
+        INNER | {"anyOf": [{"properties": {"b": {"type": "integer"}}}]},
+        {"allOf": [INNER, {"type": "object", "properties": {"b": {"type": "integer"}}}]},
+        {"type": "object"},
+    ],
+)
+def test_objects_stay_open_where_the_schema_says_so(parameters):
+    assert allowed({"properties": {"in": parameters}}, '{"in": {"a": 1, "b": 1}}')
+
+
 def test_keywords_that_are_not_known_are_ignored_for_tools_that_are_not_strict():
     parameters = {**PARAMETERS, "not": {"required": ["b"]}}
     assert make_constraint(TAGS, asked(tools=[Tool("t", "", parameters)], tool_choice="t"))

@@ -15,6 +15,7 @@ from mlx_zip.bundled import bundled_model
 from mlx_zip.engine import (
     Counted,
     Counts,
+    Differing,
     Emitted,
     Engine,
     EngineInfo,
@@ -50,7 +51,7 @@ class Script:
 
     ids: base ids of each emitted id, in place of text. ends: whether an eos follows. delay_s: between ids, on
     average. progress: chunks in which the prompt is read. fails: raised as `Failed` after the ids. gate: must be set
-    before the answer ends.
+    before the answer ends. differing: what is told of the prompt.
     """
 
     text: str = "Once upon a time there was a boat."
@@ -60,6 +61,7 @@ class Script:
     progress: int = 1
     fails: EngineError | GenerationError | None = None
     gate: threading.Event | None = None
+    differing: Differing | None = None
 
 
 class Running(Ticket):
@@ -128,7 +130,7 @@ class FakeEngine(Engine):
     def _replay(self, ticket: Running, script: Script, deliver: Callable[[Event], None]) -> None:
         began, prompt = time.monotonic(), len(ticket.submission.base_ids)
         counts = Counts(prompt_tokens=prompt, cached_tokens=3, prompt_ids=prompt - 3, codebook_size=64)
-        deliver(Started(prompt, 3, prompt - 3))
+        deliver(Started(prompt, 3, prompt - 3, script.differing))
         for nth in range(script.progress):
             deliver(Progress((nth + 1) * (prompt - 3) // script.progress, prompt - 3))
         reason = "length"

@@ -57,6 +57,13 @@ export function summary(figures) {
   return parts.join(" · ");
 }
 
+/** Returns where an answer's prompt differs from what was kept of earlier ones, "" if it goes on from it. */
+export function difference(figures) {
+  const found = figures?.prompt_differs;
+  if (!found) return "";
+  return `Read again from token ${count(found.at)} on: the prompt goes on with “${found.now}” there, what was kept with “${found.kept}”. Letters and digits are hidden.`;
+}
+
 /** Returns "1 token", "2 tokens". */
 export function plural(number, noun) {
   return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;

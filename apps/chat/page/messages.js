@@ -2,7 +2,7 @@
 
 import { Body } from "./body.js";
 import { button, h } from "./dom.js";
-import { plural, summary } from "./figures.js";
+import { difference, plural, summary } from "./figures.js";
 import { siblings } from "./tree.js";
 
 const STATES = {
@@ -90,7 +90,7 @@ export class MessageView {
       parts.push(h("span", { class: `state ${message.state}`, "data-testid": "message-state" }, state + reason));
     } else if (message.state === "running") parts.push(...waiting(message));
     const figures = message.state === "running" ? "" : summary(message.figures);
-    if (figures) parts.push(h("span", { "data-testid": "message-figures" }, figures));
+    if (figures) parts.push(h("span", { "data-testid": "message-figures", title: difference(message.figures) || null }, figures));
     if (message.reason === "length") parts.push(h("span", {}, "ended at the limit"));
     const key = parts.map((part) => part.textContent).join("|");
     if (key === this.noted) return;

@@ -20,6 +20,13 @@ test("a share stays between nothing and all", () => {
   assert.deepEqual([-1, 0.256, 7, NaN, Infinity].map(figures.percent), ["0%", "26%", "100%", "0%", "0%"]);
 });
 
+test("where a prompt differs from what was kept is told in one sentence, and nothing where it goes on", () => {
+  const told = figures.difference({ prompt_differs: { at: 1234, kept: "xx 0", now: "xxx" } });
+  assert.match(told, /token 1,234 on/);
+  assert.match(told, /“xxx”.*“xx 0”/);
+  assert.deepEqual([null, {}, { prompt_differs: null }].map(figures.difference), ["", "", ""]);
+});
+
 test("an answer is summed up in one line", () => {
   const whole = { base_tokens: 201, steps: 100, base_tokens_per_step: 2.01, base_tokens_per_s: 187.2 };
   assert.equal(figures.summary(whole), "201 tokens in 100 steps · 2.01 per step · 187 tokens/s");
