@@ -55,6 +55,8 @@ def raced(chat, **body):
 
 def test_the_state_shows_models_packs_and_what_can_be_raced_against(chat):
     state = chat.call("GET", "state").json
+    refused = state["models"][0].pop("no_system")
+    assert "the stories model knows the roles user and assistant only" in refused
     assert state["models"][0] == {"name": "stories", "hypertokens": True, "loaded": True, "base": "plain"}
     assert [(m["name"], m["hypertokens"]) for m in state["models"][1:]] == [("plain", False)]
     assert [(pack["name"], pack["entries"]) for pack in state["packs"]] == [("chat", 2), ("web", 1)]

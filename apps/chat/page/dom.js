@@ -58,10 +58,13 @@ export function icon(name) {
   return svg;
 }
 
-/** Returns a button. options.icon: an icon with `label` as its name and tooltip; without: `label` is its text. */
-export function button(label, { icon: drawn, text, ...attributes } = {}) {
+/**
+ * Returns a button. options.icon: an icon with `label` as its name and tooltip; without: `label` is its text. options.caption:
+ * a word of `label` that stands under the icon.
+ */
+export function button(label, { icon: drawn, text, caption, ...attributes } = {}) {
   const named = drawn && !text ? { "aria-label": label, title: label } : {};
-  return h("button", { type: "button", ...named, ...attributes }, drawn && icon(drawn), (text || !drawn) && h("span", {}, label));
+  return h("button", { type: "button", ...named, ...attributes }, drawn && icon(drawn), caption && h("span", { class: "caption" }, caption), (text || !drawn) && h("span", {}, label));
 }
 
 /** Returns the element with this id. */

@@ -12,7 +12,7 @@ import { startPanel } from "./panel.js";
 import { startPopover } from "./popover.js";
 import { startRace } from "./race.js";
 import { refreshList, startSidebar } from "./sidebar.js";
-import { guarded } from "./tell.js";
+import { guarded, startBanner } from "./tell.js";
 import { startToolbar } from "./toolbar.js";
 import { address, startWays } from "./ways.js";
 
@@ -31,8 +31,9 @@ function start() {
   startRace();
   startKeys();
   startConnection();
+  startBanner();
   startTabs();
-  on("created", (conversation) => conversation === app.conversation && address(conversation.id));
+  on("created withdrawn", (conversation) => conversation === app.conversation && address(conversation.id));
   if (key()) guarded(begin);
   else {
     show(null);
@@ -52,6 +53,7 @@ async function begin() {
 /** Keeps two tabs in step: each tells the other what it changed, and looks again when it comes to the front. */
 function startTabs() {
   on("saved created", (detail) => channel.postMessage({ id: detail?.id ?? detail }));
+  on("withdrawn", () => channel.postMessage({ id: null }));
   on("answered", (conversation) => channel.postMessage({ id: conversation.id }));
   channel.addEventListener("message", ({ data }) => key() && guarded(() => look(data.id)));
   addEventListener("focus", () => key() && app.state && guarded(() => look(app.conversation.id)));

@@ -31,7 +31,7 @@ export function startSidebar() {
   byId("sidebar").append(brand, h("div", { class: "search" }, icon("search"), search), list, foot());
   search.addEventListener("input", debounced(() => refreshList(), 120));
   list.addEventListener("scroll", () => nearEnd() && guarded(more), { passive: true });
-  on("created saved answered sending", () => refreshList());
+  on("created withdrawn saved answered sending", () => refreshList());
   on("shown answering answered", mark);
 }
 

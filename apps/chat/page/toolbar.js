@@ -25,11 +25,11 @@ export function startToolbar() {
   title.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === "Escape") && leave(event));
   picker = h("select", { class: "picker", "aria-label": "Model", "data-testid": "model-picker" });
   picker.addEventListener("change", () => guarded(() => (picker.value === OTHER ? chooseOther() : choose(picker.value))));
-  const race = button("Race against the base", { icon: "flag", "data-testid": "race-open", onclick: () => (raceIsOpen() ? closeRace() : openRace()) });
-  const words = button("Vocabulary", { icon: "panel", "data-testid": "vocabulary-open", onclick: () => togglePanel("vocabulary") });
-  const dials = button("Settings", { icon: "sliders", "data-testid": "settings-open", onclick: () => togglePanel("settings") });
+  const race = button("Race against the base", { icon: "flag", caption: "Race", "data-testid": "race-open", onclick: () => (raceIsOpen() ? closeRace() : openRace()) });
+  const words = button("Vocabulary", { icon: "panel", caption: "Vocabulary", "data-testid": "vocabulary-open", onclick: () => togglePanel("vocabulary") });
+  const dials = button("Settings", { icon: "sliders", caption: "Settings", "data-testid": "settings-open", onclick: () => togglePanel("settings") });
   const toggle = button("Sidebar", { icon: "sidebar", "data-testid": "sidebar-toggle", onclick: toggleSidebar });
-  const more = menuButton("More about this conversation", items, { "data-testid": "chat-menu" });
+  const more = menuButton("More about this conversation", items, { caption: "More", "data-testid": "chat-menu" });
   const heading = h("div", { class: "heading" }, title, picker);
   byId("toolbar").append(toggle, heading, h("div", { class: "group" }, tintButton(), race, words, dials, more));
   on("shown state changed answered path", draw);

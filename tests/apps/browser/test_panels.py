@@ -26,6 +26,33 @@ def test_hypertokens_are_tinted_and_the_tint_can_be_switched_off(told):
     told["tint-toggle"].click()
 
 
+def test_the_colours_are_explained_under_the_newest_answer_while_they_are_shown(told):
+    legend = told.answers().last.get_by_test_id("text-legend")
+    assert legend.inner_text().split() == ["2", "3", "4", "5+", "base", "tokens", "in", "one", "step"]
+    told["tint-toggle"].click()
+    assert not legend.is_visible()
+    told["tint-toggle"].click()
+
+
+def test_the_buttons_of_the_header_show_their_names(told):
+    names = {"tint-toggle": "Tint", "race-open": "Race", "vocabulary-open": "Vocabulary", "settings-open": "Settings"}
+    for width in (1280, 390):
+        told.page.set_viewport_size({"width": width, "height": 800})
+        assert {name: told[name].inner_text() for name in names} == names
+        assert all(told[name].is_visible() for name in names)
+    told.page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def test_the_line_of_figures_says_in_words_what_each_of_them_is(told):
+    assert "base tokens/s" in told["live-speed"].inner_text()
+    told["live-help"].click()
+    explained = told["dialog"].inner_text()
+    for figure in told.page.locator("[data-testid=live] .figure > span:visible").all():
+        assert figure.inner_text() in explained
+    assert "Base tokens are the pieces of text" in explained
+    told.page.keyboard.press("Escape")
+
+
 def test_a_hypertoken_shows_its_parts_and_where_it_was_learned(told):
     token = told.page.locator("[data-role=assistant] .tok").first
     token.hover()
@@ -109,18 +136,54 @@ def test_a_new_conversation_shows_the_default_system_prompt_and_can_do_without_i
     assert settings(with_default)["system"].input_value() == "Be brief."
 
 
-def test_a_system_prompt_that_the_model_does_not_take_is_refused_with_the_reason(told):
+def test_a_model_that_takes_no_system_prompt_has_the_field_switched_off_with_the_reason(told):
     told["settings-open"].click()
-    told["system"].fill("You tell short stories.")
+    assert told["system"].is_disabled()
+    assert "the stories model knows the roles user and assistant only" in told["system-refusal"].inner_text()
+    (one,) = told.api("GET", "conversations?limit=1")["conversations"]
+    refused = told.api("PATCH", f"conversations/{one['id']}", {"system": "You tell short stories."})
+    assert "system" in refused["error"]["message"]
+    told.noted.console = [line for line in told.noted.console if "400" not in line]
+    assert settings(told)["system"].input_value() == ""
+    told["panel-close"].click()
+
+
+def test_a_model_that_takes_a_system_prompt_has_the_field_switched_on(any_role, open_tab):
+    tab = open_tab(any_role)
+    tab["settings-open"].click()
+    assert tab["system"].is_enabled()
+    assert tab["system-refusal"].inner_text() == ""
+
+
+def test_a_banner_lies_over_the_panel_on_a_narrow_screen(told):
+    told["settings-open"].click()
+    told.page.evaluate("import('/app/page/tell.js').then(({ banner }) => banner('Something is wrong.'))")
     told["banner"].wait_for()
-    assert "system" in told["banner"].inner_text()
-    # On a narrow screen the panel lies over the conversation, and not over the banner.
     told.page.set_viewport_size({"width": 390, "height": 780})
     hit = "one => one.contains(document.elementFromPoint(innerWidth - 60, one.getBoundingClientRect().y + 9))"
     assert told["banner"].evaluate(hit)
     told.page.set_viewport_size({"width": 1280, "height": 800})
-    told.noted.console = [line for line in told.noted.console if "400" not in line]
-    assert settings(told)["system"].input_value() == ""
+    told["panel-close"].click()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"), [("temp", "-3", "0.75"), ("max_tokens", "0", "40"), ("top_k", "1.5", "3")]
+)
+def test_a_setting_out_of_range_is_refused_beside_its_field(told, name, wrong, right):
+    told["settings-open"].click()
+    field, problem = told[f"sampling-{name}"], told[f"sampling-{name}-problem"]
+    field.fill(wrong)
+    field.press("Enter")
+    assert "must be a" in problem.inner_text()
+    assert field.get_attribute("aria-invalid") == "true"
+    (one,) = told.api("GET", "conversations?limit=1")["conversations"]
+    assert name not in told.api("GET", f"conversations/{one['id']}")["sampling"]
+    with told.page.expect_response(lambda answer: answer.request.method == "PATCH"):
+        field.fill(right)
+        field.press("Enter")
+    assert problem.inner_text() == ""
+    assert told.api("GET", f"conversations/{one['id']}")["sampling"][name] == float(right)
+    told["sampling-reset"].click()
     told["panel-close"].click()
 
 
@@ -168,11 +231,23 @@ def test_the_race_runs_one_after_the_other_and_has_a_verdict(told):
     told["race-open"].click()
     assert told["race-prompt"].input_value() == STORY
     told.raced()
+    assert re.match(r"[\d.,]+ against [\d.,]+ base tokens/s: with hypertokens", told["race-verdict"].inner_text())
     for lane in ("lane-zip", "lane-base"):
+        first = told[lane].locator(".figures > div").first.inner_text()
+        assert re.fullmatch(r"[\d.,]+\s+base tokens/s", first), lane
         assert len(told[lane].get_by_test_id("lane-text").inner_text()) > 100
         assert re.search(r"\d", told[lane].get_by_test_id("lane-clock").inner_text())
     told["race-close"].click()
     assert told["input"].is_visible()
+
+
+@pytest.mark.parametrize(("length", "differs"), [(200, False), (150, True)])
+def test_the_verdict_says_when_the_texts_of_a_race_differ_in_length(told, length, differs):
+    figures = {"base_tokens": 200, "steps": 100, "base_tokens_per_s": 90.0}
+    verdict = "async both => (await import('/app/page/lane.js')).verdict(...both).join(' ')"
+    said = told.page.evaluate(verdict, [figures, figures | {"base_tokens": length, "base_tokens_per_s": 60.0}])
+    assert said.startswith("90.0 against 60.0 base tokens/s: with hypertokens 1.50 times as fast.")
+    assert ("differ in length, 200 against 150" in said) == differs
 
 
 def test_a_race_that_is_stopped_says_so(told):
