@@ -18,6 +18,7 @@ class Figure {
     this.bar = bar ? h("i", { class: "bar", "aria-hidden": "true" }, h("i", { class: "fill" })) : null;
     this.element = h("div", { class: "figure", "data-testid": `live-${name}`, title: hint }, this.number, this.limit, this.label, this.bar);
     this.hint = hint;
+    this.meaning = hint;
   }
 
   /** What the line says without its number. */
@@ -37,7 +38,7 @@ class Figure {
 const line = {
   speed: new Figure("speed", ["base tokens/s"], { hint: "How fast the text comes. Base tokens are the pieces of text that the model without hypertokens reads and writes." }),
   perStep: new Figure("per-step", ["per step"], { hint: "Base tokens that one step of the model writes. Without hypertokens this is 1." }),
-  saved: new Figure("saved", ["steps", more(" saved")], { hint: "Steps that the model without hypertokens would have needed beyond these." }),
+  saved: new Figure("saved", ["steps saved"], { hint: "Steps that the model without hypertokens would have needed beyond these." }),
   codebook: new Figure("codebook", ["entries"], { bar: true, hint: "Hypertokens that this conversation has, of those that its codebook can hold." }),
   memory: new Figure("memory", ["cache", more(" saved")], { hint: "Memory (KV cache) that the model without hypertokens would need beyond this." }),
   ceiling: new Figure("ceiling", ["of ceiling"], { bar: true, hint: "Steps per second, as a share of the most that this machine can do." }),
@@ -55,7 +56,7 @@ export function startLive() {
 /** Says in words what the figures are that the line shows at the moment. */
 function explain() {
   const shown = Object.values(line).filter((figure) => !figure.element.hidden);
-  const rows = shown.flatMap((figure) => [h("dt", {}, figure.name), h("dd", {}, figure.hint)]);
+  const rows = shown.flatMap((figure) => [h("dt", {}, figure.name), h("dd", {}, figure.meaning)]);
   const done = button("Done", { class: "primary", onclick: () => dialog.close() });
   const dialog = show(h("h2", { id: "dialog-title" }, "What these figures mean"), h("dl", { class: "meanings" }, ...rows), h("div", { class: "row" }, done));
   done.focus();
@@ -87,5 +88,6 @@ function fill(figures) {
   const ceiling = app.state?.ceiling?.steps_per_s;
   const share = figures.steps / figures.seconds / ceiling;
   line.ceiling.set(ceiling && figures.seconds ? percent(share) : null, bounded(share));
-  line.ceiling.element.title = line.ceiling.hint = ceiling ? `${short(figures.steps / figures.seconds)} of ${short(ceiling)} steps/s, the most that this machine can do (measured)` : "";
+  line.ceiling.meaning = `${line.ceiling.hint} Here: ${short(figures.steps / figures.seconds)} of ${short(ceiling)} steps/s (measured).`;
+  line.ceiling.element.title = ceiling ? line.ceiling.meaning : "";
 }

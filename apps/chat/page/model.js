@@ -14,7 +14,7 @@ export class Conversation {
   constructor(json = {}) {
     this.id = json.id ?? null;
     this.answering = null; // AbortController while an answer streams
-    this.take({ title: "", model: null, system: null, packs: [], sampling: {}, draft: "", leaf: null, messages: [], ...json });
+    this.take({ title: "", model: null, system: null, packs: [], sampling: {}, draft: "", leaf: null, pinned: false, folder: "", messages: [], ...json });
   }
 
   /** Takes over what the server says of the conversation. Without `messages` the messages stay. */

@@ -38,7 +38,7 @@ export function settings() {
   packs = h("div", { class: "packs", role: "group", "aria-labelledby": "packs-title", "data-testid": "packs" });
   storage = h("div", { class: "quiet", "data-testid": "storage" });
   on("shown state", draw);
-  on("changed", ({ conversation, fields }) => conversation === app.conversation && "model" in fields && draw());
+  on("changed", ({ conversation, fields }) => conversation === app.conversation && ("model" in fields || "packs" in fields) && draw());
   on("leaving", () => save.now());
   return [
     h("section", {}, h("h2", {}, h("label", { for: "system" }, "System prompt")), system, refusal, without),
@@ -125,6 +125,7 @@ function drawSystem(conversation) {
   const reason = app.state.models?.find(({ name }) => name === conversation.modelName)?.no_system;
   system.value = conversation.system ?? app.state.defaults?.system ?? "";
   system.disabled = Boolean(reason);
+  refusal.className = reason ? "quiet" : "problem";
   system.placeholder = reason ? "Not with this model" : "None";
   refusal.textContent = reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "";
   without.hidden = !reason || !system.value;

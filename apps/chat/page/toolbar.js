@@ -8,7 +8,7 @@ import { asked, menuButton } from "./menu.js";
 import { app, patch, refreshState } from "./model.js";
 import { shownPanel, togglePanel } from "./panel.js";
 import { closeRace, openRace, raceIsOpen } from "./race.js";
-import { deleteOne, retitle } from "./sidebar.js";
+import { change, deleteOne, placeItems } from "./sidebar.js";
 import { banner, guarded, hideBanner } from "./tell.js";
 import { tintButton } from "./tint.js";
 import { toggleSidebar } from "./ways.js";
@@ -48,6 +48,7 @@ function items() {
     ...(conversation.id === null
       ? []
       : [
+          ...placeItems(conversation),
           { label: "Export as Markdown", icon: "upload", testid: "export-md", run: file("md") },
           { label: "Export as JSON", icon: "upload", testid: "export-json", run: file("json") },
           null,
@@ -68,7 +69,7 @@ function rename() {
   const conversation = app.conversation;
   if (!wanted) title.value = conversation.title;
   else if (conversation.id === null) conversation.title = wanted;
-  else guarded(() => retitle(conversation.id, wanted));
+  else guarded(() => change(conversation.id, { title: wanted }));
 }
 
 async function chooseOther() {

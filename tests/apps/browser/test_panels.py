@@ -70,6 +70,18 @@ def test_the_keyboard_steps_through_the_hypertokens(told):
     assert int(told.page.evaluate("document.activeElement.dataset.t")) > int(first)
 
 
+def test_stepping_through_a_long_answer_shows_the_first_hypertoken_s_parts_on_the_first_click(told):
+    told.page.set_viewport_size({"width": 390, "height": 420})  # so that the first hypertoken is out of sight
+    told.page.evaluate("() => { document.querySelector('#scroller').scrollTop = 1e6; }")
+    told.page.wait_for_timeout(300)
+    told["inspect"].click()
+    told.page.wait_for_timeout(500)  # the page has scrolled by then
+    assert told["token-popover"].is_visible()
+    popover, token = told["token-popover"].bounding_box(), told.page.locator(".tok.on").bounding_box()
+    assert min(abs(popover["y"] - token["y"]), abs(popover["y"] + popover["height"] - token["y"])) < 60
+    told.page.set_viewport_size({"width": 1280, "height": 800})
+
+
 def test_the_tokens_of_an_answer_are_there_after_a_reload(told):
     count = told.page.locator("[data-role=assistant] .tok").count()
     told.page.reload()
@@ -221,10 +233,44 @@ def test_packs_are_chosen_and_merged_for_one_conversation(packed, open_tab):
     assert tab["pack-sea"].is_checked()
 
 
+def test_a_prompt_that_a_pack_would_help_is_offered_the_pack(packed, open_tab):
+    tab = open_tab(packed)
+    tab["settings-open"].click()
+    tab["pack-sea"].check()
+    tab["input"].fill(2 * TEXTS["dog"])
+    tab["offer"].get_by_text("dog").wait_for()
+    with_pack, without = map(int, re.findall(r"\d+", tab["offer"].inner_text()))
+    assert with_pack <= 0.9 * without
+    tab["offer-use"].click()
+    tab["offer"].wait_for(state="hidden")
+    assert [tab[f"pack-{name}"].is_checked() for name in TEXTS] == [False, True]
+    assert tab["input"].input_value() == 2 * TEXTS["dog"]
+    tab["panel-close"].click()
+    tab["input"].fill("")
+
+
 def test_the_page_says_where_conversations_are_kept(told):
     told["settings-open"].click()
     assert "conversations.db" in told["storage"].inner_text()
     told["panel-close"].click()
+
+
+def test_the_settings_have_no_scrollbar_from_left_to_right(open_tab, tmp_path):
+    home = tmp_path / ("a_folder_with_a_long_name" * 6)
+    home.mkdir()
+    (home / "text.txt").write_text(TEXTS["sea"])
+    data = str(home / "kept.db")
+    with running(App(home, ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--data", data])) as app:
+        tab = open_tab(app)
+        tab["settings-open"].click()
+        assert "a_folder_with_a_long_name" in tab["storage"].inner_text()
+        wide = "() => { const one = document.querySelector('#panel-settings'); return one.scrollWidth - one.clientWidth; }"
+        for width in (1280, 390):
+            tab.page.set_viewport_size({"width": width, "height": 800})
+            assert tab.page.evaluate(wide) == 0
+            cut = "one => one.getBoundingClientRect().right <= one.closest('.panel').getBoundingClientRect().right"
+            assert all(one.evaluate(cut) for one in tab.page.locator("#panel-settings :visible").all())
+        tab.page.set_viewport_size({"width": 1280, "height": 800})
 
 
 def test_the_race_runs_one_after_the_other_and_has_a_verdict(told):
