@@ -109,6 +109,12 @@ def test_a_large_decoder_is_split_into_shards_with_an_index(tmp_path: Path, monk
 # ---- what is written
 
 
+def test_mlx_lm_runs_the_exported_folder_as_the_plain_decoder(tmp_path: Path) -> None:
+    model, tokenizer = mlx_lm.load(str(exported_tiny(tmp_path)))
+    assert type(model).__module__ == "mlx_lm.models.llama"
+    assert len(mlx_lm.generate(model, tokenizer, [5, 6, 7], max_tokens=4)) > 0
+
+
 def test_the_folder_holds_what_the_package_reads_and_nothing_of_ours(tmp_path: Path) -> None:
     out = export(converted(tmp_path), tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {
