@@ -42,7 +42,10 @@ _VERSION_2 = (
     "ALTER TABLE conversations ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE conversations ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
 )
-MIGRATIONS: tuple[Sequence[str], ...] = (_VERSION_1, _VERSION_2)  # the statements that lead from version i to version i + 1
+MIGRATIONS: tuple[Sequence[str], ...] = (
+    _VERSION_1,
+    _VERSION_2,
+)  # the statements that lead from version i to version i + 1
 
 
 @contextmanager

@@ -76,7 +76,9 @@ def _fit(core: Core, text: str, pack: Any) -> dict[str, Any]:
     """Returns how many ids a prompt is read as with a pack, and with the pack that helps most; None if none helps."""
     base_ids = encode_text(core.engine.tokenizer, text)
     ids = core.engine.prompt_size(base_ids, pack)
-    sizes = {name: size for name, pack in core.options.packs.items() if (size := _size(core, base_ids, pack)) is not None}
+    sizes = {
+        name: size for name, pack in core.options.packs.items() if (size := _size(core, base_ids, pack)) is not None
+    }
     best = min(sizes, key=sizes.__getitem__, default=None)
     saves = best is not None and sizes[best] < ids
     return {"ids": ids, "best": {"name": best, "ids": sizes[best]} if saves else None}

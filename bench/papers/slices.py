@@ -4,8 +4,8 @@
     python bench/papers/slices.py abstracts ori_pqal.json test > pubmedqa.test.jsonl
     python bench/papers/slices.py sentences fr_gsd-ud-test.conllu > ud_fr.test.txt
 
-reviews: the folder `train` or `test` of the Large Movie Review Dataset (Maas et al. 2011), with its folders `neg` and `pos`.
-abstracts: `ori_pqal.json` of github.com/pubmedqa/pubmedqa. sentences: a file of a Universal Dependencies treebank.
+reviews: the folder `train` or `test` of the Large Movie Review Dataset (Maas et al. 2011), with its folders `neg` and
+`pos`. abstracts: `ori_pqal.json` of github.com/pubmedqa/pubmedqa. sentences: a file of a Universal Dependencies treebank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reviews(folder: str) -> Iterator[str]:
 
 
 def abstracts(file: str, part: str) -> Iterator[str]:
-    """Yields the lines of the `train` or `test` part of the abstracts: every fifth one, by their ids as text, is a test."""
+    """Yields the lines of one part of the abstracts. `test`: every fifth one, in the order of ids as text; `train`: the rest."""
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     for i, pmid in enumerate(sorted(found)):
         if (i % 5 == 4) == (part == "test"):

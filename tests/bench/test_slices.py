@@ -1,4 +1,4 @@
-"""The script that cuts the reports' slices out of public data sets: which documents are chosen, and how they are written."""
+"""The script that cuts slices out of public data sets: which documents it chooses, and how it writes them."""
 
 import json
 import subprocess
@@ -29,7 +29,12 @@ def test_three_of_25_reviews_of_each_class_are_chosen_by_their_numbers_and_shuff
 
 
 def test_every_fifth_abstract_is_in_the_test_part_and_no_abstract_is_in_both(tmp_path):
-    one = {"QUESTION": "Why?", "LABELS": ["AIMS", "METHODS"], "CONTEXTS": ["To know.", "By asking."], "LONG_ANSWER": "So."}
+    one = {
+        "QUESTION": "Why?",
+        "LABELS": ["AIMS", "METHODS"],
+        "CONTEXTS": ["To know.", "By asking."],
+        "LONG_ANSWER": "So.",
+    }
     (tmp_path / "all.json").write_text(json.dumps({str(i): one for i in range(20, 10, -1)}))
     parts = {p: [json.loads(line) for line in lines("abstracts", tmp_path / "all.json", p)] for p in ("train", "test")}
     assert [one["pmid"] for one in parts["test"]] == ["15", "20"]

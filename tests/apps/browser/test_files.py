@@ -23,7 +23,9 @@ def give(tab, *files, where="#messages", event="drop", text=""):
     return tab.page.evaluate(GIVE, [where, event, list(files), text])
 
 
-@pytest.mark.parametrize(("where", "event"), [("#messages", "drop"), ("#input", "drop"), ("#input", "paste"), ("body", "paste")])
+@pytest.mark.parametrize(
+    ("where", "event"), [("#messages", "drop"), ("#input", "drop"), ("#input", "paste"), ("body", "paste")]
+)
 def test_a_text_file_becomes_text_where_the_cursor_is(tab, where, event):
     tab["input"].fill("Before: ")
     assert give(tab, ["notes.md", "text/markdown", "# Größe\nx = 1"], where=where, event=event)
@@ -41,7 +43,12 @@ def test_several_text_files_stand_below_each_other(tab):
 @pytest.mark.parametrize("event", ["drop", "paste"])
 @pytest.mark.parametrize(
     "file",
-    [["cat.png", "image/png", PNG], ["a.bin", "", [0, 1, 2]], ["latin.txt", "text/plain", [228, 246]], ["big.txt", "", "x" * (2**20 + 1)]],
+    [
+        ["cat.png", "image/png", PNG],
+        ["a.bin", "", [0, 1, 2]],
+        ["latin.txt", "text/plain", [228, 246]],
+        ["big.txt", "", "x" * (2**20 + 1)],
+    ],
     ids=lambda file: file[0],
 )
 def test_what_is_no_text_or_too_large_gets_one_line_and_changes_nothing(tab, file, event):

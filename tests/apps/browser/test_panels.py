@@ -264,7 +264,9 @@ def test_the_settings_have_no_scrollbar_from_left_to_right(open_tab, tmp_path):
         tab = open_tab(app)
         tab["settings-open"].click()
         assert "a_folder_with_a_long_name" in tab["storage"].inner_text()
-        wide = "() => { const one = document.querySelector('#panel-settings'); return one.scrollWidth - one.clientWidth; }"
+        wide = (
+            "() => { const one = document.querySelector('#panel-settings'); return one.scrollWidth - one.clientWidth; }"
+        )
         for width in (1280, 390):
             tab.page.set_viewport_size({"width": width, "height": 800})
             assert tab.page.evaluate(wide) == 0

@@ -62,7 +62,7 @@ def test_the_reason_goes_when_another_conversation_is_shown(tab):
 def test_a_message_whose_system_prompt_is_refused_stands_in_the_box_again(tab):
     reason = {"error": {"message": "this model takes no system message"}}
     answer = {"status": 400, "content_type": "application/json", "body": json.dumps(reason)}
-    posted = lambda route: route.fulfill(**answer) if route.request.method == "POST" else route.continue_()  # noqa: E731
+    posted = lambda route: route.fulfill(**answer) if route.request.method == "POST" else route.continue_()
     tab.page.route("**/app/api/conversations", posted)
     refused(tab, STORY)
     assert tab["input"].input_value() == STORY
