@@ -17,7 +17,7 @@ from mlx_zip.converters.base import base_folder
 from mlx_zip.converters.gguf import convert_gguf
 from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
-from mlx_zip.converters.starting_pack import begin_with, check_rows, keep_pack
+from mlx_zip.converters.starting_pack import begin_with, check_rows, keep_pack, take_trained_rows
 from mlx_zip.converters.writing import write_adapter, write_model_folder
 from mlx_zip.errors import ConversionError
 from mlx_zip.vocab.packs import Pack
@@ -114,6 +114,8 @@ def convert(
                 keep_pack(prepared, trust_remote_code)
             _quantize(prepared, recipe)
             check_rows(prepared, packs)
+            if packs is None and not source.is_converted(place):
+                take_trained_rows(prepared, source.complete(place), trust_remote_code)
             write_model_folder(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
         hub.upload(out, upload_repo)

@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import ConversionError, first_line
 from mlx_zip.text import hub
-from mlx_zip.vocab.packs import IN_FOLDER
+from mlx_zip.vocab.packs import IN_ADAPTER, IN_FOLDER
 
 CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
 BASE = [*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS]
@@ -22,6 +22,7 @@ CHECKPOINT = [
     "meta.pt",
     "*/model*.safetensors",
     IN_FOLDER,
+    IN_ADAPTER,
 ]
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 

@@ -6,12 +6,18 @@ import warnings
 from dataclasses import replace
 from typing import Any, cast
 
+import mlx.core as mx
+import numpy as np
+
 from mlx_zip.chosen_packs import Packs, check_tokenizers
+from mlx_zip.converters.hub import Place
 from mlx_zip.converters.prepared import Prepared
-from mlx_zip.errors import CodecError, ConversionError
+from mlx_zip.converters.tensors import FLOATS, load, read_header, some
+from mlx_zip.errors import CodecError, ConversionError, DataError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, pack_in_folder
+from mlx_zip.vocab.packs import IN_ADAPTER, IN_FOLDER, ROWS, Pack, pack_in_folder
+from mlx_zip.vocab.tuned import TunedRows
 
 
 def begin_with(prepared: Prepared, packs: Packs, trust_remote_code: bool) -> None:
@@ -61,3 +67,32 @@ def check_rows(prepared: Prepared, packs: Packs | None) -> None:
         )
     warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
     prepared.pack = None
+
+
+def take_trained_rows(prepared: Prepared, place: Place, trust_remote_code: bool) -> None:
+    """Sets `prepared.pack` to the checkpoint's pack with the rows that were trained with its adapter, if there are any.
+
+    Call it when the weights are those to be written. Raises `ConversionError` naming a file that does not fit.
+    """
+    file = place.folder / IN_ADAPTER
+    if not file.is_file():
+        return
+    model: Any = prepared.model
+    shape, wanted = (
+        (len(model.config.start or ()), model.config.encoder.model_size),
+        ROWS[1:] if model.sides_are_one else ROWS,
+    )
+    table = read_header(file)
+    if table.keys() != set(wanted) or any(one.shape != shape or one.dtype not in FLOATS for one in table.values()):
+        found = some([f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(table.items())])
+        raise ConversionError(
+            f"{file} must hold {' and '.join(wanted)}, numbers of shape {list(shape)}; it holds {found}"
+        )
+    kept = {name: rows if rows.dtype == mx.float16 else rows.astype(mx.float32) for name, rows in load(table).items()}
+    rows = {name: np.array(value) for name, value in kept.items()}
+    try:
+        tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
+    except DataError as error:
+        raise ConversionError(f"{file}: {error}") from error
+    mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
+    prepared.pack = Pack(tuple(map(tuple, model.config.start)), mark, rows=tuned)

@@ -2,6 +2,7 @@
 
     adapter_config.json, adapter_model.safetensors    LoRA layers of the decoder, named as PEFT does
     zip2zip_config.json, zip2zip_encoders.safetensors  codec and hyper-encoders (only for a zip2zip model)
+    zip2zip_pack_rows.safetensors                      trained rows of the pack's entries, in its order (--pack-rows)
 
 `mlx_zip convert` puts the folder and its base model together. A pack that the data were prepared with and canonical
 decoding are the keys `start` and `canonical` of zip2zip_config.json, which zip2zip does not know and refuses.
@@ -27,6 +28,7 @@ from mlx_zip.files import whole_folder, write_json
 from mlx_zip.models import Model
 from mlx_zip.training.saving import DTYPES
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.vocab.packs import IN_ADAPTER
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ZIP_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"
@@ -48,10 +50,18 @@ def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSe
         raise TrainingError("--save adapter needs a plain model to start from; this one is a zip2zip model already")
 
 
-def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, dtype: str = "float32") -> None:
+def save_adapter(
+    folder: Path,
+    model: Any,
+    base: str,
+    settings: TrainSettings,
+    dtype: str = "float32",
+    pack_rows: Mapping[str, mx.array] | None = None,
+) -> None:
     """Writes the adapter folder, whole or not at all. base: hub id or path of the plain model that was trained.
 
-    dtype: floating-point type of the saved weights.
+    dtype: floating-point type of the saved weights. pack_rows: trained rows of the pack that the data were
+    prepared with, as `PackAndModelTrainee` returns them; None or empty for none.
 
     Raises `TrainingError` when it cannot be written.
     """
@@ -68,6 +78,9 @@ def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, d
                 if encoders:
                     cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}
                     mx.save_safetensors(str(partial / ENCODERS), cast, _PT)
+            if pack_rows:
+                rows = {name: value.astype(DTYPES[dtype]) for name, value in pack_rows.items()}
+                mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PT)
     except (OSError, RuntimeError) as error:
         raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
 

@@ -6,6 +6,7 @@ division by the number of positions gives those of one large batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,8 @@ class Trainee(nn.Module):
             return plain_nats(self.model(arrays["inputs"]), arrays)
         if "entries" not in arrays:
             raise ValueError("a zip model is trained on samples with a codebook")
-        out = run_whole(self.model, samples_of(arrays, long))
+        samples = samples_of(arrays, long)
+        out = run_whole(self.model, samples, self.rows(arrays, samples))
         sums = joint_nats(out.base, out.hyper, arrays)
         if self.loss_weights.reconstruction:
             mean = self._reconstruction(out, arrays)
@@ -74,6 +76,10 @@ class Trainee(nn.Module):
         if self.loss_weights.token_type:
             sums["token_type"] = self._token_type(out, arrays)
         return sums
+
+    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array] | None:
+        """Returns the hyper rows of a batch as `run_whole` takes them; None: those that the hyper-encoders make."""
+        return None
 
     def base_losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
         """Returns `nats` and `count` of a batch of base ids, read without hypertokens.

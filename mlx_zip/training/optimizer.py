@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,19 +13,27 @@ from mlx_lm.tuner.utils import build_schedule
 from mlx_zip.config import SIDES
 from mlx_zip.training.settings import TrainSettings
 
+PACK_ROWS = ("input_rows", "output_rows")  # names of `PackTrainee`'s rows
+
 
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
     """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the rest.
 
-    Hyper-encoders with a learning rate of their own have an optimizer of their own.
+    Weights with a learning rate of their own have an optimizer of their own.
     """
     rest = _single(settings, settings.learning_rate)
     if settings.optimizer == "muon":
         muon = optim.Muon(schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
         return optim.MultiOptimizer([muon, rest], [_is_hidden_matrix])
-    if settings.encoder_learning_rate:
-        return optim.MultiOptimizer([_single(settings, settings.encoder_learning_rate), rest], [_is_encoders])
+    if own := _own_rates(settings):
+        return optim.MultiOptimizer([*(_single(settings, peak) for _, peak in own), rest], [which for which, _ in own])
     return rest
+
+
+def _own_rates(settings: TrainSettings) -> list[tuple[Callable[[str, Any], bool], float]]:
+    """Returns which weights have a peak learning rate of their own, and that rate."""
+    rates = [(_is_encoders, settings.encoder_learning_rate), (_is_pack_row, settings.pack_learning_rate)]
+    return [(which, peak) for which, peak in rates if peak]
 
 
 def _single(settings: TrainSettings, peak: float) -> optim.Optimizer:
@@ -39,17 +48,17 @@ def _single(settings: TrainSettings, peak: float) -> optim.Optimizer:
     return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
 
 
-def single_of(optimizer: optim.Optimizer, name: str) -> optim.Optimizer:
+def single_of(optimizer: optim.Optimizer, settings: TrainSettings, name: str) -> optim.Optimizer:
     """Returns the optimizer that updates the weight of this name. Not for "muon"."""
     if not isinstance(optimizer, optim.MultiOptimizer):
         return optimizer
-    return optimizer.optimizers[0 if _is_encoders(name, None) else 1]
+    found = (i for i, (which, _) in enumerate(_own_rates(settings)) if which(name, None))
+    return optimizer.optimizers[next(found, -1)]
 
 
 def peak_of(settings: TrainSettings, name: str) -> float:
     """Returns the peak learning rate of the weight of this name."""
-    of_encoders = settings.encoder_learning_rate
-    return of_encoders if of_encoders and _is_encoders(name, None) else settings.learning_rate
+    return next((peak for which, peak in _own_rates(settings) if which(name, None)), settings.learning_rate)
 
 
 def schedule(settings: TrainSettings, peak: float) -> Any:
@@ -67,6 +76,11 @@ def _is_encoders(path: str, value: Any) -> bool:
     return path.removeprefix("model.").startswith(SIDES)
 
 
+def _is_pack_row(path: str, value: Any) -> bool:
+    """Whether a weight of the trainee holds a pack's rows. path: the weight's name."""
+    return path in PACK_ROWS
+
+
 def _is_hidden_matrix(path: str, value: mx.array) -> bool:
     """Whether Muon trains this weight: a matrix, but neither an embedding nor a head. path: the weight's name."""
     return value.ndim == 2 and not any(name in path for name in ("embed", "lm_head", "type_head", "decoder"))
@@ -75,7 +89,7 @@ def _is_hidden_matrix(path: str, value: mx.array) -> bool:
 def learning_rate(optimizer: optim.Optimizer) -> float:
     """Returns the last step's learning rate.
 
-    With several, that of the weights that are neither Muon's nor an encoder's.
+    With several, that of the weights without a rate of their own.
     """
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]

@@ -1,17 +1,19 @@
-"""Trains the rows of a pack's entries, and nothing else: the model is frozen."""
+"""Trains rows of a pack's entries: alone, with the model frozen, or together with the model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.codec import CodecParams
 from mlx_zip.models import Model
-from mlx_zip.models.whole import encode_rows, run_whole
+from mlx_zip.models.whole import Samples, encode_rows
 from mlx_zip.training.batches import Batch
-from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples_of
+from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.padding import CLOSE, Padding
 
 
@@ -38,16 +40,60 @@ class PackTrainee(Trainee):
         """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
         return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows), batch.padding))
 
-    def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
-        """Returns `nats` and `count` over base ids, the pack's entries, and entries that the samples installed.
-
-        Rows of the latter come from the hyper-encoder.
-        """
-        samples = samples_of(arrays, long)
+    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+        """Returns the pack's rows, then those that the hyper-encoder makes of entries that the samples installed."""
         grown = encode_rows(self.model, samples)
-        read, output = mx.concatenate([self.read_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
-        out = run_whole(self.model, samples, (read, output))
-        return joint_nats(out.base, out.hyper, arrays)
+        return mx.concatenate([self.read_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
+
+
+class PackAndModelTrainee(Trainee):
+    """A model, and what the rows of the P entries that every sample begins with differ from the hyper-encoder's.
+
+    output_rows, input_rows: as of `PackTrainee`, but differences, which begin as 0: what the encoder learns of one entry
+    serves all others, and the difference is the entry's own.
+    """
+
+    def __init__(self, model: Model, entries: int) -> None:
+        super().__init__(model, LossWeights())
+        self.output_rows = mx.zeros((entries, model.config.encoder.model_size))
+        if not model.sides_are_one:
+            self.input_rows = mx.zeros_like(self.output_rows)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns the batch with `in_pack` [U] int32: of each distinct entry its place in the pack, or P if it has none."""
+        size, slots = len(self.output_rows), batch.arrays["slots"]
+        places = np.full(len(batch.arrays["entries"]), size, np.int32)
+        places[slots[0, :size]] = np.arange(size)
+        return replace(batch, arrays={**batch.arrays, "in_pack": places})
+
+    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+        """Returns the encoder's rows with the pack's differences added."""
+        read, output = encode_rows(self.model, samples)
+        places = arrays["in_pack"]
+        own_read = self.input_rows if "input_rows" in self else self.output_rows
+        return read + _with_zero(own_read)[places[samples.read]], output + _with_zero(self.output_rows)[places]
+
+    def pack_rows(self, entries: Sequence[Sequence[int]], params: CodecParams) -> dict[str, mx.array]:
+        """Returns the rows [P, D] float32 of the pack's entries, by the names that `TunedRows` stores them under."""
+        read, output = encoded_rows(self.model, entries, params)
+        rows = {"output_rows": output + self.output_rows}
+        return rows if self.model.sides_are_one else {**rows, "input_rows": read + self.input_rows}
+
+
+def _with_zero(rows: mx.array) -> mx.array:
+    """Returns rows [P, D] and one more row of zeros."""
+    return mx.concatenate([rows, mx.zeros((1, rows.shape[1]), rows.dtype)])
+
+
+def encoded_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecParams) -> list[mx.array]:
+    """Returns the input rows and the output rows that a model's hyper-encoders make of entries, float32 [P, D] each."""
+    lengths = np.array([len(entry) for entry in entries], np.int64)
+    base_ids = np.full((len(entries), params.merge_size), params.fill, np.uint32)
+    for row, entry in zip(base_ids, entries, strict=True):
+        row[: len(entry)] = entry
+    rows = [side.astype(mx.float32) for side in model.rows(base_ids, lengths)]
+    mx.eval(rows)
+    return rows
 
 
 def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int, padding: Padding = CLOSE) -> dict[str, NDArray]:

@@ -20,6 +20,7 @@ from mlx_zip.errors import DataError, TrainingError, missing_library
 from mlx_zip.files import at_home, sole_user
 from mlx_zip.loading import model_folder
 from mlx_zip.machines import check_equal, summed, together
+from mlx_zip.models import Model
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
 from mlx_zip.training.baseline import base_bits_per_byte
@@ -27,6 +28,7 @@ from mlx_zip.training.checkpoint import checkpoints, digest_of_trained, take_tra
 from mlx_zip.training.held_out import held_out_count, split
 from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.objective import LossWeights, Trainee
+from mlx_zip.training.pack_rows import PackAndModelTrainee
 from mlx_zip.training.recompute import recompute_activations
 from mlx_zip.training.requantize import type_to_save
 from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters, read_object
@@ -74,7 +76,7 @@ def _run(
     group: mx.distributed.Group, options: RunOptions, settings: TrainSettings, start: _Start, quiet: bool
 ) -> Outcome:
     """Trains what `_start` returned, and saves the result if all steps are done."""
-    trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
+    trainee = _trainee(start, settings)
     if options.init_from is not None and not checkpoints(options.out):
         take_trained(options.init_from, trainee)
     if settings.grad_checkpoint and options.engine == "mlx":
@@ -95,8 +97,18 @@ def _run(
     if outcome.progress.step >= settings.iters and first:
         if unfinished and not quiet:
             _say(closing(trainer, options))
-        _save(options, settings, start, outcome)
+        _save(options, settings, start, outcome, trainee)
     return outcome
+
+
+def _trainee(start: _Start, settings: TrainSettings) -> Trainee:
+    """Returns the model with the heads or the pack's rows that are trained beside it. Raises `TrainingError`."""
+    if not settings.pack_rows:
+        return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
+    entries = start.data.params.start
+    if not entries or not isinstance(start.model, Model):
+        raise TrainingError("--pack-rows needs data that were prepared with --pack, and without --start-draw")
+    return PackAndModelTrainee(start.model, len(entries))
 
 
 def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -226,17 +238,28 @@ def _check_tokenizer(part: Shards, tokenizer: Any, folder: str | Path) -> None:
         raise DataError(f"{part.folder} was prepared with another tokenizer than the one in {folder}; prepare it again")
 
 
-def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: Outcome) -> None:
+def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: Outcome, trainee: Trainee) -> None:
     """Writes what a finished run leaves: the model's folder or the adapter's."""
+    rows: dict[str, mx.array] = {}
+    if isinstance(trainee, PackAndModelTrainee):
+        rows = trainee.pack_rows(start.data.params.start or (), start.data.params)
     if options.save == ADAPTER:
         place = at_home(str(options.model))
         base = str(place.resolve()) if place.is_dir() else str(options.model)
-        save_adapter(options.out / ADAPTER, start.model, base, settings, start.dtype)
+        save_adapter(options.out / ADAPTER, start.model, base, settings, start.dtype, rows)
         return
     source = {**start.record["fixed"], **vars(outcome.progress)}
     folder = options.out / MODEL
     save_trained(
-        folder, start.model, start.config, start.tokenizer, source, start.dtype, start.folder, options.adapted_bits
+        folder,
+        start.model,
+        start.config,
+        start.tokenizer,
+        source,
+        start.dtype,
+        start.folder,
+        options.adapted_bits,
+        rows,
     )
 
 

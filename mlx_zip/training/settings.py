@@ -37,6 +37,8 @@ CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
 ADDED_LATER = (
     "lora_keys",
     "encoder_learning_rate",
+    "pack_rows",
+    "pack_learning_rate",
 )  # recorded only if set, so that runs begun by older versions can be continued
 LARGEST = 2**63 - 1  # largest integer that MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
@@ -93,6 +95,16 @@ class TrainSettings:
         "below --learning-rate",
         shown="--learning-rate",
     )
+    pack_rows: bool = setting(
+        False,
+        "train a row of its own for each entry of the pack that the data were prepared with; hyper-encoders make those "
+        "of other entries",
+    )
+    pack_learning_rate: float = setting(
+        0.0,
+        "peak learning rate of the rows that --pack-rows trains, usually above --learning-rate",
+        shown="--learning-rate",
+    )
     muon_learning_rate: float = setting(
         0.02, "peak learning rate of the matrices that --optimizer muon trains with Muon"
     )
@@ -146,8 +158,13 @@ class TrainSettings:
             raise TrainingError(f"lora_dropout must be below 1, got {self.lora_dropout}")
         if self.lora_dropout and self.grad_checkpoint and self.fine_tune_type == "lora":
             raise TrainingError("grad_checkpoint would drop other values in its second pass: leave out lora_dropout")
-        if self.encoder_learning_rate and self.optimizer == "muon":
-            raise TrainingError("encoder_learning_rate is for one optimizer; muon has rates of its own")
+        if self.pack_rows and (self.reconstruction or self.token_type):
+            raise TrainingError("pack_rows is trained with the cross entropy alone: leave out the other losses")
+        for name in ("encoder_learning_rate", "pack_learning_rate"):
+            if getattr(self, name) and self.optimizer == "muon":
+                raise TrainingError(f"{name} is for one optimizer; muon has rates of its own")
+        if self.pack_learning_rate and not self.pack_rows:
+            raise TrainingError("pack_learning_rate is for pack_rows, which is off")
         if self.warmup >= self.iters and self.warmup:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.codec import CodecParams
@@ -24,7 +22,7 @@ from mlx_zip.models.packed import plain_codec
 from mlx_zip.progress import counted
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.metrics import Metrics, read_metrics
-from mlx_zip.training.pack_rows import PackTrainee
+from mlx_zip.training.pack_rows import PackTrainee, encoded_rows
 from mlx_zip.training.run_folder import open_run
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.starting_model import start_model
@@ -33,8 +31,6 @@ from mlx_zip.training.texts import Texts
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.vocab.packs import Pack
 from mlx_zip.vocab.tuned import TunedRows
-
-DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def tune(
     data, valid: samples to train and to validate on, whose codebooks begin with the pack's entries. run: folder of
     checkpoints and metrics. plain: whether the model was plain when it was loaded. name: fingerprint of the model that
     the rows are for; None: that of `model`, which is wrong for a dequantized one. save_dtype: number type of the saved
-    rows, one of `DTYPES`. The first rows are those that the pack has for this model, else those that the model's
+    rows, float16 or float32. The first rows are those that the pack has for this model, else those that the model's
     encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and LoRA settings are ignored;
     `settings.dtype` may change the model's. Raises `TrainingError`, `DataError`.
     """
@@ -124,9 +120,9 @@ def tune(
         if outcome.progress.step < settings.iters:
             return Tuned(None, outcome, before, None)
         after = trainer.validation()["val_bits_per_byte"]
-    output = _as_numpy(trainee.output_rows, save_dtype)
-    read = output if model.sides_are_one else _as_numpy(trainee.read_rows, save_dtype)
     codec = plain_codec(params, model.config.position_mode) if plain else None
+    output = np.array(trainee.output_rows).astype(save_dtype)
+    read = output if model.sides_are_one else np.array(trainee.read_rows).astype(save_dtype)
     return Tuned(TunedRows(read, output, name, codec), outcome, before, after)
 
 
@@ -142,22 +138,7 @@ def _first_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> lis
     """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
-    rows = [side.astype(mx.float32) for side in model.rows(*_padded(pack.entries, params))]
-    mx.eval(rows)
-    return rows
-
-
-def _padded(entries: Sequence[Sequence[int]], params: CodecParams) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Returns the entries as base ids [P, merge_size], padded, and their lengths [P]."""
-    lengths = np.array([len(entry) for entry in entries], np.int64)
-    base_ids = np.full((len(entries), params.merge_size), params.fill, np.uint32)
-    for row, entry in zip(base_ids, entries, strict=True):
-        row[: len(entry)] = entry
-    return base_ids, lengths
-
-
-def _as_numpy(rows: mx.array, dtype: str) -> NDArray[Any]:
-    return np.array(rows).astype(DTYPES[dtype])
+    return encoded_rows(model, pack.entries, params)
 
 
 def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def learn(
     *,
     window: int = WINDOW,
     head_cost: float = 0.0,
+    allowed: Callable[[Entry], bool] = lambda entry: True,
     progress: Callable[[str, int, int], None] = lambda stage, entries, ids: None,
 ) -> Learned:
     """Learns up to `size` entries that shorten sequences of base ids most, when the codec adds its own entries as well.
@@ -66,7 +68,8 @@ def learn(
     params: the codec of the pack; its start entries are ignored, and its codebook_size limits the pack and the codec's
     own entries together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed
     together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.step_bytes`);
-    entries that cost more than they save are left out. progress is called with (stage, number of entries, ids of the
+    entries that cost more than they save are left out. allowed: says whether an entry may be in the pack. progress is
+    called with (stage, number of entries, ids of the
     compressed corpus or -1 if not counted). The pack is smaller than `size` if not enough runs recur. Raises
     `DataError` for an empty corpus, a size beyond the codebook, a window below 1 and a negative cost, `CodecError` for
     ids that are not base ids.
@@ -77,7 +80,7 @@ def learn(
         raise DataError(f"a pack of {size} entries does not fit a codebook of {params.codebook_size}")
     if not 0 <= head_cost < float("inf"):
         raise DataError(f"the cost of a row (--head-cost) must be a number of 0 or more, got {head_cost}")
-    corpus = _Corpus(params, sequences, window)
+    corpus = _Corpus(params, sequences, window, allowed)
     pool = corpus.candidates(POOL * size)
     for entries in _sizes_down_to(len(pool), size, KEPT):
         pool = corpus.best(pool, entries)
@@ -111,8 +114,14 @@ def _sizes_down_to(start: int, end: int, factor: float) -> Iterator[int]:
 class _Corpus:
     """A corpus in windows of at most `window` base ids, each compressed on its own, with one pack after another."""
 
-    def __init__(self, params: CodecParams, sequences: Iterable[Any], window: int) -> None:
-        self.params = replace(params, start=None)
+    def __init__(
+        self,
+        params: CodecParams,
+        sequences: Iterable[Any],
+        window: int,
+        allowed: Callable[[Entry], bool] = lambda entry: True,
+    ) -> None:
+        self.params, self.allowed = replace(params, start=None), allowed
         self.windows = [
             ids[at : at + window] for ids in map(as_ids, sequences) for at in range(0, len(ids), window) if len(ids)
         ]
@@ -132,11 +141,10 @@ class _Corpus:
         scores = np.concatenate([score for _, score, _ in found])
         first = np.concatenate([at for at, _, _ in found])
         lengths = np.concatenate([np.full(len(at), n) for at, _, n in found])
-        chosen = np.argsort(-scores, kind="stable")[:most]
-        return [
-            tuple(ids[at : at + n].tolist())
-            for at, n in zip(first[chosen].tolist(), lengths[chosen].tolist(), strict=True)
-        ]
+        order = np.argsort(-scores, kind="stable")
+        best_first = zip(first[order].tolist(), lengths[order].tolist(), strict=True)
+        runs = (tuple(ids[at : at + n].tolist()) for at, n in best_first)
+        return list(islice(filter(self.allowed, runs), most))
 
     def _joined_windows(self) -> tuple[Int64s, NDArray[np.bool_]]:
         """Returns the ids of all windows, each window followed by -1, and for each id whether it may be in an entry."""
@@ -237,7 +245,7 @@ class _Corpus:
             if count < LEAST or max(pair) >= vocab + len(entries) or not disabled.isdisjoint(pair):
                 continue
             spelled = tuple(x for one in pair for x in (entries[one - vocab] if one >= vocab else (one,)))
-            if len(spelled) <= self.params.merge_size:
+            if len(spelled) <= self.params.merge_size and self.allowed(spelled):
                 out[spelled] = out.get(spelled, 0) + count
         return out
 

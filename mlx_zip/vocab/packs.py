@@ -30,6 +30,7 @@ from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_array
 VERSION = 1
 SUFFIX = ".npz"
 IN_FOLDER = "pack.npz"  # in a model's folder: the model's own pack, tuned for it
+IN_ADAPTER = "zip2zip_pack_rows.safetensors"  # beside an adapter: rows of its pack, for the model that it makes
 ROWS = ("input_rows", "output_rows")
 Entry = tuple[int, ...]
 

@@ -14,7 +14,6 @@ A stage that was interrupted goes on when the same command is given again; a fil
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import whole_file
 from mlx_zip.signals import signals_as_exit
 from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.vocab.packs import save_pack
 from recipes.stories.runner import run_in_own_process
 
 from .settings import FULL, SMALL, Leg, Settings
@@ -92,29 +92,29 @@ def write_card(recipe: Recipe) -> None:
 
 
 def make_packs(recipe: Recipe) -> None:
-    """Learns packs/NAME.npz of each domain, and of all, by `mlx_zip vocab pack learn`. Raises `TrainingError`."""
+    """Learns packs/NAME.npz of each domain by `mlx_zip vocab pack learn`, and the mixed pack. Raises `TrainingError`."""
+    from .certain import mixed_pack  # needs PyTorch
+
     packs, folder = recipe.settings.packs, recipe.out / "packs"
     need(recipe.data / "README.md", "run the stage data first")
     folder.mkdir(parents=True, exist_ok=True)
-    mixture = folder / "mixed.yaml"
-    sources = [f"  - data: {json.dumps(files(recipe, name))}\n    share: {share}\n" for name, share in packs.mixed]
-    mixture.write_text("sources:\n" + "".join(sources), encoding="utf-8")
     sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
     sizes |= {"window": packs.window, "most-ids": packs.most_ids}
     flags = [word for flag, value in sizes.items() for word in (f"--{flag}", str(value))]
-    for name in (*packs.domains, "mixed"):
-        out, mixed = folder / f"{name}.npz", name == "mixed"
-        texts = ["--mixture", str(mixture)] if mixed else ["--data", *files(recipe, name)]
-        held_out = [str(recipe.data / "held_out" / f"{one}.jsonl") for one in (packs.domains if mixed else [name])]
-        words = ["--tokenizer", str(recipe.model), *texts, "--held-out", *held_out, *flags, "--out", str(out)]
+    for name in packs.domains:
+        out, held_out = folder / f"{name}.npz", str(recipe.data / "held_out" / f"{name}.jsonl")
+        texts = ["--data", *map(str, files(recipe, name)), "--held-out", held_out]
+        words = ["--tokenizer", str(recipe.model), *texts, *flags, "--out", str(out)]
         if not out.exists() and recipe.call("mlx_zip", ["vocab", "pack", "learn", *words], recipe.out):
             raise TrainingError(f"the pack {name} could not be learned from {recipe.data}; its output is above")
+    if not (mixed := folder / "mixed.npz").exists():
+        save_pack(mixed, mixed_pack(recipe.model, {name: files(recipe, name) for name, _ in packs.mixed}, packs, say))
 
 
-def files(recipe: Recipe, domain: str) -> list[str]:
+def files(recipe: Recipe, domain: str) -> list[Path]:
     """Returns the files that a domain's pack is learned from: its own, and of conversations those that were cut too."""
     found = [recipe.data / "train" / f"{name}.jsonl" for name in (domain, *(["chat_cut"] if domain == "chat" else []))]
-    return [str(file) for file in found if file.stat().st_size]
+    return [file for file in found if file.stat().st_size]
 
 
 def train(recipe: Recipe) -> None:

@@ -85,24 +85,34 @@ class Talk:
     alone: float = 0.35
     second: float = 0.35
     repeated: float = 0.5
-    train: int = 400_000
+    train: int = 200_000
     held_out: int = 40_000
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Packs. size: most entries of each. most_ids: base ids of each domain that a pack is learned from. merge_size,
-    codebook_size: of the model, entries of a pack included. window: base ids that are compressed separately.
-    mixed: domains of the mixed pack and their shares.
+    """Packs. merge_size, codebook_size: of the model, entries of a pack included.
+
+    The domains' packs: size: most entries of each; most_ids: base ids that one is learned from; window: base ids that
+    are compressed separately. The mixed pack, which the model is trained with: mixed: its domains and their shares;
+    mixed_size: most entries; most_mixed: base ids that it is learned from, of which one in `every` windows is
+    compressed; predicted: base ids that the base predicts; most_bits: bits that an entry may cost per id that it saves;
+    least: how often it has to occur.
     """
 
+    merge_size: int = 4
+    codebook_size: int = 3104
     size: int = 1024
     most_ids: int = 400_000
-    merge_size: int = 4
-    codebook_size: int = 1088
     window: int = 1024
     domains: tuple[str, ...] = ("chat", "code", "math")
-    mixed: tuple[tuple[str, float], ...] = (("chat", 0.35), ("code", 0.35), ("math", 0.2), ("medical", 0.1))
+    mixed: tuple[tuple[str, float], ...] = (("code", 0.42), ("chat", 0.33), ("math", 0.13), ("medical", 0.12))
+    mixed_size: int = 3072
+    most_mixed: int = 1_500_000
+    every: int = 2
+    predicted: int = 180_000
+    most_bits: float = 2.5
+    least: int = 30
 
 
 @dataclass(frozen=True)
@@ -112,35 +122,27 @@ class Leg:
     encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
     """
 
-    mixture: tuple[tuple[str, float], ...] = (("code", 0.45), ("chat", 0.35), ("math", 0.1), ("medical", 0.1))
+    mixture: tuple[tuple[str, float], ...] = (("code", 0.42), ("chat", 0.33), ("math", 0.13), ("medical", 0.12))
     start: float = 0.0
-    samples: int = 4000
+    samples: int = 2600
     context: int = 512
-    iters: int = 300
-    batch_size: int = 2
-    warmup: int = 20
+    iters: int = 2400
+    batch_size: int = 1
+    warmup: int = 50
     seed: int = 1
-    learning_rate: float = 7e-4
-    min_learning_rate: float = 2e-5
-    lora_rank: int = 32
+    learning_rate: float = 2e-3
+    min_learning_rate: float = 5e-5
+    lora_rank: int = 24
     lora_scale: float = 2.0
-    save_every: int = 20
+    save_every: int = 100
     valid_share: float = 0.0
     encoder: tuple[str | int | float, ...] = (
-        *("--encoder", "res_latent_attn", "--encoder-size", 256, "--encoder-layers", 1, "--encoder-heads", 4),
-        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
+        *("--encoder", "res_latent_attn", "--encoder-size", 128, "--encoder-layers", 1, "--encoder-heads", 4),
+        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4, "--pack-rows"),
     )
 
 
 FIRST_LEG = Leg()
-SECOND_LEG = Leg(
-    mixture=(("code", 0.5), ("chat", 0.3), ("math", 0.1), ("medical", 0.1)),
-    start=0.3,
-    iters=320,
-    seed=2,
-    learning_rate=5e-4,
-    min_learning_rate=1e-5,
-)
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class Settings:
     texts: TextSizes = TextSizes()
     talk: Talk = Talk()
     packs: Packs = Packs()
-    legs: tuple[Leg, ...] = (FIRST_LEG, SECOND_LEG)
+    legs: tuple[Leg, ...] = (FIRST_LEG,)
     measure: Measure = Measure()
     frontier: Frontier = Frontier()
 
@@ -186,7 +188,19 @@ FULL = Settings()
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
     Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200),
-    Packs(size=16, most_ids=4000, codebook_size=64, domains=("chat", "code"), mixed=(("chat", 0.5), ("code", 0.5))),
+    Packs(
+        size=16,
+        most_ids=4000,
+        codebook_size=64,
+        domains=("chat", "code"),
+        mixed=(("chat", 0.5), ("code", 0.5)),
+        mixed_size=48,
+        most_mixed=6000,
+        every=1,
+        predicted=1200,
+        most_bits=6.0,
+        least=2,
+    ),
     legs=(
         Leg(
             mixture=(("chat", 0.5), ("code", 0.5)),
@@ -199,7 +213,7 @@ SMALL = Settings(
             save_every=2,
             encoder=(
                 *("--encoder", "res_latent_attn", "--encoder-size", 8, "--encoder-layers", 1, "--encoder-heads", 2),
-                *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
+                *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4, "--pack-rows"),
             ),
         ),
     ),

@@ -9,14 +9,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 
+from mlx_zip.cuda.cpu_products import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoint import checkpoints
 
 from .settings import Leg, Packs
 
 ZIP, CONTROL = "zip", "control"
+QUIET_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc keeps freed memory for reuse
+CHARACTERS = 5  # of JSON per base id, at most: a domain too small for its share is read again
 Words = list[str | Path | int | float]
 
 
@@ -35,10 +39,13 @@ def prepare_data(
     """
     out.mkdir(parents=True, exist_ok=True)
     mixture = out / "mixture.yaml"
-    for name, _ in leg.mixture:
-        documents = (data / "train" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name, share in leg.mixture:
+        with open(data / "train" / f"{name}.jsonl", encoding="utf-8", newline="\n") as file:
+            documents = list(file)
         at = int(len(documents) * leg.start)
-        (out / f"{name}.jsonl").write_text("".join(documents[at:] + documents[:at]), encoding="utf-8")
+        there, wanted = sum(map(len, documents)), leg.samples * leg.context * share * CHARACTERS
+        in_turn = "".join(documents[at:] + documents[:at])
+        (out / f"{name}.jsonl").write_text(in_turn * ceil(wanted / there), encoding="utf-8")
     shares = [f"  - data: {out / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
     mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
     texts: Words = ["--model", model, "--mixture", mixture, "--context", leg.context, "--train-on", "all"]
@@ -91,7 +98,7 @@ def _train(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], 
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **QUIET_MEMORY},
             )
         running.append((name, made))
         say(f"training {out / name}; its progress is in {out / name}.log")
@@ -122,6 +129,7 @@ def _command(model: Path, data: Path, out: Path, leg: Leg) -> Words:
     """Returns the words of `mlx_zip train` that both models of a leg have in common."""
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
+        *("--dtype", "bfloat16" if multiplies_bfloat16() else "float32"),
         *("--model", model, "--data", data, "--valid-share", leg.valid_share, "--out", out),
         *("--iters", leg.iters, "--batch-size", leg.batch_size, "--warmup", leg.warmup, "--seed", leg.seed),
         *("--learning-rate", leg.learning_rate, "--min-learning-rate", leg.min_learning_rate),

@@ -29,14 +29,14 @@ from mlx_zip.training.objective import Trainee
 Tensors = dict[str, torch.Tensor]
 BODY, HEAD = "model.model.", "model.lm_head.weight"  # names in the MLX trainee
 NO_PART_OF_THE_BODY = ("zip2zip", "quantization", "quantization_config")
-HEADS = ("decoder.", "type_head.")  # which only training needs
+BESIDE = ("decoder.", "type_head.", "input_rows", "output_rows")  # parts of a trainee beside its model
 
 
 class TorchModel(nn.Module):
     """The model of an MLX trainee on a device.
 
     body: transformers' decoder without its head. head [V, D]: the embedding's weight if both are tied. parts: weights
-    of the hyper-encoders and of the training heads, by the trainee's names. trained: the trained weights, float32, by
+    of the hyper-encoders, the training heads and a pack's rows, by the trainee's names. trained: the trained weights, float32, by
     the trainee's names. zip: the codec and the encoder, None for a plain model. cap: soft cap of logits, None for none.
     """
 
@@ -58,7 +58,7 @@ class TorchModel(nn.Module):
         self.zip: ZipConfig | None = source.config if isinstance(source, Model) else None
         self.device, self.dtype = device, dtype
         self._reader = _Reader(trained, device, dtype)
-        self.body = _make_body(config).to(device, dtype)
+        self.body = _make_body(config, device).to(device, dtype)
         self.cap: float | None = getattr(self.body.config, "final_logit_softcapping", None)
         self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
         self._fill_body(source, dropout)
@@ -66,7 +66,7 @@ class TorchModel(nn.Module):
         self.parts = self._reader.take(
             {name: v for name, v in loose.items() if name.removeprefix("model.").startswith(SIDES)}
         )
-        self.parts |= self._reader.take({n: v for n, v in _flat(trainee.parameters()) if n.startswith(HEADS)})
+        self.parts |= self._reader.take({n: v for n, v in _flat(trainee.parameters()) if n.startswith(BESIDE)})
         head = getattr(source, "lm_head", None)
         tied = head is None or config.get("tie_word_embeddings") is True
         self.head = self.body.embed_tokens.weight if tied else self._reader.weight(HEAD, head)
@@ -149,10 +149,20 @@ class TorchModel(nn.Module):
         assert self.zip is not None
         tied, one_matrix = self.zip.encoder.tie_encoders, self.head is self.body.embed_tokens.weight
         output = self.encode(SIDES[0] if tied else SIDES[1], self.head, arrays["entries"], arrays["lengths"])
+        output = self._with_own("output_rows", output, arrays.get("in_pack"))
         if tied and one_matrix:
             return output[arrays["read"]], output
         entries, lengths = arrays["entries"][arrays["read"]], arrays["lengths"][arrays["read"]]
-        return self.encode(SIDES[0], self.body.embed_tokens.weight, entries, lengths), output
+        read = self.encode(SIDES[0], self.body.embed_tokens.weight, entries, lengths)
+        places = arrays["in_pack"][arrays["read"]] if "in_pack" in arrays else None
+        return self._with_own("input_rows", read, places), output
+
+    def _with_own(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """Adds to rows [N, D] what the pack's entries add to the encoder's. places [N]: as `in_pack` of a batch."""
+        if places is None:
+            return rows
+        own = self.parts[name].to(rows.dtype)
+        return rows + torch.cat([own, own.new_zeros(1, own.shape[1])])[places]
 
     def encode(self, side: str, matrix: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns rows [N, D] of entries [N, S], padded; lengths [N]. side: prefix of the encoder's weights."""
@@ -234,7 +244,7 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
     return mx.array(tensor.detach().float().cpu().numpy())
 
 
-def _make_body(config: Mapping[str, Any]) -> Any:
+def _make_body(config: Mapping[str, Any], device: torch.device) -> Any:
     """Returns transformers' decoder for a config.json, without weights of use. Raises `TrainingError`."""
     from transformers import AutoConfig, AutoModel
 
@@ -243,7 +253,8 @@ def _make_body(config: Mapping[str, Any]) -> Any:
     if config["model_type"] == MODEL_TYPE:
         known["model_type"] = config["zip2zip"]["base_model_type"]
     kind = known.pop("model_type")
-    attention = "eager" if kind == "gemma2" else "sdpa"  # soft caps on scores
+    eager = kind == "gemma2" or device.type == "cpu"  # soft caps on scores; PyTorch's fused attention is slower there
+    attention = "eager" if eager else "sdpa"
     try:
         body = AutoModel.from_config(AutoConfig.for_model(kind, **known), attn_implementation=attention)
     except (ValueError, TypeError, KeyError) as error:

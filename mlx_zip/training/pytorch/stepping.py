@@ -56,12 +56,12 @@ class TorchStepper:
 
     def _take_state(self) -> None:
         """Takes the optimizer's state from the MLX optimizer, which a checkpoint may have filled."""
-        done: Any = single_of(self.mlx_optimizer, "").step
+        done: Any = single_of(self.mlx_optimizer, self.settings, "").step
         self.steps = int(done.item())
         if not self.steps or self.settings.optimizer == "sgd":
             return
         for name, parameter in self.parameters.items():
-            mine = _at(single_of(self.mlx_optimizer, name).state, name)
+            mine = _at(single_of(self.mlx_optimizer, self.settings, name).state, name)
             moments = {theirs: to_torch(mine[ours]).to(self.device) for ours, theirs in MOMENTS.items()}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
 
@@ -71,7 +71,7 @@ class TorchStepper:
         self.trainee.update(tree_unflatten(named))
         for name, parameter in self.parameters.items():
             if found := self.optimizer.state.get(parameter):
-                _at(single_of(self.mlx_optimizer, name).state, name).update(
+                _at(single_of(self.mlx_optimizer, self.settings, name).state, name).update(
                     {ours: to_mlx(found[theirs]) for ours, theirs in MOMENTS.items() if theirs in found}
                 )
         mx.eval(self.trainee.trainable_parameters(), self.mlx_optimizer.state)
@@ -124,7 +124,7 @@ class TorchStepper:
         self.steps += 1
         for group in self.optimizer.param_groups:
             known = {"step": mx.array(self.steps, mx.uint64), "learning_rate": mx.array(group["lr"])}
-            single_of(self.mlx_optimizer, group["name"]).state.update(known)
+            single_of(self.mlx_optimizer, self.settings, group["name"]).state.update(known)
         return norm
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
