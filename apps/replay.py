@@ -114,6 +114,10 @@ class ReplayEngine(Engine):
     def check_pack(self, pack: Any) -> None:
         """Lets every pack pass: the answer does not depend on it."""
 
+    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+        """Returns how many ids a prompt is read as; no pack changes that."""
+        return len(compress(self._params, base_ids)[0])
+
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         """Does nothing: no session is kept."""
 

@@ -1,8 +1,10 @@
-"""Lets mlx_lm load converted models and saved caches, without importing mlx_lm.
+"""Lets mlx_lm load converted models and saved caches and write their texts, without importing mlx_lm.
 
 mlx_lm looks up a model class in the module `mlx_lm.models.<model_type>`, and the class of a saved cache entry in
 `mlx_lm.models.cache`. So a small module is registered as `mlx_lm.models.zip2zip`, which imports its classes when they
-are first used, and `ZipState` is added to `mlx_lm.models.cache` as soon as that module is imported.
+are first used, and `ZipState` is added to `mlx_lm.models.cache` as soon as that module is imported. mlx_lm's
+`stream_generate` turns ids into text without a codebook; so that hypertokens have their text there, it gets their base
+ids from `generate_step`.
 """
 
 from __future__ import annotations
@@ -10,14 +12,18 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from mlx_zip.errors import GenerationError
+
 MODEL_TYPE = "zip2zip"
 _MODEL_MODULE = f"mlx_lm.models.{MODEL_TYPE}"
 _CACHE_MODULE = "mlx_lm.models.cache"
+_GENERATE_MODULE = "mlx_lm.generate"
 
 
 class _ModelModule(ModuleType):
@@ -29,23 +35,23 @@ class _ModelModule(ModuleType):
         raise AttributeError(name)
 
 
-class _CacheFinder(importlib.abc.MetaPathFinder):
-    """Finds `mlx_lm.models.cache` as Python would, and adds `ZipState` to it after its code has run."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_CHANGES` as Python would, and changes each one after its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the cache module's spec with `_CacheLoader` as its loader; None for any other module."""
-        if name != _CACHE_MODULE:
+        """Returns the spec of a module of `_CHANGES` with `_Loader` as its loader; None for any other module."""
+        if name not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CacheLoader(spec.loader)
+            spec.loader = _Loader(spec.loader)
         return spec
 
 
-class _CacheLoader(importlib.abc.Loader):
-    """Loads `mlx_lm.models.cache` with Python's own loader, then adds `ZipState` to it."""
+class _Loader(importlib.abc.Loader):
+    """Loads a module with Python's own loader, then changes it."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -55,12 +61,63 @@ class _CacheLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        _add_zip_state(module)
+        _CHANGES[module.__name__](module)
 
 
 def _add_zip_state(cache_module: Any) -> None:
     """Adds `ZipState` to mlx_lm's cache module, where mlx_lm looks for the classes of saved cache entries."""
     cache_module.ZipState = import_module("mlx_zip.state").ZipState
+
+
+def _give_texts(generate_module: Any) -> None:
+    """Gives mlx_lm's `stream_generate` the base ids of hypertokens; all other callers of `generate_step` get ids.
+
+    mlx_lm's functions look names up in their module whenever they are called. So references to `stream_generate` that
+    are older than this change, and `generate`, which calls it, get base ids too. `batch_generate` is refused.
+    """
+    steps, texts = generate_module.generate_step, generate_module.stream_generate.__code__
+    batch_texts = generate_module.batch_generate.__code__
+
+    @wraps(steps)
+    def generate_step(prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        if sys._getframe(1).f_code is not texts or not _is_ours(model):
+            return steps(prompt, model, *args, **kwargs)
+        if kwargs.get("prompt_cache") is None:
+            kwargs["prompt_cache"] = model.make_cache()
+        return _base_ids(steps, prompt, model, *args, **kwargs)
+
+    class BatchGenerator(generate_module.BatchGenerator):
+        def __new__(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_code is batch_texts and _is_ours(model):
+                raise GenerationError(
+                    "mlx_lm.batch_generate turns ids into text without the codebook, so hypertokens would be left out: "
+                    "use mlx_zip.batch_generate"
+                )
+            return super().__new__(cls)
+
+    generate_module.generate_step, generate_module.BatchGenerator = generate_step, BatchGenerator
+
+
+def _is_ours(model: Any) -> bool:
+    """Returns whether a model is one of ours with a codebook."""
+    models = sys.modules.get("mlx_zip.models")
+    return models is not None and isinstance(model, models.Model)
+
+
+def _base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (base id, log-probabilities of its step) for each base id of each step's id. prompt: base ids [L]."""
+    state = import_module("mlx_zip.state").find_state(kwargs["prompt_cache"])
+    if state is None:
+        yield from steps(prompt, model, *args, **kwargs)
+        return
+    book = state.books[0]
+    read = type(prompt)(book.compress(prompt.tolist()))
+    for emitted_id, logprobs in steps(read, model, *args, **kwargs):
+        for base_id in book.expand([emitted_id]).tolist():
+            yield base_id, logprobs
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {_CACHE_MODULE: _add_zip_state, _GENERATE_MODULE: _give_texts}
 
 
 def register() -> None:
@@ -70,7 +127,7 @@ def register() -> None:
     module = _ModelModule(_MODEL_MODULE)
     module.__spec__ = importlib.machinery.ModuleSpec(_MODEL_MODULE, None)
     sys.modules[_MODEL_MODULE] = module
-    if _CACHE_MODULE in sys.modules:
-        _add_zip_state(sys.modules[_CACHE_MODULE])
-    else:
-        sys.meta_path.insert(0, _CacheFinder())
+    sys.meta_path.insert(0, _Finder())
+    for name, change in _CHANGES.items():
+        if name in sys.modules:
+            change(sys.modules[name])

@@ -73,8 +73,7 @@ def make_processors(
 def base_ids_only(model: Any) -> LogitsProcessor:
     """Returns a logits processor that forbids hypertokens, for mlx-lm's own `stream_generate` and `generate`.
 
-    mlx-lm turns ids into text without the codebook, so a hypertoken has no text there. With this processor
-    (`logits_processors=[base_ids_only(model)]`) the text is right and no step is saved.
+    With this processor (`logits_processors=[base_ids_only(model)]`) no step is saved.
     """
     allowed = mx.arange(model.layout.width) < model.layout.vocab_size
     return lambda tokens, logits: mx.where(allowed[: logits.shape[-1]], logits, -mx.inf)

@@ -107,6 +107,7 @@ class _Written:
         self._reason: str | None = None  # of an answer that is whole
         self._problem: str | None = None
         self._last: asyncio.Future[Any] | None = None  # the store's work that was begun last
+        self._before: dict[str, Any] | None = None  # the figures of an answer that goes on
         self.done = False
 
     async def begin(self, new: list[dict[str, Any]]) -> None:
@@ -116,6 +117,7 @@ class _Written:
         if new:
             await self._kept(self._store.begin, self._conversation, new)
         else:
+            self._before = self.message["figures"]
             await self._kept(self._store.resume, self._conversation, dict(self.message))
 
     async def take(self, delta: Delta | None) -> dict[str, Any] | None:
@@ -127,6 +129,7 @@ class _Written:
             for name, value in piece.items():
                 self._piece[name] = self._piece[name] + value if name in self._piece else value
         if isinstance(delta, Live | Done) and frame is not None:
+            frame |= _together(self._before, frame)
             self.message["figures"] = {name: value for name, value in frame.items() if name != "type"}
         if isinstance(delta, Done):
             self.done, self._reason = True, "length" if delta.reason == "length" else None
@@ -167,6 +170,19 @@ class _Written:
             return []
         self._reported = self._problem
         return [{"type": "storage", "message": self._problem}]
+
+
+def _together(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures that differ where an answer went on: counts and times of both parts, and their rates."""
+    if not before:
+        return {}
+    added = {name: before[name] + now[name] for name in ("base_tokens", "steps", "hypertokens", "seconds")}
+    rates = [(one["base_tokens"], one["base_tokens_per_s"]) for one in (before, now) if one["base_tokens_per_s"]]
+    return {
+        **added,
+        "base_tokens_per_step": round(added["base_tokens"] / added["steps"], 3) if added["steps"] else 0.0,
+        "base_tokens_per_s": round(sum(n for n, _ in rates) / sum(n / rate for n, rate in rates), 1) if rates else 0.0,
+    }
 
 
 async def _until(deltas: AsyncGenerator[Delta, None], stop: asyncio.Event) -> AsyncGenerator[Delta | None, None]:

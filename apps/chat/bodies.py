@@ -19,6 +19,7 @@ def _unicode(text: str) -> str:
 
 Words = Annotated[str, AfterValidator(_unicode)]
 Title = Annotated[Words, Field(max_length=500)]
+Folder = Annotated[Words, Field(max_length=100)]
 Name = Annotated[Words, Field(min_length=1, max_length=1000)]
 Packs = Annotated[Many[Name], Field(max_length=MOST_PACKS)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -62,6 +63,15 @@ class ChangeBody(ConversationBody):
 
     draft: Words | None = None
     leaf: Name | None = None
+    pinned: bool | None = None
+    folder: Folder | None = None
+
+
+class FitBody(Body):
+    """A prompt that a pack may help. packs: those that its conversation has."""
+
+    text: Annotated[Words, Field(min_length=1)]
+    packs: Packs = Field(default_factory=list)
 
 
 class AnswerBody(Body):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_zip.apps.chat.bodies import Name, Packs, SamplingBody, Title, Words
+from mlx_zip.apps.chat.bodies import Folder, Name, Packs, SamplingBody, Title, Words
 from mlx_zip.apps.chat.store import CUT, new_id
 from mlx_zip.server.fields import Body, BodyError
 
@@ -84,6 +84,8 @@ class ImportedBody(Body):
     sampling: SamplingBody = Field(default_factory=SamplingBody)
     draft: Words = ""
     leaf: Name | None = None
+    pinned: bool = False
+    folder: Folder = ""
     messages: Annotated[list[MessageBody], Field(max_length=MOST_MESSAGES, fail_fast=True)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_zip.engine import Engine
 from mlx_zip.engine.engines import OFF, OtherModel
+from mlx_zip.errors import GenerationError
 from mlx_zip.server.core import Core
 from mlx_zip.server.cores import Cores
 from mlx_zip.server.errors import RequestError
@@ -29,6 +30,7 @@ class Models:
     ) -> None:
         self.cores, self.main, self._open_model = cores, cores.main, open_model
         self._hypertokens = {self.main.model: self.main.engine.info.merge_size > 0, **(hypertokens or {})}
+        self._refusals = {self.main.model: _system_refusal(self.main)}
         for other in cores.engines.others.values():
             if other.kind == "control":  # the main model's opposite
                 self._hypertokens.setdefault(other.name, not self._hypertokens[self.main.model])
@@ -44,6 +46,8 @@ class Models:
             raise RequestError(404, f"there is no model {name!r:.200}", "model_not_found", "model")
         async with self.cores.use(name) as core:
             self._hypertokens[name] = core.engine.info.merge_size > 0
+            if name not in self._refusals:
+                self._refusals[name] = await core.aside(_system_refusal, core)
             yield core
 
     def check_system(self, system: str, name: str | None = None) -> None:
@@ -73,13 +77,22 @@ class Models:
             others[name] = other  # another request that could not open it may have taken it out
 
     def listed(self) -> list[dict[str, Any]]:
-        """Returns the models that a conversation can choose, as the page shows them."""
+        """Returns the models that a conversation can choose, as the page shows them.
+
+        no_system: why a model takes no system prompt; None if it takes one, or was not opened yet.
+        """
         others = [one for one in self.cores.engines.others.values() if one.kind != OFF]
         control = next((one.name for one in others if one.kind == "control"), None)
         names = {self.main.model: control, **{one.name: None for one in others}}
         loaded = {self.main.model, *self.cores.engines.loaded}
         return [
-            {"name": name, "hypertokens": self._hypertokens.get(name, True), "loaded": name in loaded, "base": base}
+            {
+                "name": name,
+                "hypertokens": self._hypertokens.get(name, True),
+                "loaded": name in loaded,
+                "base": base,
+                "no_system": self._refusals.get(name),
+            }
             for name, base in names.items()
         ]
 
@@ -87,3 +100,12 @@ class Models:
         """Returns what the main model can race against, as the page shows it."""
         others = self.cores.engines.others.values()
         return [{name: getattr(one, name) for name in ("name", "kind", "label", "quality")} for one in others]
+
+
+def _system_refusal(core: Core) -> str | None:
+    """Returns why a model's chat template takes no system prompt, None if it takes one."""
+    try:
+        check_system(core.engine.tokenizer, "Be brief.", core.options.template_options)
+    except GenerationError as error:
+        return str(error)
+    return None

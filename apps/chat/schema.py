@@ -38,7 +38,14 @@ _VERSION_1 = (
     INSERT INTO words (rowid, text) SELECT new.n, new.text WHERE new.state <> 'running'; END""",
 )
 TABLES = frozenset({"conversations", "messages", "pieces", "words"})  # of every version
-MIGRATIONS: tuple[Sequence[str], ...] = (_VERSION_1,)  # the statements that lead from version i to version i + 1
+_VERSION_2 = (
+    "ALTER TABLE conversations ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE conversations ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
+)
+MIGRATIONS: tuple[Sequence[str], ...] = (
+    _VERSION_1,
+    _VERSION_2,
+)  # the statements that lead from version i to version i + 1
 
 
 @contextmanager

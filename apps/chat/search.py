@@ -19,12 +19,14 @@ def prepare(db: sqlite3.Connection) -> None:
 
 
 def conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
-    """Returns conversations, the last changed first, and the number of all that have the wanted words."""
+    """Returns conversations and the number of all that have the wanted words.
+
+    The last changed is first; without words the pinned ones stand before it, and then those in folders.
+    """
     words = wanted.lower().split()[:MOST_WORDS]
     where, values = _where(words)
-    ids = [
-        row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY updated DESC, id", values)
-    ]
+    order = ("" if words else "pinned DESC, folder = '', lower(folder), folder, ") + "updated DESC, id"
+    ids = [row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY {order}", values)]
     rows = [(one, _row(db, one)) for one in ids[offset : offset + limit]]
     listed = [_listed(db, one, row, words) for one, row in rows if row is not None]  # None: its id is damaged
     return {"conversations": listed, "total": len(ids)}
@@ -32,13 +34,14 @@ def conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) 
 
 def _listed(db: sqlite3.Connection, one: str, row: sqlite3.Row, words: list[str]) -> dict[str, Any]:
     """Returns a conversation as a list shows it. words: those that were looked for."""
-    return {**dict(row), "packs": value_of(row["packs"], list) or [], "snippet": _snippet(db, one, words)}
+    values = {"packs": value_of(row["packs"], list) or [], "pinned": bool(row["pinned"])}
+    return {**dict(row), **values, "snippet": _snippet(db, one, words)}
 
 
 def _row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
     """Returns a conversation's row, with its number of messages; None if there is none."""
     return db.execute(
-        "SELECT id, title, created, updated, model, packs, "
+        "SELECT id, title, created, updated, model, packs, pinned, folder, "
         "(SELECT count(*) FROM messages WHERE conversation = conversations.id) AS messages "
         "FROM conversations WHERE id = ?",
         (one,),

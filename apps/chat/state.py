@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,10 +12,16 @@ from starlette.routing import Route
 
 import mlx_zip
 from mlx_zip.apps.chat.answering import failed
-from mlx_zip.apps.chat.bodies import ModelBody
+from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
+from mlx_zip.errors import GenerationError
+from mlx_zip.server.core import Core
 from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response
+from mlx_zip.server.packs import Packs
+from mlx_zip.text.prompts import encode_text
+
+MOST_FITTED = 20_000  # characters of a prompt that packs are tried on: how the rest is read follows from them
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Settings:
 def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
     """Returns the route of the app's state."""
     core = models.main
+    packs = Packs(core.options.packs, core.options.pack)
 
     async def state(request: Request) -> Response:
         """Shows the app's models, packs, storage and defaults."""
@@ -53,10 +60,36 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
         body = await read_body(request, core, ModelBody)
         return await stream_response(request, core, _opening(models, body.name), on_error=failed)
 
+    async def fit(request: Request) -> Response:
+        """Says how many ids a prompt is read as, and with which pack it is read as the fewest."""
+        body = await read_body(request, core, FitBody)
+        return json_response(await core.aside(_fit, core, body.text[:MOST_FITTED], packs.chosen(body.packs)))
+
     return [
         Route("/app/api/state", state),
+        Route("/app/api/fit", described(fit, FitBody), methods=["POST"]),
         Route("/app/api/models", described(open_model, ModelBody), methods=["POST"]),
     ]
+
+
+def _fit(core: Core, text: str, pack: Any) -> dict[str, Any]:
+    """Returns how many ids a prompt is read as with a pack, and with the pack that helps most; None if none helps."""
+    base_ids = encode_text(core.engine.tokenizer, text)
+    ids = core.engine.prompt_size(base_ids, pack)
+    sizes = {
+        name: size for name, pack in core.options.packs.items() if (size := _size(core, base_ids, pack)) is not None
+    }
+    best = min(sizes, key=sizes.__getitem__, default=None)
+    saves = best is not None and sizes[best] < ids
+    return {"ids": ids, "best": {"name": best, "ids": sizes[best]} if saves else None}
+
+
+def _size(core: Core, base_ids: Sequence[int], pack: Any) -> int | None:
+    """Returns the ids that a prompt is read as with a pack, None for a pack that the model cannot use."""
+    try:
+        return core.engine.prompt_size(base_ids, pack)
+    except GenerationError:
+        return None
 
 
 async def _opening(models: Models, name: str) -> AsyncGenerator[bytes, None]:

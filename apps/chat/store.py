@@ -16,7 +16,9 @@ from mlx_zip.apps.chat.database import Database
 from mlx_zip.apps.chat.schema import value_of
 from mlx_zip.files import data_folder
 
-FIELDS = ("title", "model", "system", "packs", "sampling", "draft", "leaf")  # of a conversation, that can be changed
+# Of a conversation, that can be changed. folder: "" for none.
+FIELDS = ("title", "model", "system", "packs", "sampling", "draft", "leaf", "pinned", "folder")
+_LEAVE_IN_PLACE = {"draft", "leaf", "pinned", "folder"}  # changes that do not move a conversation to the top
 _AS_JSON = {"packs": list, "sampling": dict, "tokens": list, "figures": dict, "learned": list}  # columns of JSON
 _MAY_BE_NONE = ("tokens", "figures")  # of these columns
 _LONGEST_TITLE = 60  # characters of a title that is made of the first message
@@ -54,9 +56,10 @@ class Store:
         self.database.close()
 
     def conversations(self, wanted: str = "", limit: int = 50, offset: int = 0) -> dict[str, Any]:
-        """Returns conversations without messages, the last changed first, and how many there are in all.
+        """Returns conversations without messages, and how many there are in all.
 
-        wanted: words that must all occur in a conversation's title or texts.
+        wanted: words that must all occur in a conversation's title or texts; the last changed one is first. Without
+        words the pinned ones come first, then those in folders, by the folders' names.
         """
         return self.database.read(lambda db: search.conversations(db, wanted, limit, offset))
 
@@ -64,7 +67,7 @@ class Store:
         """Adds a conversation and returns it. fields: some of `FIELDS`."""
         now, one = time.time(), new_id()
         made = {"id": one, "title": "", "created": now, "updated": now, "model": None, "system": "", "packs": []}
-        made |= {"sampling": {}, "draft": "", "leaf": None} | dict(fields)
+        made |= {"sampling": {}, "draft": "", "leaf": None, "pinned": False, "folder": ""} | dict(fields)
         self.database.write(lambda db: _insert(db, "conversations", made), one)
         return {**made, "messages": []}
 
@@ -90,10 +93,10 @@ class Store:
     def change(self, one: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Changes fields of a conversation and returns it without messages, None if there is none.
 
-        A new draft or leaf leaves the conversation at its place in the list; any other change moves it to the top.
+        Draft, leaf, pin and folder leave the time of the last change; any other field is a change.
         """
         stored = {name: _stored(name, fields[name]) for name in FIELDS if name in fields}
-        if stored.keys() - {"draft", "leaf"}:
+        if stored.keys() - _LEAVE_IN_PLACE:
             stored["updated"] = time.time()
 
         def work(db: sqlite3.Connection) -> dict[str, Any] | None:
@@ -252,7 +255,7 @@ def _loaded(row: sqlite3.Row) -> dict[str, Any]:
         kind: type[Any] = _AS_JSON[name]
         value = None if found[name] is None else value_of(found[name], kind)
         found[name] = kind() if value is None and name not in _MAY_BE_NONE else value
-    return found
+    return found | ({"pinned": bool(found["pinned"])} if "pinned" in found else {})
 
 
 def _stored(name: str, value: Any) -> Any:

@@ -161,7 +161,7 @@ def _listener(running: Any, port: int | None) -> Any:
     try:
         return running.listening(port)
     except OSError as error:
-        raise GenerationError(f"--port {port}: {error.strerror or error}") from error
+        raise GenerationError(f"--port {port}: {error.strerror or error}; choose another --port") from error
 
 
 def _store(kept: Any, file: Any) -> Any:

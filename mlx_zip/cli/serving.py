@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -124,7 +125,8 @@ def _bound(running: Any, host: str, port: int, key: str | None) -> Any:
         listener = running.bound(host, port)
     except (OSError, UnicodeError) as error:  # the latter for a name that is too long
         why = getattr(error, "strerror", None) or error
-        raise GenerationError(f"--host {host} --port {port}: {why}") from error
+        another = "; choose another --port" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+        raise GenerationError(f"--host {host} --port {port}: {why}{another}") from error
     if key is None and not host.startswith(LOOPBACK):
         log.warning("other machines can reach the server, and it asks for no key (--api-key)")
     return listener

@@ -288,6 +288,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+        """Returns how many ids a prompt is read as, if its codebook begins with a pack. Raises as `check_pack` does."""
+
+    @abstractmethod
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         """Remembers, with the request's session, that the answer called `key` (its text, say) was these base ids.
 

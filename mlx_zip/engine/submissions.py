@@ -113,6 +113,15 @@ class Checks:
         """Raises `GenerationError` for a pack that no request can begin with."""
         self._packs.find(pack)
 
+    def prompt_size(self, base_ids: Sequence[int], pack: Any) -> int:
+        """Returns how many ids a prompt is read as. Raises `GenerationError`."""
+        return self._ids(as_ids(base_ids), self._packs.find(pack)[0])
+
+    def _ids(self, base_ids: Uint32s, start: Any) -> int:
+        """Returns how many ids the codec makes of base ids."""
+        params = self.facts.params
+        return len(base_ids) if params is None else len(compress(with_starts(params, [start])[0], base_ids)[0])
+
     def _prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt's base ids. Raises `GenerationError` for an empty prompt and for what is no base id."""
         try:

@@ -95,6 +95,9 @@ class ThreadedEngine(Engine):
     def check_pack(self, pack: Any) -> None:
         self._checks.check_pack(pack)
 
+    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+        return self._checks.prompt_size(base_ids, pack)
+
     def _check_alive(self) -> None:
         """Raises `EngineStoppedError` unless the engine can serve."""
         if not self.alive:

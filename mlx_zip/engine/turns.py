@@ -158,6 +158,9 @@ class InTurn(Engine):
     def check_pack(self, pack: Any) -> None:
         self.inner.check_pack(pack)
 
+    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+        return self.inner.prompt_size(base_ids, pack)
+
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         assert isinstance(ticket, _Ticket)
         if ticket.inner is not None:

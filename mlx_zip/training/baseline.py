@@ -22,7 +22,7 @@ def base_bits_per_byte(trainer: Trainer) -> float:
     assert trainer.valid is not None
     params, nats, n_bytes = trainer.valid.params, 0.0, 0
     trainer.trainee.eval()
-    for indices in trainer.validation_batches():
+    for indices in trainer.shown_validation_batches("Measuring the base"):
         samples = [expanded(trainer.valid[int(i)], params) for i in indices]
         batch = make_batch(samples, replace(params, codebook_size=0, merge_size=1, start=None), base_positions=True)
         nats += trainer.stepper.base_nats(batch, trainer.is_long(batch))

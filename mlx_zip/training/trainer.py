@@ -18,6 +18,7 @@ from mlx_zip.device import peak_rss_bytes
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.machines import from_first, together
 from mlx_zip.models import Model
+from mlx_zip.progress import ProgressBar
 from mlx_zip.training.batches import Batch, batch_order, make_batch
 from mlx_zip.training.checkpoint import (
     Progress,
@@ -270,7 +271,7 @@ class Trainer:
         nats, count, n_bytes, base_ids, ids = 0.0, 0.0, 0, 0, 0
         self.trainee.eval()
         assert self.valid is not None
-        for indices in self.validation_batches():
+        for indices in self.shown_validation_batches("Validating"):
             batch = self._make(self.valid, indices)
             sums = self.stepper.losses(batch, self.is_long(batch))
             give_back()
@@ -282,6 +283,14 @@ class Trainer:
             "val_bits_per_byte": nats / math.log(2) / max(n_bytes, 1),
             "val_base_tokens_per_step": base_ids / max(ids, 1),  # each sample's first id is read, not predicted
         }
+
+    def shown_validation_batches(self, task: str) -> Iterator[np.ndarray]:
+        """Yields what `validation_batches` does, and shows how many batches are done."""
+        batches = list(self.validation_batches())
+        with ProgressBar(len(batches), "batch", task, shown=not self.quiet) as count:
+            for indices in batches:
+                yield indices
+                count(1)
 
     def validation_batches(self) -> Iterator[np.ndarray]:
         """Yields the numbers of the validation samples, by batch.

@@ -108,6 +108,21 @@ def test_an_answer_goes_on_where_it_ended(chat):
     assert len(chat.show(one)["messages"]) == 2
 
 
+def test_the_figures_of_an_answer_that_went_on_are_those_of_the_whole_answer(chat):
+    one = chat.create(sampling={"max_tokens": 3})["id"]
+    first = chat.said(one, "Tell me a story.")
+    chat.call("PATCH", f"conversations/{one}", {"sampling": {}})
+    frames = chat.answer(one, parent=first["id"], **{"continue": True})
+    before, after = first["figures"], frames[-1]["message"]["figures"]
+    came = [token for frame in frames if frame["type"] == "text" for token in frame["tokens"]]
+    assert before["base_tokens"] == 3
+    assert after["base_tokens"] == 3 + sum(len(token.get("p", "1")) for token in came) + 1  # the last one ends it
+    assert after["steps"] > before["steps"]
+    assert after["seconds"] > before["seconds"]
+    assert after["base_tokens_per_step"] == round(after["base_tokens"] / after["steps"], 3)
+    assert [frame for frame in frames if frame["type"] == "figures"][-1] == {"type": "figures", **after}
+
+
 def test_an_answer_that_goes_on_has_the_white_space_between_its_parts_once():
     begun = Script(text="Once upon a time.\n\n", ends=False)
     engine = FakeEngine(begun)

@@ -55,6 +55,8 @@ def raced(chat, **body):
 
 def test_the_state_shows_models_packs_and_what_can_be_raced_against(chat):
     state = chat.call("GET", "state").json
+    refused = state["models"][0].pop("no_system")
+    assert "the stories model knows the roles user and assistant only" in refused
     assert state["models"][0] == {"name": "stories", "hypertokens": True, "loaded": True, "base": "plain"}
     assert [(m["name"], m["hypertokens"]) for m in state["models"][1:]] == [("plain", False)]
     assert [(pack["name"], pack["entries"]) for pack in state["packs"]] == [("chat", 2), ("web", 1)]
@@ -158,3 +160,36 @@ def test_a_page_that_is_closed_ends_its_race():
         connection.close()
         assert until(lambda: engine.told.tickets[0].cancelled.is_set(), 5)
         assert len(engine.told.tickets) == 1
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    """The app with packs of three letters' words, one pack that no model can use, and a pack for all conversations."""
+    tokenizer = FakeEngine().tokenizer
+    entries = {
+        name: tuple(dict.fromkeys(tuple(tokenizer.encode(word, add_special_tokens=False)[:4]) for word in words))
+        for name, words in {"sea": ["the sea", "a boat"], "dog": ["the dog", "a tree"]}.items()
+    }
+    packs = {name: Pack(found, name=name) for name, found in entries.items()}
+    packs["foreign"] = Pack(((5, 1 << 30),), name="foreign")
+    with chatting(packs=packs) as served:
+        yield served
+
+
+def test_a_prompt_that_a_pack_helps_is_told_the_pack_with_which_it_is_read_in_the_fewest_steps(fitting):
+    found = fitting.call("POST", "fit", {"text": "the dog a tree"}).json
+    assert found["best"]["name"] == "dog"
+    assert found["best"]["ids"] < found["ids"]
+
+
+def test_a_prompt_of_a_conversation_that_has_the_best_pack_already_is_told_none(fitting):
+    assert fitting.call("POST", "fit", {"text": "the dog a tree", "packs": ["dog"]}).json["best"] is None
+
+
+def test_a_prompt_that_no_pack_helps_is_told_none(fitting):
+    assert fitting.call("POST", "fit", {"text": "zzz"}).json["best"] is None
+
+
+def test_a_fit_with_a_pack_that_is_not_there_is_refused(fitting):
+    answer = fitting.call("POST", "fit", {"text": "the dog", "packs": ["cat"]})
+    assert (answer.status, "there is no pack 'cat'" in answer.json["error"]["message"]) == (400, True)

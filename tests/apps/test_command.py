@@ -165,6 +165,7 @@ def test_a_port_that_is_taken_is_named_and_the_usual_one_is_replaced(run, home, 
         port = taken.getsockname()[1]
         status, _, error = run("app", "--no-history", "--port", str(port))
         assert (status, str(port) in error) == (2, True)
+        assert "choose another --port" in error
         monkeypatch.setattr(running, "PREFERRED_PORT", port)
         with running.listening(None) as listener:
             assert listener.getsockname()[1] not in (0, port)

@@ -46,6 +46,17 @@ def test_an_export_comes_back_as_it_was_under_new_ids(chat, export):
     assert bare(chat.show(one)) == bare(given)
 
 
+def test_an_export_has_pin_and_folder_and_one_from_before_there_were_any_comes_back(chat, export):
+    (given,) = export["conversations"]
+    chat.call("PATCH", f"conversations/{given['id']}", {"pinned": True, "folder": "Tales"})
+    export = chat.call("GET", f"conversations/{given['id']}/export").json
+    (one,) = chat.call("POST", "import", export).json["ids"]
+    assert (chat.show(one)["pinned"], chat.show(one)["folder"]) == (True, "Tales")
+    older = {name: value for name, value in export["conversations"][0].items() if name not in ("pinned", "folder")}
+    (one,) = chat.call("POST", "import", export | {"conversations": [older]}).json["ids"]
+    assert (chat.show(one)["pinned"], chat.show(one)["folder"]) == (False, "")
+
+
 def test_all_conversations_are_exported_together(chat, export):
     answer = chat.call("GET", "export")
     assert answer.headers["content-disposition"] == 'attachment; filename="conversations.json"'

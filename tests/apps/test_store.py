@@ -190,22 +190,39 @@ def test_a_database_of_version_1_is_read(file):
     shown = store.conversation(found["id"])
     assert shown is not None
     assert (shown["title"], shown["sampling"], shown["packs"]) == ("Drei Wünsche", {"temp": 0.7}, ["chat"])
+    assert (shown["pinned"], shown["folder"]) == (False, "")
     assert [message["role"] for message in shown["messages"]] == ["user", "assistant", "assistant"]
     assert [message["state"] for message in shown["messages"]] == ["whole", "whole", "cut"]
     assert shown["messages"][2]["text"] == "Es war einmal ein Fischer."
     store.close()
 
 
+def test_pinned_conversations_come_first_then_folders_by_name_then_the_others(file):
+    store = Store(file)
+    ids = {title: store.create({"title": title})["id"] for title in ("zoo", "ape", "old", "pin", "new")}
+    times = {one: store.conversation(one)["updated"] for one in ids.values()}
+    store.change(ids["zoo"], {"folder": "Zoo"})
+    store.change(ids["ape"], {"folder": "animals"})
+    store.change(ids["pin"], {"pinned": True})
+    found = store.conversations()["conversations"]
+    assert [one["title"] for one in found] == ["pin", "ape", "zoo", "new", "old"]
+    assert [(one["pinned"], one["folder"]) for one in found[:3]] == [(True, ""), (False, "animals"), (False, "Zoo")]
+    assert {one["id"]: one["updated"] for one in found} == times
+    assert [one["title"] for one in store.conversations("o")["conversations"]] == ["old", "zoo"]
+    store.close()
+
+
 def test_an_older_database_is_migrated_whole_or_not_at_all(file, monkeypatch):
     one = closed(file)
-    good = ("ALTER TABLE conversations ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",)
+    good = ("ALTER TABLE conversations ADD COLUMN starred INTEGER NOT NULL DEFAULT 0",)
+    newest = len(schema.MIGRATIONS)
     with sqlite3.connect(file, isolation_level=None) as db:
         with pytest.raises(sqlite3.OperationalError):
             schema.migrate(db, [*schema.MIGRATIONS, (*good, "nonsense")])
-        assert schema.version_of(db) == 1
+        assert schema.version_of(db) == newest
         schema.migrate(db, [*schema.MIGRATIONS, good])
-        assert schema.version_of(db) == 2
-        assert db.execute("SELECT id, pinned FROM conversations").fetchall() == [(one, 0)]
+        assert schema.version_of(db) == newest + 1
+        assert db.execute("SELECT id, starred FROM conversations").fetchall() == [(one, 0)]
     db.close()
 
 

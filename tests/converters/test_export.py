@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -107,6 +108,14 @@ def test_a_large_decoder_is_split_into_shards_with_an_index(tmp_path: Path, monk
 
 
 # ---- what is written
+
+
+def test_mlx_lm_runs_the_exported_folder_as_the_plain_decoder(tmp_path: Path) -> None:
+    out = export(convert(GOLDEN_MODELS / "llama_transformer_tied_lora", tmp_path / "model"), tmp_path / "out")
+    model, tokenizer = mlx_lm.load(str(out))
+    assert type(model).__module__ == "mlx_lm.models.llama"
+    last = list(mlx_lm.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=4))[-1]
+    assert last.generation_tokens >= 1
 
 
 def test_the_folder_holds_what_the_package_reads_and_nothing_of_ours(tmp_path: Path) -> None:

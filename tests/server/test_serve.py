@@ -266,6 +266,7 @@ def test_a_port_that_is_taken_is_named(run, home):
         status, _, error = run("serve", "--port", port)
     assert (status, error.count("\n")) == (2, 1)
     assert port in error
+    assert "choose another --port" in error
 
 
 def test_missing_libraries_are_named_with_the_command_that_installs_them(run, home, monkeypatch):

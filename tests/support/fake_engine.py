@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import bundled_model
+from mlx_zip.codec import CodecParams, compress
 from mlx_zip.engine import (
     Counted,
     Counts,
@@ -195,6 +196,11 @@ class FakeEngine(Engine):
     def check_pack(self, pack: Any) -> None:
         if pack is not None and any(one >= self.info.vocab_size for entry in pack.entries for one in entry):
             raise GenerationError("pack: an entry holds an id that is no base id")
+
+    def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
+        self.check_pack(pack)
+        params = CodecParams(self.info.vocab_size, 4096, 4, start=None if pack is None else pack.entries)
+        return len(compress(params, base_ids)[0])
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         self.told.notes.append((key, list(base_ids)))

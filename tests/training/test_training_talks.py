@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from mlx_zip import load
 from mlx_zip.cli import main
 from mlx_zip.errors import InstallationError, TrainingError
+from mlx_zip.progress import ProgressBar
 from mlx_zip.training.baseline import expanded
 from mlx_zip.training.checkpoint import Progress, checkpoints
 from mlx_zip.training.held_out import held_out_count, split
@@ -52,10 +55,21 @@ def test_a_run_says_what_it_trains_how_far_it_is_and_what_came_of_it(tmp_path, c
     assert "held-out text: " in lines[6]
     assert "before training, without hypertokens: " in lines[6]
     assert "base tokens of that text on average" in lines[7]
+    assert lines[8].startswith("warning: training on one kind of text moves this gap too")
+    assert "a base trained alike" in lines[8]
+    assert "better" not in lines[6]
     assert lines[-2:] == [
         f"next: mlx_zip generate --model {tmp_path / 'run' / 'model'} --prompt TEXT",
         f"      mlx_zip evaluate --model {tmp_path / 'plain'} --model {tmp_path / 'run' / 'model'} --data FILE",
     ]
+
+
+def test_a_validation_and_the_measuring_of_the_base_say_how_far_they_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mlx_zip.progress.INTERVAL_S", 0.0)
+    monkeypatch.setattr("mlx_zip.training.trainer.ProgressBar", partial(ProgressBar, interval_s=0.0))
+    lines = run_said(capsys, options(tmp_path / "run"), "--iters", 1, "--batch-size", 2, "--val-batches", 0)
+    assert any(re.match(r"Measuring the base: 1 of 2 batchs?(es)?, ", line) for line in lines), lines
+    assert any(re.match(r"Validating: 1 of 2 batchs?(es)?, ", line) for line in lines), lines
 
 
 def test_a_run_that_goes_on_says_from_where(tmp_path, capsys, monkeypatch):

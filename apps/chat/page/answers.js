@@ -2,18 +2,19 @@
 
 import * as api from "./api.js";
 import { emit } from "./bus.js";
-import { ensure } from "./model.js";
+import { ensure, withdraw } from "./model.js";
 
 const PATIENCE_MS = 4000; // after "stop", until the page hangs up
 
 /**
  * Asks for an answer and follows its frames until the end. request: the body of POST …/answer.
  * Whatever happens, what has arrived stays. Tells "message" for each message that changed, "path" for new ones.
+ * Returns whether the server has taken the request: false if it was refused, and then no conversation was begun for it.
  */
 export async function answer(conversation, request) {
-  if (conversation.running) return;
-  conversation.answering = new AbortController();
-  conversation.current = null;
+  if (conversation.running) return false;
+  const fresh = conversation.id === null;
+  Object.assign(conversation, { answering: new AbortController(), current: null, taken: false });
   emit("answering", conversation);
   try {
     await ensure(conversation);
@@ -23,9 +24,11 @@ export async function answer(conversation, request) {
   } catch (error) {
     failed(conversation, error);
   } finally {
+    if (fresh && !conversation.taken) await withdraw(conversation);
     conversation.answering = null;
     emit("answered", conversation);
   }
+  return conversation.taken;
 }
 
 /** Ends the answer that streams, at the server; if that takes too long, by hanging up. */
@@ -44,6 +47,8 @@ export async function stop(conversation) {
 
 const TAKE = {
   message(conversation, { message }) {
+    if (!conversation.taken) emit("taken", conversation);
+    conversation.taken = true;
     conversation.messages.set(message.id, message);
     conversation.leaf = message.id;
     if (message.role === "user" && !conversation.title) emit("saved", conversation.id); // the server has named it after its first message

@@ -139,6 +139,8 @@ const ACTIONS = {
   },
   regenerate(message) {
     follow();
+    const why = repeats(app.conversation);
+    if (why) toast(`${why}, so the answer will be the same`);
     return answer(app.conversation, { parent: message.parent });
   },
   continue(message) {
@@ -152,6 +154,13 @@ const ACTIONS = {
   inspect: (message) => inspect(views.get(message.id).element),
   "race-this": (message) => openRace(message),
 };
+
+/** Returns why another answer will have the same text; "" if it is drawn. */
+function repeats({ sampling }) {
+  const { temp, seed } = { ...app.state?.defaults?.sampling, ...sampling };
+  if (!temp) return "The temperature is 0";
+  return seed === null || seed === undefined ? "" : `The seed is ${seed}`;
+}
 
 /** Does what the button of that name does, on the newest message that has it. */
 export function act(name) {

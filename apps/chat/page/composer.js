@@ -41,12 +41,14 @@ function typed() {
   saveDraft(owner, input.value);
 }
 
-const saveDraft = debounced((conversation, draft) => {
+const saveDraft = debounced(keepDraft, 500);
+
+function keepDraft(conversation, draft) {
   if (conversation.id === null) {
     conversation.draft = draft;
     localStorage.setItem("draft:new", draft);
   } else guarded(() => patch(conversation, { draft }));
-}, 500);
+}
 
 function shown() {
   saveDraft.now();
@@ -80,7 +82,25 @@ function sendText(text) {
   if (conversation.running) return;
   follow();
   emit("sending", conversation);
-  guarded(() => answer(conversation, { parent: conversation.leaf, text }));
+  guarded(async () => {
+    let taken = false;
+    try {
+      taken = await answer(conversation, { parent: conversation.leaf, text });
+    } finally {
+      if (!taken) giveBack(conversation, text);
+    }
+  });
+}
+
+/** Puts a message that was refused back into the box, before what was typed meanwhile. */
+function giveBack(conversation, text) {
+  const shownNow = conversation === owner;
+  const draft = [text, shownNow ? input.value : conversation.draft].filter(Boolean).join("\n\n");
+  keepDraft(conversation, draft);
+  if (!shownNow) return;
+  input.value = draft;
+  fit();
+  buttons();
 }
 
 /** Puts the cursor into the box. */

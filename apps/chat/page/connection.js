@@ -2,8 +2,8 @@
 
 import * as api from "./api.js";
 import { emit, on } from "./bus.js";
-import { app, fetchConversation, refreshState, show } from "./model.js";
-import { banner, hideBanner, say, toast } from "./tell.js";
+import { app, fetchConversation, patch, refreshState, show } from "./model.js";
+import { banner, bannerWaitsFor, guarded, say, toast } from "./tell.js";
 
 const EVERY_MS = 2000; // between two looks
 
@@ -13,8 +13,10 @@ let cutOff = false; // whether the server went in the middle of an answer; reque
 /** Starts to watch for a lost server. */
 export function startConnection() {
   on("lost", ({ midway, status }) => (status === 401 ? lockedOut() : lost(midway)));
-  on("problem", ({ message }) => banner(message));
-  on("storage", (message) => banner(message));
+  on("problem", ({ message }) => banner(message, { until: "shown taken" }));
+  on("storage", (message) => banner(message, { until: "stored" }));
+  on("note", (message) => banner(message));
+  on("answered", () => bannerWaitsFor("stored") && guarded(refreshState));
 }
 
 /** Says that the page may not come in, and what to do. */
@@ -28,7 +30,7 @@ function lost(midway) {
   const what = cutOff
     ? "The server stopped in the middle of the answer. What had arrived is kept."
     : "The server does not answer.";
-  banner(`${what} Looking for it…`, { actions: [{ label: "Try again", run: look, testid: "banner-retry" }] });
+  banner(`${what} Looking for it…`, { actions: [{ label: "Try again", run: look, testid: "banner-retry" }], until: "back" });
   say(what);
   clearTimeout(timer);
   timer = setTimeout(look, EVERY_MS);
@@ -49,7 +51,7 @@ async function look() {
     return lost(false);
   }
   cutOff = false;
-  hideBanner();
+  emit("back");
   toast("The server is back");
 }
 
@@ -59,6 +61,7 @@ async function catchUp() {
   emit("saved", null);
   if (conversation.id === null || conversation.running) return;
   const had = new Map(conversation.messages);
+  const { draft } = conversation; // newer than the server's: what was typed while it was gone
   const fresh = await fetchConversation(conversation.id).catch((error) => {
     if (error.status === 404) return null; // it was never written: what the page has is all there is
     throw error;
@@ -68,5 +71,6 @@ async function catchUp() {
     const theirs = fresh.messages.get(id);
     if (theirs && message.text.length > theirs.text.length && message.text.startsWith(theirs.text)) Object.assign(theirs, { text: message.text, tokens: message.tokens });
   }
+  if (fresh.draft !== draft) await patch(fresh, { draft });
   if (app.conversation === conversation) show(fresh);
 }

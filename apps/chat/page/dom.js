@@ -43,6 +43,8 @@ const ICONS = {
   upload: "M10 13V4M6.5 7.2L10 3.7l3.5 3.5M4 13.5v1.7a1 1 0 0 0 1 1h10a1 1 0 0 0 1-1v-1.7",
   download: "M10 4v9M6.5 9.8L10 13.3l3.5-3.5M4 13.5v1.7a1 1 0 0 0 1 1h10a1 1 0 0 0 1-1v-1.7",
   eye: "M2.5 10S5 5 10 5s7.5 5 7.5 5-2.5 5-7.5 5-7.5-5-7.5-5zM10 7.8a2.2 2.2 0 1 0 0 4.4 2.2 2.2 0 0 0 0-4.4",
+  pin: "M7.5 3.5h5l-.6 5 2.6 3H5.5l2.6-3zM10 11.5V17",
+  folder: "M3 6a1.5 1.5 0 0 1 1.5-1.5h3l2 2h6A1.5 1.5 0 0 1 17 8v6a1.5 1.5 0 0 1-1.5 1.5h-11A1.5 1.5 0 0 1 3 14z",
   warning: "M10 3.5l7 12.5H3zM10 8.5v3.5M10 14h.01",
 };
 
@@ -58,10 +60,13 @@ export function icon(name) {
   return svg;
 }
 
-/** Returns a button. options.icon: an icon with `label` as its name and tooltip; without: `label` is its text. */
-export function button(label, { icon: drawn, text, ...attributes } = {}) {
+/**
+ * Returns a button. options.icon: an icon with `label` as its name and tooltip; without: `label` is its text. options.caption:
+ * a word of `label` that stands under the icon.
+ */
+export function button(label, { icon: drawn, text, caption, ...attributes } = {}) {
   const named = drawn && !text ? { "aria-label": label, title: label } : {};
-  return h("button", { type: "button", ...named, ...attributes }, drawn && icon(drawn), (text || !drawn) && h("span", {}, label));
+  return h("button", { type: "button", ...named, ...attributes }, drawn && icon(drawn), caption && h("span", { class: "caption" }, caption), (text || !drawn) && h("span", {}, label));
 }
 
 /** Returns the element with this id. */

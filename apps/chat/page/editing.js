@@ -4,11 +4,11 @@ import { button, h } from "./dom.js";
 import { guarded } from "./tell.js";
 import { grows, isSend } from "./typing.js";
 
-/** Shows the text box in place of a message's text; `send(text)` is called with what was written. */
-export function edit(view, send) {
+/** Shows the text box in place of a message's text. `send(text)` returns a promise of whether the text was taken. */
+export function edit(view, send, begun = view.message.text) {
   if (view.element.querySelector(".editor")) return;
   const input = h("textarea", { class: "edit-input", rows: "1", "aria-label": "Edit your message", "data-testid": "edit-input", dir: "auto" });
-  input.value = view.message.text;
+  input.value = begun;
   const close = () => {
     editor.remove();
     view.element.classList.remove("editing");
@@ -18,7 +18,7 @@ export function edit(view, send) {
     const text = input.value.trim();
     if (!text) return;
     close();
-    guarded(() => send(text));
+    guarded(async () => (await send(text)) || edit(view, send, text));
   };
   const cancel = button("Cancel", { "data-testid": "edit-cancel", onclick: close });
   const done = button("Send", { class: "primary", "data-testid": "edit-send", onclick: finish });

@@ -48,12 +48,12 @@ export function stepsSaved(figures) {
   return Math.max(0, (figures?.base_tokens ?? 0) - (figures?.steps ?? 0));
 }
 
-/** Returns one line under an answer, for example "201 tokens in 100 steps · 2.01 per step · 187 tokens/s". */
+/** Returns one line under an answer, for example "201 base tokens in 100 steps · 2.01 per step · 187 base tokens/s". */
 export function summary(figures) {
   if (!figures?.base_tokens) return "";
-  const parts = [`${plural(figures.base_tokens, "token")} in ${plural(figures.steps, "step")}`];
+  const parts = [`${plural(figures.base_tokens, "base token")} in ${plural(figures.steps, "step")}`];
   if (figures.base_tokens_per_step > 1.005) parts.push(`${figures.base_tokens_per_step.toFixed(2)} per step`);
-  if (figures.base_tokens_per_s) parts.push(`${short(figures.base_tokens_per_s)} tokens/s`);
+  if (figures.base_tokens_per_s) parts.push(`${short(figures.base_tokens_per_s)} base tokens/s`);
   return parts.join(" · ");
 }
 

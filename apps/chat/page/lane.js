@@ -17,7 +17,7 @@ export class Lane {
     this.quality = h("p", { class: "quiet", "data-testid": "lane-quality" });
     this.state = h("span", { class: "state", "data-testid": "lane-state" });
     this.text = h("div", { class: "text", "data-testid": "lane-text", dir: "auto", tabindex: "0", role: "region", "aria-label": `${title}: answer` });
-    const figures = h("div", { class: "figures" }, figure("clock", "time"), figure("speed", "tokens/s"), figure("steps", "steps"), figure("tokens", "tokens"));
+    const figures = h("div", { class: "figures" }, figure("speed", "base tokens/s"), figure("clock", "time"), figure("steps", "steps"), figure("tokens", "base tokens"));
     const head = h("header", {}, h("h3", {}, title), this.state, this.label, this.quality);
     this.element = h("article", { class: `lane ${name}`, "data-testid": `lane-${name}`, "aria-label": title }, head, figures, this.text);
     this.body = new Body(this.text);
@@ -91,12 +91,14 @@ export class Lane {
   }
 }
 
-/** Returns the outcome as a sentence, and its figures: speeds per base token, since the answers may differ in length. */
+/** Returns the outcome as a sentence that begins with the speeds, and what else there is to know of it. */
 export function verdict(zip, base) {
   if (!zip?.base_tokens_per_s || !base?.base_tokens_per_s) return ["Finished.", ""];
   const ratio = zip.base_tokens_per_s / base.base_tokens_per_s;
-  const faster = ratio >= 1 ? `${ratio.toFixed(2)} times as fast` : `slower, ${ratio.toFixed(2)} times the speed`;
+  const faster = ratio >= 1 ? `${ratio.toFixed(2)} times as fast` : `${ratio.toFixed(2)} times the speed, which is slower`;
   const perStep = `${(zip.base_tokens / zip.steps).toFixed(2)} base tokens per step against ${(base.base_tokens / base.steps).toFixed(2)}`;
   const speeds = `${short(zip.base_tokens_per_s)} against ${short(base.base_tokens_per_s)} base tokens/s`;
-  return [`With hypertokens: ${faster}.`, `${speeds}, ${perStep}. One run each, on this machine.`];
+  const lengths = `The texts differ in length, ${count(zip.base_tokens)} against ${count(base.base_tokens)} base tokens, so their times do not compare. `;
+  const differ = zip.base_tokens === base.base_tokens ? "" : lengths;
+  return [`${speeds}: with hypertokens ${faster}.`, `${perStep}. ${differ}One run each, on this machine.`];
 }

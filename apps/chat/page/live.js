@@ -1,8 +1,9 @@
 // The line of figures above the message box, while an answer streams and after.
 
 import { on } from "./bus.js";
-import { byId, h, perFrame } from "./dom.js";
+import { button, byId, h, perFrame } from "./dom.js";
 import { bounded, bytes, count, percent, short, stepsSaved } from "./figures.js";
+import { show } from "./menu.js";
 import { app } from "./model.js";
 
 // Words that are left out where the line has little room.
@@ -16,6 +17,13 @@ class Figure {
     this.label = h("span", {}, ...label);
     this.bar = bar ? h("i", { class: "bar", "aria-hidden": "true" }, h("i", { class: "fill" })) : null;
     this.element = h("div", { class: "figure", "data-testid": `live-${name}`, title: hint }, this.number, this.limit, this.label, this.bar);
+    this.hint = hint;
+    this.meaning = hint;
+  }
+
+  /** What the line says without its number. */
+  get name() {
+    return this.label.textContent;
   }
 
   set(text, fraction = 0, limit = "") {
@@ -28,18 +36,30 @@ class Figure {
 }
 
 const line = {
-  speed: new Figure("speed", ["tokens/s"], { hint: "Base tokens per second" }),
-  perStep: new Figure("per-step", ["per step"], { hint: "Base tokens per step of the model" }),
-  saved: new Figure("saved", [more("steps "), "saved"], { hint: "Steps that the base model would have needed beyond these" }),
-  codebook: new Figure("codebook", ["entries"], { bar: true, hint: "How full the codebook is" }),
-  memory: new Figure("memory", ["cache", more(" saved")], { hint: "KV cache that the base model would need beyond this" }),
-  ceiling: new Figure("ceiling", ["of ceiling"], { bar: true, hint: "Steps per second, as a share of what this machine can do at most (measured)" }),
+  speed: new Figure("speed", ["base tokens/s"], { hint: "How fast the text comes. Base tokens are the pieces of text that the model without hypertokens reads and writes." }),
+  perStep: new Figure("per-step", ["per step"], { hint: "Base tokens that one step of the model writes. Without hypertokens this is 1." }),
+  saved: new Figure("saved", ["steps saved"], { hint: "Steps that the model without hypertokens would have needed beyond these." }),
+  codebook: new Figure("codebook", ["entries"], { bar: true, hint: "Hypertokens that this conversation has, of those that its codebook can hold." }),
+  memory: new Figure("memory", ["cache", more(" saved")], { hint: "Memory (KV cache) that the model without hypertokens would need beyond this." }),
+  ceiling: new Figure("ceiling", ["of ceiling"], { bar: true, hint: "Steps per second, as a share of the most that this machine can do." }),
 };
 
 /** Makes the line. */
 export function startLive() {
-  byId("live").append(...Object.values(line).map((figure) => figure.element));
+  const help = button("What these figures mean", { text: true, class: "help", "data-testid": "live-help", onclick: explain });
+  help.replaceChildren("?");
+  help.setAttribute("aria-label", "What these figures mean");
+  byId("live").append(...Object.values(line).map((figure) => figure.element), help);
   on("figures shown path answering answered state", draw);
+}
+
+/** Says in words what the figures are that the line shows at the moment. */
+function explain() {
+  const shown = Object.values(line).filter((figure) => !figure.element.hidden);
+  const rows = shown.flatMap((figure) => [h("dt", {}, figure.name), h("dd", {}, figure.meaning)]);
+  const done = button("Done", { class: "primary", onclick: () => dialog.close() });
+  const dialog = show(h("h2", { id: "dialog-title" }, "What these figures mean"), h("dl", { class: "meanings" }, ...rows), h("div", { class: "row" }, done));
+  done.focus();
 }
 
 const draw = perFrame(() => {
@@ -68,5 +88,6 @@ function fill(figures) {
   const ceiling = app.state?.ceiling?.steps_per_s;
   const share = figures.steps / figures.seconds / ceiling;
   line.ceiling.set(ceiling && figures.seconds ? percent(share) : null, bounded(share));
-  line.ceiling.element.title = ceiling ? `${short(figures.steps / figures.seconds)} of ${short(ceiling)} steps/s, the most that this machine can do (measured)` : "";
+  line.ceiling.meaning = `${line.ceiling.hint} Here: ${short(figures.steps / figures.seconds)} of ${short(ceiling)} steps/s (measured).`;
+  line.ceiling.element.title = ceiling ? line.ceiling.meaning : "";
 }

@@ -5,14 +5,16 @@ import { emit, on } from "./bus.js";
 import { startChat } from "./chat.js";
 import { startComposer } from "./composer.js";
 import { lockedOut, startConnection } from "./connection.js";
+import { startDropped } from "./dropped.js";
 import { startKeys } from "./keys.js";
 import { startLive } from "./live.js";
 import { app, fetchConversation, refreshState, show } from "./model.js";
+import { startOffer } from "./offer.js";
 import { startPanel } from "./panel.js";
 import { startPopover } from "./popover.js";
 import { startRace } from "./race.js";
 import { refreshList, startSidebar } from "./sidebar.js";
-import { guarded } from "./tell.js";
+import { guarded, startBanner } from "./tell.js";
 import { startToolbar } from "./toolbar.js";
 import { address, startWays } from "./ways.js";
 
@@ -25,14 +27,17 @@ function start() {
   startToolbar();
   startChat();
   startComposer();
+  startOffer();
+  startDropped();
   startLive();
   startPanel();
   startPopover();
   startRace();
   startKeys();
   startConnection();
+  startBanner();
   startTabs();
-  on("created", (conversation) => conversation === app.conversation && address(conversation.id));
+  on("created withdrawn", (conversation) => conversation === app.conversation && address(conversation.id));
   if (key()) guarded(begin);
   else {
     show(null);
@@ -52,6 +57,7 @@ async function begin() {
 /** Keeps two tabs in step: each tells the other what it changed, and looks again when it comes to the front. */
 function startTabs() {
   on("saved created", (detail) => channel.postMessage({ id: detail?.id ?? detail }));
+  on("withdrawn", () => channel.postMessage({ id: null }));
   on("answered", (conversation) => channel.postMessage({ id: conversation.id }));
   channel.addEventListener("message", ({ data }) => key() && guarded(() => look(data.id)));
   addEventListener("focus", () => key() && app.state && guarded(() => look(app.conversation.id)));

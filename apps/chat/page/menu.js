@@ -74,14 +74,15 @@ export function confirmed(question, detail, yes) {
   });
 }
 
-/** Asks for a line of text. Returns a promise of it, null if none was given. */
-export function asked(question, detail, yes) {
+/** Asks for a line of text; `known` are offered. Returns a promise of it, null if none was given. */
+export function asked(question, detail, yes, known = []) {
   return new Promise((resolve) => {
-    const input = h("input", { type: "text", class: "field", "aria-labelledby": "dialog-title", "data-testid": "dialog-input", autocomplete: "off", spellcheck: "false" });
+    const list = known.length ? h("datalist", { id: "dialog-known" }, known.map((value) => h("option", { value }))) : null;
+    const input = h("input", { type: "text", list: list && "dialog-known", maxlength: "1000", class: "field", "aria-labelledby": "dialog-title", "data-testid": "dialog-input", autocomplete: "off", spellcheck: "false" });
     const cancel = button("Cancel", { "data-testid": "dialog-cancel", onclick: () => dialog.close("no") });
     const agree = button(yes, { class: "primary", "data-testid": "dialog-confirm", onclick: () => dialog.close("yes") });
     input.addEventListener("keydown", (event) => event.key === "Enter" && !event.isComposing && dialog.close("yes"));
-    const dialog = show(h("h2", { id: "dialog-title" }, question), h("p", {}, detail), input, h("div", { class: "row" }, cancel, agree));
+    const dialog = show(h("h2", { id: "dialog-title" }, question), h("p", {}, detail), input, list, h("div", { class: "row" }, cancel, agree));
     dialog.addEventListener("close", () => resolve((dialog.returnValue === "yes" && input.value.trim()) || null));
     input.focus();
   });

@@ -55,7 +55,7 @@ export class MessageView {
     this.element.classList.toggle("last", last);
     if (this.body && (message.state === "running" || this.rich)) this.#grow();
     else if (!this.body) this.text.textContent = message.text;
-    this.#notes();
+    this.#notes(conversation, last);
     this.#tools(conversation, last);
   }
 
@@ -81,7 +81,7 @@ export class MessageView {
     if (this.reasoning.textContent.length !== reasoning.length) this.reasoning.textContent = reasoning;
   }
 
-  #notes() {
+  #notes(conversation, last) {
     const { message } = this;
     const parts = [];
     const state = STATES[message.state];
@@ -92,6 +92,9 @@ export class MessageView {
     const figures = message.state === "running" ? "" : summary(message.figures);
     if (figures) parts.push(h("span", { "data-testid": "message-figures", title: difference(message.figures) || null }, figures));
     if (message.reason === "length") parts.push(h("span", {}, "ended at the limit"));
+    const same = message.role === "assistant" && message.state === "whole" ? sameAs(conversation, message) : 0;
+    if (same) parts.push(h("span", { "data-testid": "message-same" }, `the same text as version ${same}`));
+    if (last && message.tokens?.some((token) => token.p?.length)) parts.push(legend());
     const key = parts.map((part) => part.textContent).join("|");
     if (key === this.noted) return;
     this.noted = key;
@@ -133,6 +136,20 @@ export class MessageView {
     if (message.tokens?.some((token) => token.p?.length)) actions.push(tool("inspect", "Step through the hypertokens", "tint"));
     return actions;
   }
+}
+
+/** What the colours of hypertokens mean: shown under the newest answer while they are tinted. */
+function legend() {
+  const sample = (length, label) => h("span", { class: `tok l${length}` }, label);
+  const samples = [sample(2, "2"), sample(3, "3"), sample(4, "4"), sample(5, "5+")];
+  return h("span", { class: "legend text-legend", "data-testid": "text-legend" }, ...samples, "base tokens in one step");
+}
+
+/** Returns the number of the first version before a message that has its text; 0 if there is none. */
+function sameAs(conversation, message) {
+  const branches = siblings(conversation.messages, message);
+  const first = branches.findIndex((other) => other.text === message.text);
+  return first < branches.indexOf(message) ? first + 1 : 0;
 }
 
 function waiting({ waiting: known, text }) {

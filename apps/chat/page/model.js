@@ -14,7 +14,7 @@ export class Conversation {
   constructor(json = {}) {
     this.id = json.id ?? null;
     this.answering = null; // AbortController while an answer streams
-    this.take({ title: "", model: null, system: null, packs: [], sampling: {}, draft: "", leaf: null, messages: [], ...json });
+    this.take({ title: "", model: null, system: null, packs: [], sampling: {}, draft: "", leaf: null, pinned: false, folder: "", messages: [], ...json });
   }
 
   /** Takes over what the server says of the conversation. Without `messages` the messages stay. */
@@ -46,7 +46,9 @@ export async function refreshState() {
   app.state = await api.call("GET", "state");
   emit("state");
   const { problem, note } = app.state.storage ?? {};
-  if (problem || (first && note)) emit("storage", problem || note);
+  if (problem) emit("storage", problem);
+  else emit("stored");
+  if (first && note) emit("note", note);
 }
 
 /** Returns a conversation as the server holds it; one whose answer is streaming, as the page holds it. */
@@ -83,6 +85,21 @@ export async function ensure(conversation) {
   open.set(conversation.id, conversation);
   localStorage.removeItem("draft:new");
   emit("created", conversation);
+}
+
+/** Takes back the creation of a conversation whose first message was refused: it is a new one again. */
+export async function withdraw(conversation) {
+  const { id } = conversation;
+  if (id === null) return;
+  try {
+    await api.call("DELETE", `conversations/${encodeURIComponent(id)}`);
+  } catch (error) {
+    if (!(error instanceof api.ApiError)) throw error;
+    return; // the server is gone: the conversation stays as it is, and the message can be sent again in it
+  }
+  open.delete(id);
+  conversation.id = null;
+  emit("withdrawn", conversation);
 }
 
 /** Changes fields of a conversation, here at once and on the server if it is there. */

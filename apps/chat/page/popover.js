@@ -15,18 +15,29 @@ export function startPopover() {
     if (!document.documentElement.classList.contains("tinted")) return;
     const token = event.target.closest?.(".tok");
     clearTimeout(timer);
-    if (!token) timer = setTimeout(hide, 120);
+    if (!token) timer = setTimeout(left, 120);
     else if (token !== at) timer = setTimeout(() => show(token), at ? 40 : 180);
   });
   messages.addEventListener("pointerleave", () => {
     clearTimeout(timer);
-    timer = setTimeout(hide, 120);
+    timer = setTimeout(left, 120);
   });
   messages.addEventListener("click", (event) => event.target.closest(".tok") && show(event.target.closest(".tok")));
   messages.addEventListener("keydown", step);
   messages.addEventListener("focusin", (event) => event.target.matches(".tok") && show(event.target));
   messages.addEventListener("focusout", (event) => event.target.matches(".tok") && (release(event.target), hide()));
-  byId("scroller").addEventListener("scroll", hide, { passive: true });
+  byId("scroller").addEventListener("scroll", scrolled, { passive: true });
+}
+
+/** The pointer is on no hypertoken any more: perhaps the page has scrolled away under it, to the one with the focus. */
+function left() {
+  if (at !== document.activeElement) hide();
+}
+
+/** A hypertoken with the focus may have scrolled into view just now: its popover goes along. */
+function scrolled() {
+  if (at !== null && at === document.activeElement) place(byId("popover"), at);
+  else hide();
 }
 
 /** Puts the keyboard on the first hypertoken of a message; arrow keys go on from there. */

@@ -6,7 +6,7 @@ import { button, byId, debounced, h, icon } from "./dom.js";
 import { exportAll, exportOne, importFile } from "./exchange.js";
 import { milliseconds, period, when } from "./figures.js";
 import { help } from "./keys.js";
-import { confirmed, menuButton } from "./menu.js";
+import { asked, confirmed, menuButton } from "./menu.js";
 import { app, patch, remove, streaming } from "./model.js";
 import { guarded, toast } from "./tell.js";
 import { themeButton } from "./theme.js";
@@ -16,11 +16,11 @@ const PAGE = 100; // conversations fetched at once
 
 let list = null;
 let search = null;
-let shown = []; // what the server said, newest first
+let shown = []; // what the server said: the pinned ones, those in folders, then the others, each newest first
 let total = 0;
 let drawn = ""; // what the list shows
 let later = null; // timer of a drawing that had to wait
-let asked = 0; // number of the newest request, so that a late answer to an older one is dropped
+let request = 0; // number of the newest request, so that a late answer to an older one is dropped
 
 /** Makes the sidebar. */
 export function startSidebar() {
@@ -31,7 +31,7 @@ export function startSidebar() {
   byId("sidebar").append(brand, h("div", { class: "search" }, icon("search"), search), list, foot());
   search.addEventListener("input", debounced(() => refreshList(), 120));
   list.addEventListener("scroll", () => nearEnd() && guarded(more), { passive: true });
-  on("created saved answered sending", () => refreshList());
+  on("created withdrawn saved answered sending", () => refreshList());
   on("shown answering answered", mark);
 }
 
@@ -77,10 +77,10 @@ function takeTitle() {
 }
 
 async function fetchList(offset, limit) {
-  const mine = ++asked;
+  const mine = ++request;
   const query = new URLSearchParams({ search: search.value.trim(), limit, offset });
   const found = await api.call("GET", `conversations?${query}`);
-  return mine === asked ? found : null;
+  return mine === request ? found : null;
 }
 
 function nearEnd() {
@@ -105,16 +105,19 @@ function draw() {
   const held = document.activeElement?.closest?.(".conversation") ? document.activeElement : null;
   const focused = held && `[data-id="${CSS.escape(held.closest(".conversation").dataset.id)}"] [data-testid="${held.dataset.testid}"]`;
   const searching = search.value.trim();
-  const wanted = JSON.stringify([searching, shown.map(({ id, title, updated, snippet }) => [id, title, when(updated), searching && snippet])]);
+  const wanted = JSON.stringify([searching, shown.map(({ id, title, updated, pinned, folder, snippet }) => [id, title, when(updated), pinned, folder, searching && snippet])]);
   if (wanted === drawn) return;
   drawn = wanted;
   const groups = new Map();
   for (const conversation of shown) {
-    const name = searching ? "Found" : period(milliseconds(conversation.updated));
-    if (!groups.has(name)) groups.set(name, []);
-    groups.get(name).push(conversation);
+    const { pinned, folder, updated } = conversation;
+    const inFolder = !searching && !pinned && folder !== "";
+    const name = searching ? "Found" : pinned ? "Pinned" : folder || period(milliseconds(updated));
+    const key = JSON.stringify([inFolder, name]); // a folder may be called "Today"
+    if (!groups.has(key)) groups.set(key, { name, make: inFolder ? folderOf : group, members: [] });
+    groups.get(key).members.push(conversation);
   }
-  const parts = [...groups].map(([name, members]) => group(name, members, searching));
+  const parts = [...groups.values()].map(({ name, make, members }) => make(name, members, searching));
   if (!parts.length) parts.push(h("p", { class: "none" }, searching ? "Nothing found" : "No conversations yet"));
   list.replaceChildren(...parts);
   mark();
@@ -123,6 +126,37 @@ function draw() {
 
 function group(name, members, searching) {
   return h("section", { "aria-label": name }, h("h2", {}, name), h("ul", {}, members.map((member) => row(member, searching))));
+}
+
+/** A folder; which ones are closed is kept in this browser. */
+function folderOf(name, members) {
+  const title = h("summary", {}, icon("folder"), h("span", { dir: "auto" }, name), h("span", { class: "quiet" }, String(members.length)));
+  const element = h("details", { class: "folder", "data-testid": "folder", open: !closedFolders().includes(name) }, title, h("ul", {}, members.map((member) => row(member, ""))));
+  element.addEventListener("toggle", () => {
+    const others = closedFolders().filter((other) => other !== name);
+    localStorage.setItem("folders:closed", JSON.stringify(element.open ? others : [...others, name]));
+  });
+  return element;
+}
+
+function closedFolders() {
+  return JSON.parse(localStorage.getItem("folders:closed") ?? "[]");
+}
+
+/** Returns the items of a menu that say where a conversation stands in the list. */
+export function placeItems({ id, pinned, folder }) {
+  const move = (fields) => () => guarded(() => change(id, fields));
+  return [
+    pinned ? { label: "Unpin", icon: "pin", testid: "unpin", run: move({ pinned: false }) } : { label: "Pin", icon: "pin", testid: "pin", run: move({ pinned: true }) },
+    { label: "Put into a folder…", icon: "folder", testid: "move", run: () => guarded(() => putInto(id)) },
+    ...(folder ? [{ label: "Take out of its folder", icon: "folder", testid: "take-out", run: move({ folder: "" }) }] : []),
+  ];
+}
+
+async function putInto(id) {
+  const known = [...new Set(shown.map(({ folder }) => folder).filter(Boolean))];
+  const folder = await asked("Put into which folder?", "A new name makes a new folder.", "Put in", known);
+  if (folder) await change(id, { folder: folder.slice(0, 100) });
 }
 
 function row(conversation, searching) {
@@ -148,6 +182,7 @@ function follow(event, id) {
 function rowItems(conversation, item) {
   return [
     { label: "Rename", icon: "edit", testid: "rename", run: () => rename(conversation, item) },
+    ...placeItems(conversation),
     { label: "Export as Markdown", icon: "upload", testid: "export-md", run: () => guarded(() => exportOne(conversation, "md")) },
     { label: "Export as JSON", icon: "upload", testid: "export-json", run: () => guarded(() => exportOne(conversation, "json")) },
     null,
@@ -164,7 +199,7 @@ function rename(conversation, item) {
     input.remove();
     item.classList.remove("renaming");
     const title = input.value.trim();
-    if (keep && title && title !== conversation.title) guarded(() => retitle(conversation.id, title));
+    if (keep && title && title !== conversation.title) guarded(() => change(conversation.id, { title }));
   };
   input.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.isComposing) end(true);
@@ -177,10 +212,10 @@ function rename(conversation, item) {
   input.select();
 }
 
-/** Gives a conversation another title. */
-export async function retitle(id, title) {
-  if (app.conversation.id === id) return patch(app.conversation, { title });
-  await api.call("PATCH", `conversations/${encodeURIComponent(id)}`, { title });
+/** Changes fields of a conversation that may be another one than that on the screen. */
+export async function change(id, fields) {
+  if (app.conversation.id === id) return patch(app.conversation, fields);
+  await api.call("PATCH", `conversations/${encodeURIComponent(id)}`, fields);
   return refreshList();
 }
 

@@ -1,10 +1,11 @@
 // Tells people what happened: a banner that stays, a toast that goes, and what screen readers say.
 
 import { ApiError } from "./api.js";
-import { emit } from "./bus.js";
+import { emit, on } from "./bus.js";
 import { button, byId, h, icon } from "./dom.js";
 
 let hiding = null;
+let leaves = []; // names of the events that take the banner away
 
 /** Lets screen readers say a text when they are free. */
 export function say(text) {
@@ -20,9 +21,23 @@ export function toast(text) {
   hiding = setTimeout(() => place.classList.remove("on"), 3000);
 }
 
-/** Shows a text that stays, with actions [{label, run}] as buttons, until it is closed. kind: "problem" or "news". */
-export function banner(text, { actions = [], kind = "problem", closes = true } = {}) {
+/** Starts to take banners away when what they report is over. */
+export function startBanner() {
+  for (const name of ["shown", "taken", "stored", "back"]) on(name, () => bannerWaitsFor(name) && hideBanner());
+}
+
+/** Whether there is a banner that this event takes away. */
+export function bannerWaitsFor(name) {
+  return leaves.includes(name);
+}
+
+/**
+ * Shows a text that stays, with actions [{label, run}] as buttons, until it is closed or an event happens. kind: "problem" or
+ * "news". until: names of the events, separated by spaces: a conversation is shown, a message is taken, storage is whole again …
+ */
+export function banner(text, { actions = [], kind = "problem", closes = true, until = "" } = {}) {
   const place = byId("banner");
+  leaves = until.split(" ");
   const made = actions.map(({ label, run, testid }) => button(label, { onclick: run, "data-testid": testid }));
   const close = closes && button("Close", { icon: "close", class: "quiet", onclick: hideBanner });
   place.dataset.kind = kind;
@@ -33,6 +48,7 @@ export function banner(text, { actions = [], kind = "problem", closes = true } =
 
 /** Takes the banner away. */
 export function hideBanner() {
+  leaves = [];
   byId("banner").hidden = true;
   document.documentElement.style.removeProperty("--banner");
   byId("banner").replaceChildren();
@@ -43,10 +59,10 @@ export async function guarded(run) {
   try {
     return await run();
   } catch (error) {
-    if (error.name === "NotAllowedError") return banner("The browser does not let the page use the clipboard.");
+    if (error.name === "NotAllowedError") return banner("The browser does not let the page use the clipboard.", { until: "shown taken" });
     if (!(error instanceof ApiError)) throw error;
     if (error.unreachable || error.status === 401) emit("lost", { midway: false, status: error.status });
-    else banner(error.message);
+    else banner(error.message, { until: "shown taken" });
     return undefined;
   }
 }

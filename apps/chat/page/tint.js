@@ -7,7 +7,7 @@ let pressed = null;
 
 /** Returns the button that switches the tint; the choice is kept in this browser. */
 export function tintButton() {
-  pressed = button("Tint hypertokens", { icon: "tint", "data-testid": "tint-toggle", onclick: toggleTint });
+  pressed = button("Tint hypertokens", { icon: "tint", caption: "Tint", "data-testid": "tint-toggle", onclick: toggleTint });
   apply(localStorage.getItem("tint") !== "off");
   on("state", () => apply(document.documentElement.classList.contains("tinted")));
   return pressed;

@@ -8,7 +8,7 @@ import { asked, menuButton } from "./menu.js";
 import { app, patch, refreshState } from "./model.js";
 import { shownPanel, togglePanel } from "./panel.js";
 import { closeRace, openRace, raceIsOpen } from "./race.js";
-import { deleteOne, retitle } from "./sidebar.js";
+import { change, deleteOne, placeItems } from "./sidebar.js";
 import { banner, guarded, hideBanner } from "./tell.js";
 import { tintButton } from "./tint.js";
 import { toggleSidebar } from "./ways.js";
@@ -25,11 +25,11 @@ export function startToolbar() {
   title.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === "Escape") && leave(event));
   picker = h("select", { class: "picker", "aria-label": "Model", "data-testid": "model-picker" });
   picker.addEventListener("change", () => guarded(() => (picker.value === OTHER ? chooseOther() : choose(picker.value))));
-  const race = button("Race against the base", { icon: "flag", "data-testid": "race-open", onclick: () => (raceIsOpen() ? closeRace() : openRace()) });
-  const words = button("Vocabulary", { icon: "panel", "data-testid": "vocabulary-open", onclick: () => togglePanel("vocabulary") });
-  const dials = button("Settings", { icon: "sliders", "data-testid": "settings-open", onclick: () => togglePanel("settings") });
+  const race = button("Race against the base", { icon: "flag", caption: "Race", "data-testid": "race-open", onclick: () => (raceIsOpen() ? closeRace() : openRace()) });
+  const words = button("Vocabulary", { icon: "panel", caption: "Vocabulary", "data-testid": "vocabulary-open", onclick: () => togglePanel("vocabulary") });
+  const dials = button("Settings", { icon: "sliders", caption: "Settings", "data-testid": "settings-open", onclick: () => togglePanel("settings") });
   const toggle = button("Sidebar", { icon: "sidebar", "data-testid": "sidebar-toggle", onclick: toggleSidebar });
-  const more = menuButton("More about this conversation", items, { "data-testid": "chat-menu" });
+  const more = menuButton("More about this conversation", items, { caption: "More", "data-testid": "chat-menu" });
   const heading = h("div", { class: "heading" }, title, picker);
   byId("toolbar").append(toggle, heading, h("div", { class: "group" }, tintButton(), race, words, dials, more));
   on("shown state changed answered path", draw);
@@ -48,6 +48,7 @@ function items() {
     ...(conversation.id === null
       ? []
       : [
+          ...placeItems(conversation),
           { label: "Export as Markdown", icon: "upload", testid: "export-md", run: file("md") },
           { label: "Export as JSON", icon: "upload", testid: "export-json", run: file("json") },
           null,
@@ -68,7 +69,7 @@ function rename() {
   const conversation = app.conversation;
   if (!wanted) title.value = conversation.title;
   else if (conversation.id === null) conversation.title = wanted;
-  else guarded(() => retitle(conversation.id, wanted));
+  else guarded(() => change(conversation.id, { title: wanted }));
 }
 
 async function chooseOther() {

@@ -309,6 +309,8 @@ def read_adapted(path: str | Path) -> AdaptedVocabulary:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except KeyError as error:
         raise DataError(f"{path}: {error} is missing") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from error
     except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
 

@@ -38,6 +38,43 @@ def test_a_new_title_is_kept(told):
     assert told["conversation"].first.inner_text().startswith("The whale's tale")
 
 
+def test_a_pinned_conversation_stands_first_until_it_is_unpinned(told):
+    renamed(told, "Keep me here")
+    told["conversation-menu"].first.click()
+    told["pin"].click()
+    told.page.get_by_role("region", name="Pinned").get_by_text("Keep me here").wait_for()
+    told.send("Tell me a story about a cow.")
+    told["new-chat"].click()
+    told.send("Tell me a story about a sheep.")
+    told.page.reload()
+    told.ready()
+    assert told["conversation"].first.inner_text().startswith("Keep me here")
+    told["conversation-menu"].first.click()
+    told["unpin"].click()
+    told.page.get_by_role("region", name="Pinned").wait_for(state="detached")
+    assert not told["conversation"].first.inner_text().startswith("Keep me here")
+
+
+def test_a_conversation_is_put_into_a_folder_that_can_be_closed_and_taken_out_again(told):
+    renamed(told, "In a folder")
+    told["conversation-menu"].first.click()
+    told["move"].click()
+    told["dialog-input"].fill("Whales & co")
+    told["dialog-confirm"].click()
+    link = told["folder"].get_by_text("In a folder")
+    link.wait_for()
+    told["folder"].get_by_text("Whales & co").click()
+    assert not link.is_visible()
+    told.page.reload()
+    told.ready()
+    told["folder"].get_by_text("Whales & co").wait_for()
+    assert not link.is_visible()
+    told["folder"].get_by_text("Whales & co").click()
+    told["folder"].get_by_test_id("conversation-menu").click()
+    told["take-out"].click()
+    told["folder"].wait_for(state="detached")
+
+
 def test_words_of_an_answer_find_their_conversation(told):
     word = max(told.text().replace(".", " ").replace(",", " ").split(), key=len)
     renamed(told, "Found by its words")

@@ -9,7 +9,7 @@ def test_an_answer_comes_with_its_figures(tab):
     tab.send(STORY)
     assert len(tab.text()) > 100
     figures = tab.answers().last.get_by_test_id("message-figures").inner_text()
-    assert re.match(r"\d+ tokens in \d+ steps · \d\.\d\d per step", figures)
+    assert re.match(r"\d+ base tokens in \d+ steps · \d\.\d\d per step · [\d.,]+ base tokens/s", figures)
     assert tab["live-per-step"].is_visible()
     tab["conversation"].first.get_by_text(STORY).wait_for()
 
@@ -37,6 +37,35 @@ def test_an_answer_given_again_is_a_branch_and_both_can_be_read(tab):
     tab["branch-next"].click()
     tab.page.get_by_text("2 / 2", exact=True).wait_for()
     assert tab.text() == second
+
+
+def test_an_answer_given_again_at_temperature_0_is_said_to_be_the_same(tab):
+    tab.send(STORY)
+    assert tab["message-same"].count() == 0
+    tab.answers().last.get_by_test_id("regenerate").click()
+    tab["toast"].get_by_text("The temperature is 0, so the answer will be the same").wait_for()
+    tab.page.get_by_text("2 / 2", exact=True).wait_for()
+    tab.answered()
+    assert tab["message-same"].inner_text() == "the same text as version 1"
+
+
+def test_an_answer_given_again_with_a_fixed_seed_is_said_to_be_the_same_and_a_drawn_one_is_not(tab):
+    tab["settings-open"].click()
+    for name, value in {"temp": "0.9", "seed": "7", "max_tokens": "30"}.items():
+        tab[f"sampling-{name}"].fill(value)
+        tab[f"sampling-{name}"].press("Enter")
+    tab.send(STORY)
+    tab.answers().last.get_by_test_id("regenerate").click()
+    tab["toast"].get_by_text("The seed is 7, so the answer will be the same").wait_for()
+    tab.page.get_by_text("2 / 2", exact=True).wait_for()
+    tab.answered()
+    tab.page.evaluate("() => { document.querySelector('[data-testid=toast]').textContent = ''; }")
+    tab["sampling-seed"].fill("")
+    tab["sampling-seed"].press("Enter")
+    tab.answers().last.get_by_test_id("regenerate").click()
+    tab.page.get_by_text("3 / 3", exact=True).wait_for()
+    tab.answered()
+    assert tab["toast"].inner_text() == ""
 
 
 def test_an_edited_message_begins_a_branch_with_an_answer_of_its_own(tab):
@@ -74,6 +103,7 @@ def test_an_answer_that_ended_at_its_limit_goes_on(tab):
         arg=len(begun),
     )
     assert tab.answered().text().startswith(begun)
+    tab.page.get_by_text("24 base tokens in").wait_for()
     assert tab.answers().count() == 1
 
 

@@ -29,8 +29,8 @@ test("where a prompt differs from what was kept is told in one sentence, and not
 
 test("an answer is summed up in one line", () => {
   const whole = { base_tokens: 201, steps: 100, base_tokens_per_step: 2.01, base_tokens_per_s: 187.2 };
-  assert.equal(figures.summary(whole), "201 tokens in 100 steps · 2.01 per step · 187 tokens/s");
-  assert.equal(figures.summary({ base_tokens: 1, steps: 1, base_tokens_per_step: 1 }), "1 token in 1 step");
+  assert.equal(figures.summary(whole), "201 base tokens in 100 steps · 2.01 per step · 187 base tokens/s");
+  assert.equal(figures.summary({ base_tokens: 1, steps: 1, base_tokens_per_step: 1 }), "1 base token in 1 step");
   assert.equal(figures.summary(null), "");
   assert.equal(figures.stepsSaved(whole), 101);
   assert.equal(figures.stepsSaved(undefined), 0);
