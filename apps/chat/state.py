@@ -80,8 +80,9 @@ def _fit(core: Core, text: str, pack: Any) -> dict[str, Any]:
         name: size for name, pack in core.options.packs.items() if (size := _size(core, base_ids, pack)) is not None
     }
     best = min(sizes, key=sizes.__getitem__, default=None)
-    saves = best is not None and sizes[best] < ids
-    return {"ids": ids, "best": {"name": best, "ids": sizes[best]} if saves else None}
+    if best is None or sizes[best] >= ids:
+        return {"ids": ids, "best": None}
+    return {"ids": ids, "best": {"name": best, "ids": sizes[best]}}
 
 
 def _size(core: Core, base_ids: Sequence[int], pack: Any) -> int | None:

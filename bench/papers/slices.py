@@ -5,7 +5,8 @@
     python bench/papers/slices.py sentences fr_gsd-ud-test.conllu > ud_fr.test.txt
 
 reviews: the folder `train` or `test` of the Large Movie Review Dataset (Maas et al. 2011), with its folders `neg` and
-`pos`. abstracts: `ori_pqal.json` of github.com/pubmedqa/pubmedqa. sentences: a file of a Universal Dependencies treebank.
+`pos`. abstracts: `ori_pqal.json` of github.com/pubmedqa/pubmedqa. sentences: a file of a Universal Dependencies
+treebank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def reviews(folder: str) -> Iterator[str]:
 
 
 def abstracts(file: str, part: str) -> Iterator[str]:
-    """Yields the lines of one part of the abstracts. `test`: every fifth one, in the order of ids as text; `train`: the rest."""
+    """Yields the lines of one part of the abstracts. test: every fifth one, by id as text; train: the others."""
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     for i, pmid in enumerate(sorted(found)):
         if (i % 5 == 4) == (part == "test"):

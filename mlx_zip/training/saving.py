@@ -68,7 +68,7 @@ def save_trained(
                 saved["zip2zip"]["fingerprint"] = _fingerprint(model, saved)
             save_config(dict(saved), config_path=partial / "config.json")
             tokenizer.save_pretrained(partial)
-            if pack_rows:
+            if pack_rows and isinstance(model, Model):
                 _save_pack(partial / IN_FOLDER, model, tokenizer, pack_rows, dtype)
             if origin is not None and (origin / GENERATION).is_file():
                 shutil.copyfile(origin / GENERATION, partial / GENERATION)

@@ -19,8 +19,8 @@ from mlx_zip.training.trainer import Data, Trainer
 FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet
 PASSES = 4  # passes over the data after which a rising validation loss is blamed on too little data
 _ALIKE = (
-    "warning: training on one kind of text moves this gap too, with or without hypertokens; what they cost is the gap to "
-    "a base trained alike: the same texts prepared with --merge-size 1, then the same training"
+    "warning: training on one kind of text moves this gap too, with or without hypertokens; what they cost is the gap "
+    "to a base trained alike: the same texts prepared with --merge-size 1, then the same training"
 )
 FALLS = 0.005  # share by which a validation must change to count as falling or rising
 
