@@ -59,7 +59,7 @@ class TorchModel(nn.Module):
         self.zip: ZipConfig | None = source.config if isinstance(source, Model) else None
         self.device, self.dtype = device, dtype
         self._reader = _Reader(trained, device, dtype)
-        self.body = _make_body(config, device).to(device, dtype)
+        self.body = _make_body(config, device.type == "cpu" and dtype == torch.bfloat16).to(device, dtype)
         self.cap: float | None = getattr(self.body.config, "final_logit_softcapping", None)
         self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
         self._fill_body(source, dropout)
@@ -245,8 +245,11 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
     return mx.array(tensor.detach().float().cpu().numpy())
 
 
-def _make_body(config: Mapping[str, Any], device: torch.device) -> Any:
-    """Returns transformers' decoder for a config.json, without weights of use. Raises `TrainingError`."""
+def _make_body(config: Mapping[str, Any], eager: bool) -> Any:
+    """Returns transformers' decoder for a config.json, without weights of use. Raises `TrainingError`.
+
+    eager: whether attention is computed in plain products, which in bfloat16 are faster on a CPU than the fused one.
+    """
     from transformers import AutoConfig, AutoModel
 
     known = {key: value for key, value in config.items() if key not in NO_PART_OF_THE_BODY}
@@ -254,8 +257,7 @@ def _make_body(config: Mapping[str, Any], device: torch.device) -> Any:
     if config["model_type"] == MODEL_TYPE:
         known["model_type"] = config["zip2zip"]["base_model_type"]
     kind = known.pop("model_type")
-    eager = kind == "gemma2" or device.type == "cpu"  # soft caps on scores; PyTorch's fused attention is slower there
-    attention = "eager" if eager else "sdpa"
+    attention = "eager" if eager or kind == "gemma2" else "sdpa"  # gemma2: soft caps on scores
     try:
         body = AutoModel.from_config(AutoConfig.for_model(kind, **known), attn_implementation=attention)
     except (ValueError, TypeError, KeyError) as error:

@@ -310,7 +310,7 @@ def read_adapted(path: str | Path) -> AdaptedVocabulary:
     except KeyError as error:
         raise DataError(f"{path}: {error} is missing") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from error
+        raise DataError(f"{path}: no valid JSON: {error}") from error
     except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
 
