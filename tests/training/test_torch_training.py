@@ -33,7 +33,7 @@ STEPS = 20
 
 def twins(model: Any, config: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
     """A stepper of each kind on equal copies of a model."""
-    chosen = settings(**{"iters": STEPS, "learning_rate": 1e-3, "lora_rank": 4, "max_grad_norm": 0.5, **changes})
+    chosen = settings(**{"iters": STEPS, "learning_rate": 3e-4, "lora_rank": 4, "max_grad_norm": 0.5, **changes})
     weights = LossWeights(chosen.reconstruction, chosen.token_type)
     trainees, named = [], tree_flatten(model.parameters())
     for _ in range(2):
