@@ -78,10 +78,10 @@ def take_trained_rows(prepared: Prepared, place: Place, trust_remote_code: bool)
     if not file.is_file():
         return
     model: Any = prepared.model
-    shape, wanted = (
-        (len(model.config.start or ()), model.config.encoder.model_size),
-        ROWS[1:] if model.sides_are_one else ROWS,
-    )
+    if prepared.kept is not None:
+        raise ConversionError(f"{file}: its rows are for the merged model; leave out --keep-adapter")
+    shape = (len(model.config.start or ()), model.config.encoder.model_size)
+    wanted = ROWS[1:] if model.sides_are_one else ROWS
     table = read_header(file)
     if table.keys() != set(wanted) or any(one.shape != shape or one.dtype not in FLOATS for one in table.values()):
         found = some([f"{name} {one.dtype} {list(one.shape)}" for name, one in sorted(table.items())])

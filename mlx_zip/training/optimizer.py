@@ -12,8 +12,7 @@ from mlx_lm.tuner.utils import build_schedule
 
 from mlx_zip.config import SIDES
 from mlx_zip.training.settings import TrainSettings
-
-PACK_ROWS = ("input_rows", "output_rows")  # names of `PackTrainee`'s rows
+from mlx_zip.vocab.packs import ROWS
 
 
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
@@ -78,7 +77,7 @@ def _is_encoders(path: str, value: Any) -> bool:
 
 def _is_pack_row(path: str, value: Any) -> bool:
     """Whether a weight of the trainee holds a pack's rows. path: the weight's name."""
-    return path in PACK_ROWS
+    return path in ROWS
 
 
 def _is_hidden_matrix(path: str, value: mx.array) -> bool:

@@ -42,6 +42,7 @@ from mlx_zip.training.summary import closing, header
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.training.unprepared import check_as_asked, check_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.packs import IN_FOLDER
 
 
 def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> Outcome:
@@ -102,13 +103,21 @@ def _run(
 
 
 def _trainee(start: _Start, settings: TrainSettings) -> Trainee:
-    """Returns the model with the heads or the pack's rows that are trained beside it. Raises `TrainingError`."""
-    if not settings.pack_rows:
-        return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
-    entries = start.data.params.start
-    if not entries or not isinstance(start.model, Model):
+    """Returns the model with the heads or the pack's rows that are trained beside it."""
+    if settings.pack_rows:
+        return PackAndModelTrainee(start.model, len(start.data.params.start or ()))
+    return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
+
+
+def _check_pack_rows(model: Any, data: Joined, folder: Path | None) -> None:
+    """Raises `TrainingError` if a pack's rows cannot be trained, or would replace those in the model's folder."""
+    if not data.params.start or not isinstance(model, Model):
         raise TrainingError("--pack-rows needs data that were prepared with --pack, and without --start-draw")
-    return PackAndModelTrainee(start.model, len(entries))
+    if folder is not None and (folder / IN_FOLDER).exists():
+        raise TrainingError(
+            f"{folder / IN_FOLDER} has trained rows already, which --pack-rows would replace: begin with the run that "
+            "made them (--init-from), or delete the file"
+        )
 
 
 def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -171,6 +180,8 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     scratch = None if options.scratch is None else read_object(options.scratch)
     model, config = start_model(folder, scratch, data.params, options.encoder, options.canonical)
     _check_sizes(config, data, len(tokenizer))
+    if settings.pack_rows:
+        _check_pack_rows(model, data, folder)
     if options.save == ADAPTER:
         check_savable(model, config, settings, from_scratch=folder is None)
     dtype = options.save_dtype or type_to_save(model)

@@ -69,10 +69,9 @@ def learn(
     own entries together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed
     together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.step_bytes`);
     entries that cost more than they save are left out. allowed: says whether an entry may be in the pack. progress is
-    called with (stage, number of entries, ids of the
-    compressed corpus or -1 if not counted). The pack is smaller than `size` if not enough runs recur. Raises
-    `DataError` for an empty corpus, a size beyond the codebook, a window below 1 and a negative cost, `CodecError` for
-    ids that are not base ids.
+    called with (stage, number of entries, ids of the compressed corpus or -1 if not counted). The pack is smaller than
+    `size` if not enough runs recur. Raises `DataError` for an empty corpus, a size beyond the codebook, a window below
+    1 and a negative cost, `CodecError` for ids that are not base ids.
     """
     if window < 1:
         raise DataError(f"a window must have at least 1 base id, got {window}")
@@ -134,7 +133,7 @@ class _Corpus:
         """Returns at most `most` runs of 2 to merge_size ids: those that would save most ids if used everywhere."""
         found: list[tuple[Int64s, Int64s, int]] = []
         ids, can_merge = self._joined_windows()
-        for n, (first, counts) in enumerate(_recurring_runs(ids, can_merge, self.params.merge_size), start=2):
+        for n, (first, counts, _) in enumerate(recurring_runs(ids, can_merge, self.params.merge_size), start=2):
             found.append((first, counts * (n - 1), n))
         if not found:
             return []
@@ -250,23 +249,26 @@ class _Corpus:
         return out
 
 
-def _recurring_runs(ids: Int64s, can_merge: NDArray[np.bool_], longest: int) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yields, for n = 2..longest: the first place of each distinct run of n ids, and how often the run occurs.
+def recurring_runs(
+    ids: Int64s, can_merge: NDArray[np.bool_], longest: int, least: int = LEAST
+) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
+    """Yields, for n = 2..longest: the first place of each distinct run of n ids, how often it occurs, and `runs`.
 
-    can_merge: whether each id may be in a run. Only runs that occur at least `LEAST` times are listed. A run is looked
-    for only where both runs of n - 1 ids that it contains are listed.
+    runs [len(ids)]: number of the distinct run that begins at each place, -1 for none that is listed. can_merge:
+    whether each id may be in a run. Only runs that occur at least `least` times are listed. A run is looked for only
+    where both runs of n - 1 ids that it contains are listed.
     """
     _, single = np.unique(ids, return_inverse=True)
     kinds = int(single.max()) + 1
-    runs = np.where(can_merge, single, -1)  # by place: number of the listed run of n - 1 ids that begins there, or -1
+    runs = np.where(can_merge, single, -1)
     for n in range(2, longest + 1):
         at = np.flatnonzero((runs[:-1] >= 0) & (runs[1:] >= 0))
         keys = runs[at] * kinds + single[at + n - 1]
         _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
-        often = counts >= LEAST
+        often = counts >= least
         if not often.any():
             return
         name = np.where(often, np.cumsum(often) - 1, -1)
         runs = np.full(len(ids), -1, np.int64)
         runs[at] = name[inverse]
-        yield at[first[often]], counts[often]
+        yield at[first[often]], counts[often], runs

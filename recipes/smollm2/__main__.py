@@ -14,6 +14,7 @@ A stage that was interrupted goes on when the same command is given again; a fil
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,10 @@ from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import save_pack
 from recipes.stories.runner import run_in_own_process
 
-from .settings import FULL, SMALL, Leg, Settings
+from .settings import FULL, SECOND, SMALL, Leg, Settings
 from .texts import card, make_texts, write
+
+MIXED = "mixed"  # name of the pack that the model is trained with
 
 
 @dataclass(frozen=True)
@@ -92,23 +95,37 @@ def write_card(recipe: Recipe) -> None:
 
 
 def make_packs(recipe: Recipe) -> None:
-    """Learns packs/NAME.npz of each domain by `mlx_zip vocab pack learn`, and the mixed one. Raises `TrainingError`."""
-    from .certain import mixed_pack  # needs PyTorch
-
+    """Learns packs/NAME.npz of each domain, and of all, by use or as the settings choose. Raises `TrainingError`."""
     packs, folder = recipe.settings.packs, recipe.out / "packs"
     need(recipe.data / "README.md", "run the stage data first")
     folder.mkdir(parents=True, exist_ok=True)
+    for name in packs.domains:
+        learn_pack(recipe, name, ["--data", *map(str, files(recipe, name))], [name])
+    if packs.chosen is None:
+        mixture = folder / "mixed.yaml"
+        named = {name: json.dumps([str(file) for file in files(recipe, name)]) for name, _ in packs.mixed}
+        sources = [f"  - data: {named[name]}\n    share: {share}\n" for name, share in packs.mixed]
+        mixture.write_text("sources:\n" + "".join(sources), encoding="utf-8")
+        learn_pack(recipe, MIXED, ["--mixture", str(mixture)], packs.domains)
+    elif not (out := folder / f"{MIXED}.npz").exists():
+        from .certain import mixed_pack  # needs PyTorch
+
+        save_pack(out, mixed_pack(recipe.model, {name: files(recipe, name) for name, _ in packs.mixed}, packs, say))
+
+
+def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequence[str]) -> None:
+    """Makes packs/NAME.npz by `mlx_zip vocab pack learn`, unless it is there. texts: the command's flags for its texts.
+
+    held_out: domains that the pack is measured with. Raises `TrainingError`.
+    """
+    packs, out = recipe.settings.packs, recipe.out / "packs" / f"{name}.npz"
     sizes = {"size": packs.size, "merge-size": packs.merge_size, "codebook-size": packs.codebook_size}
     sizes |= {"window": packs.window, "most-ids": packs.most_ids}
     flags = [word for flag, value in sizes.items() for word in (f"--{flag}", str(value))]
-    for name in packs.domains:
-        out, held_out = folder / f"{name}.npz", str(recipe.data / "held_out" / f"{name}.jsonl")
-        texts = ["--data", *map(str, files(recipe, name)), "--held-out", held_out]
-        words = ["--tokenizer", str(recipe.model), *texts, *flags, "--out", str(out)]
-        if not out.exists() and recipe.call("mlx_zip", ["vocab", "pack", "learn", *words], recipe.out):
-            raise TrainingError(f"the pack {name} could not be learned from {recipe.data}; its output is above")
-    if not (mixed := folder / "mixed.npz").exists():
-        save_pack(mixed, mixed_pack(recipe.model, {name: files(recipe, name) for name, _ in packs.mixed}, packs, say))
+    measured = [str(recipe.data / "held_out" / f"{one}.jsonl") for one in held_out]
+    words = ["--tokenizer", str(recipe.model), *texts, "--held-out", *measured, *flags, "--out", str(out)]
+    if not out.exists() and recipe.call("mlx_zip", ["vocab", "pack", "learn", *words], recipe.out):
+        raise TrainingError(f"the pack {name} could not be learned from {recipe.data}; its output is above")
 
 
 def files(recipe: Recipe, domain: str) -> list[Path]:
@@ -121,7 +138,7 @@ def train(recipe: Recipe) -> None:
     """Trains the leg that --leg names, or all in turn: leg-N/zip and leg-N/control. Raises `TrainingError`."""
     from .training import prepare_data, train_leg
 
-    pack = recipe.out / "packs" / "mixed.npz"
+    pack = recipe.out / "packs" / f"{MIXED}.npz"
     need(pack, "run the stage packs first")
     for number, leg in enumerate(recipe.legs(), start=1):
         if recipe.leg not in (None, number):
@@ -209,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = Path(args.model).expanduser().resolve() if args.model else unpacked_base(out)
         need(model / "config.json", "name a model folder with --model")
         with signals_as_exit():
-            run(Recipe(SMALL if args.small else FULL, model, out, shared, args.leg), args.stages)
+            settings = SMALL if args.small else SECOND if args.second else FULL
+            run(Recipe(settings, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
         say(f"error: {error}")
         return 2
@@ -235,7 +253,15 @@ def parser() -> argparse.ArgumentParser:
         help="leg to train and to measure; a later one begins with the weights of the one before (default: train all, "
         "measure the last)",
     )
-    add("--small", action="store_true", help="make little data without any package, as a test (default: off)")
+    which = made.add_mutually_exclusive_group()
+    which.add_argument(
+        "--second",
+        action="store_true",
+        help="make the second try of docs/reports/smollm2.md, which is not shipped (default: the shipped adapter)",
+    )
+    which.add_argument(
+        "--small", action="store_true", help="make little data without any package, as a test (default: off)"
+    )
     return made
 
 

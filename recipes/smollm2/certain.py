@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from math import exp, log2
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ from mlx_zip.cuda.cpu_products import multiplies_bfloat16
 from mlx_zip.errors import DataError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.learner import learn, recurring_runs
 from mlx_zip.vocab.packs import Pack
 
 from .settings import Packs
+from .texts import laid_out
 
 Entry = tuple[int, ...]
 BATCH = 4  # windows that the base reads together
-END = "<|im_end|>"
 
 
 def mixed_pack(model: Path, files: Mapping[str, Sequence[Path]], packs: Packs, say: Callable[[str], object]) -> Pack:
@@ -38,27 +38,29 @@ def mixed_pack(model: Path, files: Mapping[str, Sequence[Path]], packs: Packs, s
 
     Raises `DataError` for a domain without a whole window of text.
     """
+    chosen = packs.chosen
+    assert chosen is not None
     tokenizer = load_tokenizer(model)
     disabled, pad = sorted(tokenizer.all_special_ids), tokenizer.pad_token_id
-    windows = {name: windows_of(tokenizer, files[name], int(packs.most_mixed * share)) for name, share in packs.mixed}
+    windows = {name: windows_of(tokenizer, files[name], int(chosen.most_ids * share)) for name, share in packs.mixed}
     rng = np.random.default_rng(0)
-    chosen, together = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    predicted, together = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     for name, share in packs.mixed:
         mine, window = windows[name], windows[name].shape[1]
         if not len(mine):
             raise DataError(f"the texts of {name} are shorter than {window} base ids")
-        chosen.append(mine[rng.permutation(len(mine))[: max(1, int(packs.predicted * share) // window)]])
-        together += [mine] * max(1, round(packs.most_mixed * share / mine.size))  # a small domain keeps its share
-    sample, corpus = np.concatenate(chosen), np.concatenate(together)
+        predicted.append(mine[rng.permutation(len(mine))[: max(1, int(chosen.predicted * share) // window)]])
+        together += [mine] * max(1, round(chosen.most_ids * share / mine.size))  # a small domain keeps its share
+    sample, corpus = np.concatenate(predicted), np.concatenate(together)
     say(f"the base reads {sample.size:,} base ids, to say which entries cost few bits")
-    cost = costs(corpus, sample, log_probabilities(model, sample), packs.merge_size, disabled, packs.least)
-    params = CodecParams(len(tokenizer), packs.mixed_size, packs.merge_size, disabled_ids=tuple(disabled), pad_id=pad)
+    cost = costs(corpus, sample, log_probabilities(model, sample), packs.merge_size, disabled, chosen.least)
+    params = CodecParams(len(tokenizer), chosen.size, packs.merge_size, disabled_ids=tuple(disabled), pad_id=pad)
     found = learn(
         params,
-        list(corpus[:: packs.every]),
-        packs.mixed_size,
+        list(corpus[:: chosen.every]),
+        chosen.size,
         window=corpus.shape[1],
-        allowed=lambda entry: cost.get(entry, np.inf) < packs.most_bits,
+        allowed=lambda entry: cost.get(entry, np.inf) < chosen.most_bits,
     )
     say(
         f"mixed pack: {len(found.entries):,} entries, {found.base_ids / found.ids:.3f} base ids per id of training text"
@@ -72,8 +74,7 @@ def windows_of(tokenizer: Any, files: Sequence[Path], most: int, length: int = 5
     for file in files:
         for line in file.read_text(encoding="utf-8").split("\n")[:-1]:  # a text may hold other ends of lines
             one = json.loads(line)
-            talk = "messages" in one
-            text = tokenizer.apply_chat_template(one["messages"], tokenize=False) if talk else one["text"] + END
+            text = laid_out(one, tokenizer) + ("" if "messages" in one else tokenizer.eos_token)
             ids += tokenizer.encode(text, add_special_tokens=False)
             if len(ids) >= most:
                 break
@@ -89,7 +90,7 @@ def log_probabilities(model: Path, windows: NDArray[np.int64]) -> NDArray[np.flo
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
-    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     found = np.zeros(windows.shape, np.float32)
     with torch.inference_mode():
         for at in range(0, len(windows), BATCH):
@@ -101,39 +102,28 @@ def log_probabilities(model: Path, windows: NDArray[np.int64]) -> NDArray[np.flo
     return found
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs of ids that recur in windows, all of one length n.
+def entropy(p: float) -> float:
+    """Returns the entropy in bits of an event with probability p."""
+    return -sum(q * log2(q) for q in (p, 1 - p) if q > 0)
 
-    ids [R, n]; counts [R]; tails [R] float64: mean log probability, natural, of the ids after the first one.
+
+def runs_of(
+    windows: NDArray[np.int64], logs: NDArray[np.float32], merge_size: int, disabled: Sequence[int], least: int
+) -> dict[Entry, tuple[int, float]]:
+    """Returns the runs of 2 to merge_size ids that occur `least` times in windows [N, L], none with a disabled id.
+
+    Of each: how often it occurs, and the mean log probability of its ids after the first one. logs [N, L]: of each id.
     """
-
-    ids: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    tails: NDArray[np.float64]
-
-
-def runs_of(windows: NDArray[np.int64], n: int, disabled: Sequence[int], least: int, logs: Any = None) -> Runs:
-    """Returns the runs of n ids without a disabled id that occur at least `least` times. logs: as windows, or None."""
-    ids = np.lib.stride_tricks.sliding_window_view(windows, n, axis=1).reshape(-1, n)
-    kept = ~np.isin(ids, disabled).any(1)
-    tails = np.zeros(len(ids))
-    if logs is not None:
-        tails = np.lib.stride_tricks.sliding_window_view(logs, n, axis=1).reshape(-1, n)[:, 1:].sum(1, dtype=np.float64)
-    ids, tails = ids[kept], tails[kept]
-    key = ids[:, 0]
-    for column in range(1, n):  # numbers of distinct runs, one id longer each time
-        _, key = np.unique(key * (int(windows.max()) + 1) + ids[:, column], return_inverse=True)
-    _, first, counts = np.unique(key, return_index=True, return_counts=True)
-    often = counts >= least
-    means = np.bincount(key, weights=tails) / counts
-    return Runs(ids[first[often]], counts[often], means[often])
-
-
-def entropy(p: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the entropy in bits of events with probability p."""
-    p = np.clip(p, 1e-12, 1 - 1e-12)
-    return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
+    ids = np.pad(windows, ((0, 0), (0, 1)), constant_values=-1).reshape(-1)  # no run crosses the end of a window
+    sums = np.concatenate([[0.0], np.cumsum(np.pad(logs, ((0, 0), (0, 1))).reshape(-1), dtype=np.float64)])
+    found: dict[Entry, tuple[int, float]] = {}
+    can_merge = (ids >= 0) & ~np.isin(ids, disabled)
+    for n, (first, counts, runs) in enumerate(recurring_runs(ids, can_merge, merge_size, least), start=2):
+        at = np.flatnonzero(runs >= 0)
+        means = np.bincount(runs[at], weights=sums[at + n] - sums[at + 1]) / counts
+        for place, count, mean in zip(first.tolist(), counts.tolist(), means.tolist(), strict=True):
+            found[tuple(ids[place : place + n].tolist())] = count, mean
+    return found
 
 
 def costs(
@@ -154,16 +144,13 @@ def costs(
     to give it the probability that the base gives it where it does follow, and 0 elsewhere.
     """
     firsts = np.bincount(windows.reshape(-1))
+    in_sample = runs_of(sample, logs, merge_size, disabled, least_in_sample)
+    counted = runs_of(windows, np.zeros(windows.shape, np.float32), merge_size, disabled, least)
     found: dict[Entry, float] = {}
-    for n in range(2, merge_size + 1):
-        seen = runs_of(sample, n, disabled, least_in_sample, logs)
-        tails = dict(zip(map(tuple, seen.ids.tolist()), seen.tails.tolist(), strict=True))
-        all_runs = runs_of(windows, n, disabled, least)
-        for ids, count in zip(map(tuple, all_runs.ids.tolist()), all_runs.counts.tolist(), strict=True):
-            if (tail := tails.get(ids)) is not None:
-                often = int(firsts[ids[0]])
-                share = count / often
-                known = max(np.exp(tail), share)
-                lost = often * entropy(np.array(share)) - count / known * entropy(np.array(known))
-                found[ids] = max(0.0, float(lost)) / (count * (n - 1))
+    for entry in counted.keys() & in_sample.keys():
+        count, often = counted[entry][0], int(firsts[entry[0]])
+        share = count / often
+        known = max(exp(in_sample[entry][1]), share)
+        lost = often * entropy(share) - count / known * entropy(known)
+        found[entry] = max(0.0, lost) / (count * (len(entry) - 1))
     return found

@@ -23,6 +23,7 @@ from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.run_folder import read_object
 
 from .settings import Measure
+from .texts import laid_out
 from .training import CONTROL, ZIP
 
 BASE, MASKED = "base", "masked"
@@ -93,20 +94,16 @@ def measure(model: Path, data: Path, packs: Path, classes: Path | None, leg: Pat
 
 def as_texts(documents: Path, out: Path, model: Path) -> Path:
     """Writes documents as texts, conversations as the model's chat template lays them out; returns `out`."""
-    found = [json.loads(line) for line in documents.read_text(encoding="utf-8").splitlines()]
+    found = [json.loads(line) for line in documents.read_text(encoding="utf-8").split("\n")[:-1]]
     tokenizer = load_tokenizer(model)
-    laid_out = [
-        tokenizer.apply_chat_template(one["messages"], tokenize=False) if "messages" in one else one["text"]
-        for one in found
-    ]
     with out.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in laid_out)
+        file.writelines(json.dumps({"text": laid_out(one, tokenizer)}) + "\n" for one in found)
     return out
 
 
 def write_requests(texts: Path, out: Path, most: int) -> int:
     """Writes the first user turns of held-out conversations as requests of `mlx_zip evaluate`; returns their number."""
-    found = [json.loads(line)["messages"] for line in texts.read_text(encoding="utf-8").splitlines()]
+    found = [json.loads(line)["messages"] for line in texts.read_text(encoding="utf-8").split("\n")[:-1]]
     opened = [talk[: 1 + next(i for i, turn in enumerate(talk) if turn["role"] == "user")] for talk in found[:most]]
     with out.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": talk}) + "\n" for talk in opened)

@@ -1,4 +1,7 @@
-"""Every choice of the recipe: packages, sizes, requests, packs, training. `FULL` is the run, `SMALL` a test of it."""
+"""Every choice of the recipe: packages, sizes, requests, packs, training.
+
+`FULL` is the run that made the shipped adapter, `SECOND` a later one that is not shipped, `SMALL` a test.
+"""
 
 from __future__ import annotations
 
@@ -85,66 +88,83 @@ class Talk:
     alone: float = 0.35
     second: float = 0.35
     repeated: float = 0.5
-    train: int = 200_000
+    train: int = 400_000
     held_out: int = 40_000
     exact: bool = False
 
 
 @dataclass(frozen=True)
-class Packs:
-    """Packs. merge_size, codebook_size: of the model, entries of a pack included.
+class Chosen:
+    """How the entries of a mixed pack that cost few bits are chosen (`certain`).
 
-    The domains' packs: size: most entries of each; most_ids: base ids that one is learned from; window: base ids that
-    are compressed separately. The mixed pack, which the model is trained with: mixed: its domains and their shares;
-    mixed_size: most entries; most_mixed: base ids that it is learned from, of which one in `every` windows is
-    compressed; predicted: base ids that the base predicts; most_bits: bits that an entry may cost per id that it saves;
-    least: how often it has to occur.
+    size: most entries. most_ids: base ids that the pack is learned from, of which one in `every` windows is compressed.
+    predicted: base ids that the base predicts. most_bits: bits that an entry may cost per id that it saves. least: how
+    often it has to occur.
     """
 
-    merge_size: int = 4
-    codebook_size: int = 3104
+    size: int
+    most_ids: int
+    every: int
+    predicted: int
+    most_bits: float
+    least: int
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Packs. size: most entries of each. most_ids: base ids of each domain that a pack is learned from. merge_size,
+    codebook_size: of the model, entries of a pack included. window: base ids that are compressed separately.
+    mixed: domains of the mixed pack and their shares. chosen: how that one's entries are chosen, None for by use alone.
+    """
+
     size: int = 1024
     most_ids: int = 400_000
+    merge_size: int = 4
+    codebook_size: int = 1088
     window: int = 1024
     domains: tuple[str, ...] = ("chat", "code", "math")
-    mixed: tuple[tuple[str, float], ...] = (("code", 0.42), ("chat", 0.33), ("math", 0.13), ("medical", 0.12))
-    mixed_size: int = 3072
-    most_mixed: int = 1_500_000
-    every: int = 2
-    predicted: int = 180_000
-    most_bits: float = 2.5
-    least: int = 30
+    mixed: tuple[tuple[str, float], ...] = (("chat", 0.35), ("code", 0.35), ("math", 0.2), ("medical", 0.1))
+    chosen: Chosen | None = None
 
 
 @dataclass(frozen=True)
 class Leg:
     """One leg of the training. mixture: domains and their shares. start: share of each domain's documents after which
     the leg begins to read; those before come last. samples: most windows that are prepared; context: base ids of each.
+    repeated: whether documents are read again where a domain has too few for its share; else the leg ends there.
     encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
     """
 
-    mixture: tuple[tuple[str, float], ...] = (("code", 0.42), ("chat", 0.33), ("math", 0.13), ("medical", 0.12))
+    mixture: tuple[tuple[str, float], ...] = (("code", 0.45), ("chat", 0.35), ("math", 0.1), ("medical", 0.1))
     start: float = 0.0
-    samples: int = 2600
+    repeated: bool = False
+    samples: int = 4000
     context: int = 512
-    iters: int = 2400
-    batch_size: int = 1
-    warmup: int = 50
+    iters: int = 300
+    batch_size: int = 2
+    warmup: int = 20
     seed: int = 1
-    learning_rate: float = 2e-3
-    min_learning_rate: float = 5e-5
-    lora_rank: int = 24
+    learning_rate: float = 7e-4
+    min_learning_rate: float = 2e-5
+    lora_rank: int = 32
     lora_scale: float = 2.0
-    save_every: int = 100
+    save_every: int = 20
     valid_share: float = 0.0
     encoder: tuple[str | int | float, ...] = (
-        *("--encoder", "res_latent_attn", "--encoder-size", 128, "--encoder-layers", 1, "--encoder-heads", 4),
-        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4, "--pack-rows"),
+        *("--encoder", "res_latent_attn", "--encoder-size", 256, "--encoder-layers", 1, "--encoder-heads", 4),
+        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 1e-4),
     )
 
 
 FIRST_LEG = Leg()
-LATER_LEG = Leg(start=0.1, seed=2, learning_rate=1e-3)
+SECOND_LEG = Leg(
+    mixture=(("code", 0.5), ("chat", 0.3), ("math", 0.1), ("medical", 0.1)),
+    start=0.3,
+    iters=320,
+    seed=2,
+    learning_rate=5e-4,
+    min_learning_rate=1e-5,
+)
 
 
 @dataclass(frozen=True)
@@ -181,12 +201,35 @@ class Settings:
     texts: TextSizes = TextSizes()
     talk: Talk = Talk()
     packs: Packs = Packs()
-    legs: tuple[Leg, ...] = (FIRST_LEG, LATER_LEG)
+    legs: tuple[Leg, ...] = (FIRST_LEG, SECOND_LEG)
     measure: Measure = Measure()
     frontier: Frontier = Frontier()
 
 
 FULL = Settings()
+_SHARES = (("code", 0.42), ("chat", 0.33), ("math", 0.13), ("medical", 0.12))
+SECOND = Settings(
+    talk=Talk(train=200_000),
+    packs=Packs(codebook_size=3104, mixed=_SHARES, chosen=Chosen(3072, 1_500_000, 2, 180_000, 2.5, 30)),
+    legs=(
+        Leg(
+            mixture=_SHARES,
+            repeated=True,
+            samples=2600,
+            iters=2400,
+            batch_size=1,
+            warmup=50,
+            learning_rate=2e-3,
+            min_learning_rate=5e-5,
+            lora_rank=24,
+            save_every=100,
+            encoder=(
+                *("--encoder", "res_latent_attn", "--encoder-size", 128, "--encoder-layers", 1, "--encoder-heads", 4),
+                *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4, "--pack-rows"),
+            ),
+        ),
+    ),
+)
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
     Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200, exact=True),
@@ -196,12 +239,7 @@ SMALL = Settings(
         codebook_size=64,
         domains=("chat", "code"),
         mixed=(("chat", 0.5), ("code", 0.5)),
-        mixed_size=48,
-        most_mixed=6000,
-        every=1,
-        predicted=1200,
-        most_bits=6.0,
-        least=2,
+        chosen=Chosen(size=48, most_ids=6000, every=1, predicted=1200, most_bits=6.0, least=2),
     ),
     legs=(
         Leg(

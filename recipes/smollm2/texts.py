@@ -279,6 +279,13 @@ def documents(shared: Path, part: str) -> dict[str, list[Text]]:
     return out
 
 
+def laid_out(record: Mapping[str, Any], tokenizer: Any) -> str:
+    """Returns a record of a data folder as running text: a conversation as the chat template writes it."""
+    if "messages" in record:
+        return tokenizer.apply_chat_template(record["messages"], tokenize=False)
+    return record["text"]
+
+
 # --- The folder ------------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,8 @@ from mlx_zip.training.checkpoint import checkpoints
 from .settings import Leg, Packs
 
 ZIP, CONTROL = "zip", "control"
-QUIET_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc keeps freed memory for reuse
-CHARACTERS = 5  # of JSON per base id, at most: a domain too small for its share is read again
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's variables
+CHARACTERS = 5  # of JSON per base id, at most
 Words = list[str | Path | int | float]
 
 
@@ -43,9 +43,9 @@ def prepare_data(
         with open(data / "train" / f"{name}.jsonl", encoding="utf-8", newline="\n") as file:
             documents = list(file)
         at = int(len(documents) * leg.start)
-        there, wanted = sum(map(len, documents)), leg.samples * leg.context * share * CHARACTERS
-        in_turn = "".join(documents[at:] + documents[:at])
-        (out / f"{name}.jsonl").write_text(in_turn * ceil(wanted / max(1, there)), encoding="utf-8")
+        in_turn, wanted = "".join(documents[at:] + documents[:at]), leg.samples * leg.context * share * CHARACTERS
+        times = ceil(wanted / max(1, len(in_turn))) if leg.repeated else 1
+        (out / f"{name}.jsonl").write_text(in_turn * times, encoding="utf-8")
     shares = [f"  - data: {out / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
     mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
     texts: Words = ["--model", model, "--mixture", mixture, "--context", leg.context, "--train-on", "all"]
@@ -98,7 +98,7 @@ def _train(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], 
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **QUIET_MEMORY},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY},
             )
         running.append((name, made))
         say(f"training {out / name}; its progress is in {out / name}.log")

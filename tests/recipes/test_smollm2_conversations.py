@@ -13,6 +13,7 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
+import yaml
 
 from mlx_zip import cli, named
 from mlx_zip.arguments import Parser
@@ -233,9 +234,29 @@ def test_the_small_run_samples_as_much_as_was_asked(run):
 def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
     packs = {file.stem: load_pack(file) for file in (run / "packs").glob("*.npz")}
     assert packs.keys() == {"chat", "code", "mixed"}
-    most = {"chat": SMALL.packs.size, "code": SMALL.packs.size, "mixed": SMALL.packs.mixed_size}
+    most = {"chat": SMALL.packs.size, "code": SMALL.packs.size, "mixed": SMALL.packs.chosen.size}
     assert all(2 <= len(pack.entries) <= most[name] for name, pack in packs.items())
     assert packs["mixed"].entries != packs["code"].entries
+
+
+def test_a_mixed_pack_by_use_alone_is_learned_by_the_command_from_the_mixture(tmp_path):
+    for part in ("train", "held_out"):
+        for name in ("chat", "chat_cut", "code"):
+            file = tmp_path / "data" / part / f"{name}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("{}\n")
+    (tmp_path / "data" / "README.md").touch()
+    asked = []
+    settings = replace(SMALL, packs=replace(SMALL.packs, chosen=None))
+    recipe = main.Recipe(settings, tmp_path / "model", tmp_path, call=lambda *call: asked.append(call) or 0)
+    main.make_packs(recipe)
+    words = {Path(call[1][call[1].index("--out") + 1]).stem: call[1] for call in asked}
+    assert {*words} == {"chat", "code", "mixed"}
+    assert words["mixed"][words["mixed"].index("--mixture") + 1] == str(tmp_path / "packs" / "mixed.yaml")
+    assert "--mixture" not in words["chat"]
+    mixture = yaml.safe_load((tmp_path / "packs" / "mixed.yaml").read_text())
+    assert [source["share"] for source in mixture["sources"]] == [0.5, 0.5]
+    assert [len(source["data"]) for source in mixture["sources"]] == [2, 1]  # chat with its cut conversations
 
 
 def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):

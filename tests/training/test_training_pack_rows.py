@@ -208,6 +208,24 @@ def test_rows_that_do_not_fit_the_adapter_are_refused_by_name(tmp_path):
         assert not (tmp_path / "back").exists()
 
 
+def test_rows_are_those_of_the_merged_model(tmp_path):
+    write_data(tmp_path)
+    run = options(tmp_path / "run", save="adapter")
+    train(run, settings(iters=1, pack_rows=True), quiet=True)
+    with pytest.raises(ConversionError, match="leave out --keep-adapter"):
+        convert(run.out / "adapter", tmp_path / "back", keep_adapter=True)
+
+
+def test_rows_of_an_earlier_training_are_not_lost_silently(tmp_path):
+    write_data(tmp_path)
+    first = options(tmp_path / "first")
+    train(first, settings(iters=1, pack_rows=True), quiet=True)
+    again = options(tmp_path / "again", model=str(first.out / "model"))
+    with pytest.raises(TrainingError, match="has trained rows already"):
+        train(again, settings(iters=1, pack_rows=True), quiet=True)
+    assert not again.out.exists()
+
+
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     write_data(tmp_path)
     chosen = settings(iters=4, save_every=2, pack_rows=True, pack_learning_rate=2e-3)

@@ -25,11 +25,12 @@ from mlx_zip.errors import TrainingError, first_line
 from mlx_zip.models import Model
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.objective import Trainee
+from mlx_zip.vocab.packs import ROWS
 
 Tensors = dict[str, torch.Tensor]
 BODY, HEAD = "model.model.", "model.lm_head.weight"  # names in the MLX trainee
 NO_PART_OF_THE_BODY = ("zip2zip", "quantization", "quantization_config")
-BESIDE = ("decoder.", "type_head.", "input_rows", "output_rows")  # parts of a trainee beside its model
+BESIDE = ("decoder.", "type_head.", *ROWS)  # parts of a trainee beside its model
 
 
 class TorchModel(nn.Module):
