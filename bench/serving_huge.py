@@ -1,4 +1,4 @@
-"""Times what prompts of megabytes cost a server that must refuse them, and the others that it answers meanwhile."""
+"""Measures what refusing a prompt of megabytes costs a server, and how much it delays other requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SMALL = "Tell me a story about a frog."
 
 
 def huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
-    """Returns how fast a huge prompt is refused, what memory grows by, and how late a small chat is beside large ones.
+    """Returns the time to refuse a huge prompt, the growth of memory, and the delay of a small chat by large prompts.
 
-    refused_ms: from the first byte sent to the last one of the answer. growth_bytes: of resident memory, after the last
-    trial, None where the system has no /proc. delay_ms: time of a small chat that is sent together with the prompts,
-    over its time alone. The first trial is a warm-up.
+    refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of resident memory over
+    all trials, None where the system has no /proc. delay_ms: time of a small chat sent together with large prompts,
+    minus its time alone. The first trial is a warm-up.
     """
     refused, delays = [], []
     huge, large = _body(model, HUGE_BYTES), _body(model, LARGE_BYTES)
@@ -33,12 +33,12 @@ def huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
         for trial in range(-1, trials):
             refused_s = asyncio.run(_refused(server.port, huge))
             alone_s = asyncio.run(_small(server.port, model, None))
-            beside_s = asyncio.run(_small(server.port, model, large))
+            loaded_s = asyncio.run(_small(server.port, model, large))
             if trial < 0:
                 before = server.resident_bytes()
             else:
                 refused.append(1000 * refused_s)
-                delays.append(1000 * (beside_s - alone_s))
+                delays.append(1000 * (loaded_s - alone_s))
             after = server.resident_bytes()
             count()
     growth = None if before is None or after is None else after - before
@@ -59,10 +59,10 @@ async def _refused(port: int, body: bytes) -> float:
     return reply.seconds
 
 
-async def _small(port: int, model: str, beside: bytes | None) -> float:
-    """Returns the seconds of a small chat. beside: body of prompts that are sent right before, None for none."""
-    others = [asyncio.ensure_future(_refused(port, beside)) for _ in range(AT_ONCE)] if beside else []
-    await asyncio.sleep(0)  # they are sent first
+async def _small(port: int, model: str, load: bytes | None) -> float:
+    """Returns the seconds of a small chat. load: body of large requests that begin right before it, None for none."""
+    others = [asyncio.ensure_future(_refused(port, load)) for _ in range(AT_ONCE)] if load else []
+    await asyncio.sleep(0)  # lets them begin
     body = CHAT.body([{"role": "user", "content": SMALL}], 16, False) | {"model": model}
     begun = time.perf_counter()
     await ask(port, CHAT.path, body)

@@ -1,12 +1,13 @@
 """The tables and the picture of docs/reports/smollm2.md.
 
 From the record `smollm2` of `recipes/smollm2` (stages `measure` and `frontier`; `bench training` for the trainer's
-part), and from `smollm2-speed` of `bench generate`.
+part), from `smollm2-second` of the same recipe with `--second`, and from `smollm2-speed` of `bench generate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .plots import new_figure
@@ -16,7 +17,7 @@ from .tables import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RECORD = "smollm2"
+RECORD, SECOND = "smollm2", "smollm2-second"  # of the shipped adapter; of the second try
 MODELS = {
     "base": "the base, untouched",
     "control": "the control",
@@ -31,19 +32,19 @@ ENGINES = {
 }
 
 
-def _part(records: Records, part: str) -> Record:
+def _part(records: Records, part: str, record: str = RECORD) -> Record:
     """Returns the record's line of one part. Raises `KeyError` if there is none."""
-    return {line["part"]: line for line in records.lines(RECORD)}[part]
+    return {line["part"]: line for line in records.lines(record)}[part]
 
 
 def _percent(value: float, against: float) -> str:
     return f"{value / against - 1:+.1%}"
 
 
-def bits_table(records: Records) -> str:
+def bits_table(records: Records, record: str = RECORD) -> str:
     """Returns bits per byte of held-out text by domain, and how they compare with the control's."""
     rows = []
-    for line in records.lines(RECORD):
+    for line in records.lines(record):
         if not line["part"].startswith("bits-") or "control" not in line["models"]:
             continue
         found = {name: one["bits_per_byte"] for name, one in line["models"].items()}
@@ -53,7 +54,10 @@ def bits_table(records: Records) -> str:
         rows.append(
             [line["part"].removeprefix("bits-"), f"{line['models']['zip']['bytes']:,}", *cells, f"{packed:.3f}"]
         )
-    line, plain = _part(records, "bits-chat-pack"), _part(records, "bits-chat")["models"]["control"]["bits_per_byte"]
+    line, plain = (
+        _part(records, "bits-chat-pack", record),
+        _part(records, "bits-chat", record)["models"]["control"]["bits_per_byte"],
+    )
     one = line["models"]["zip"]
     shown = f"{one['bits_per_byte']:.3f} ({_percent(one['bits_per_byte'], plain)})"
     rows.append(
@@ -70,10 +74,10 @@ def bits_table(records: Records) -> str:
     return table(["held-out text", "bytes", *MODELS.values(), "base ids per id"], rows)
 
 
-def rates_table(records: Records) -> str:
+def rates_table(records: Records, record: str = RECORD) -> str:
     """Returns what free greedy answers are like, a row per model."""
     rows = []
-    for name, one in _part(records, "rates")["models"].items():
+    for name, one in _part(records, "rates", record)["models"].items():
         canonical = "" if one["of_canonical"] is None else f"{one['of_canonical']:.3f}"
         cells = [f"{one['base_tokens_per_step']:.3f}", canonical, str(one["invalid_ids"])]
         rows.append([MODELS[name], *cells, f"{one['repeated_4grams']:.1%}", f"{one['ended']:.0%}"])
@@ -81,9 +85,9 @@ def rates_table(records: Records) -> str:
     return table(["model", *heads], rows)
 
 
-def labels_table(records: Records) -> str:
+def labels_table(records: Records, record: str = RECORD) -> str:
     """Returns shares of right answers on data sets of classes, and differences to the control, paired by example."""
-    line, rows = _part(records, "labels"), []
+    line, rows = _part(records, "labels", record), []
     counts = {**line["examples"], "all": sum(line["examples"].values())}
     for task, count in counts.items():
         found = {name: line["models"][name][task] for name in ("base", "control", "zip")}
@@ -179,5 +183,8 @@ TABLES = {
     "smollm2-curve": curve_table,
     "smollm2-speed": speed_table,
     "smollm2-frontier": frontier_table,
+    "smollm2-second-bits": partial(bits_table, record=SECOND),
+    "smollm2-second-rates": partial(rates_table, record=SECOND),
+    "smollm2-second-labels": partial(labels_table, record=SECOND),
 }
 PICTURES = {"docs/reports/smollm2.svg": picture}

@@ -173,7 +173,7 @@ class _Written:
 
 
 def _together(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures that differ where an answer went on: counts and times of both parts, and their rates."""
+    """Returns the figures of a continued answer: counts and times summed over both parts, and rates computed anew."""
     if not before:
         return {}
     added = {name: before[name] + now[name] for name in ("base_tokens", "steps", "hypertokens", "seconds")}
