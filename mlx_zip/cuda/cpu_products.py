@@ -10,29 +10,21 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch.nn.functional import linear
 
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.unpack import unpack
 
-FEW = 16  # vectors up to which a product waits for memory, so that 16-bit units would not help
 LOST = 2.0**-25  # at most lost when a number below float16's normal range is rounded
 LARGEST = 65504.0  # of float16
 
 
 class Half:
-    """A matrix [R, D] kept in float16, and a bias [R]: x [N, D] float32 -> x W' + bias [N, R] float32.
+    """A matrix [R, D] kept in float16, and a bias [R]: x [N, D] float32 -> x W' + bias [N, R] float32."""
 
-    many: the matrix in bfloat16 for products of more than `FEW` vectors, where the processor multiplies that; else
-    None.
-    """
-
-    def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None, many: bool = False) -> None:
-        """matrix [R, D] float32: rounded to float16. many: whether to keep it in bfloat16 too."""
+    def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """matrix [R, D] float32: rounded to float16."""
         self.shape = tuple(matrix.shape)
         self._packed = torch.ops.quantized.linear_prepack_fp16(matrix.contiguous(), bias)
-        self._many = matrix.bfloat16() if many else None
-        self._bias = bias.bfloat16() if many and bias is not None else None
 
     @property
     def nbytes(self) -> int:
@@ -41,8 +33,6 @@ class Half:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product."""
-        if self._many is not None and len(x) > FEW:
-            return linear(x.bfloat16(), self._many, self._bias).float()
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
 
 
@@ -53,7 +43,7 @@ def kept(
     short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
     dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
     if dtype == torch.float32 and has_half() and _fits(dense, short):
-        return Half(dense, bias, many=short and multiplies_bfloat16()), None
+        return Half(dense, bias), None
     return dense.to(dtype), bias
 
 

@@ -36,9 +36,9 @@ class Figure {
 }
 
 const line = {
-  speed: new Figure("speed", ["base tokens/s"], { hint: "How fast the text comes. Base tokens are the pieces of text that the model without hypertokens reads and writes." }),
+  speed: new Figure("speed", [more("base "), "tokens/s"], { hint: "How fast the text comes. Base tokens are the pieces of text that the model without hypertokens reads and writes." }),
   perStep: new Figure("per-step", ["per step"], { hint: "Base tokens that one step of the model writes. Without hypertokens this is 1." }),
-  saved: new Figure("saved", ["steps saved"], { hint: "Steps that the model without hypertokens would have needed beyond these." }),
+  saved: new Figure("saved", [more("steps "), "saved"], { hint: "Steps that the model without hypertokens would have needed beyond these." }),
   codebook: new Figure("codebook", ["entries"], { bar: true, hint: "Hypertokens that this conversation has, of those that its codebook can hold." }),
   memory: new Figure("memory", ["cache", more(" saved")], { hint: "Memory (KV cache) that the model without hypertokens would need beyond this." }),
   ceiling: new Figure("ceiling", ["of ceiling"], { bar: true, hint: "Steps per second, as a share of the most that this machine can do." }),
@@ -46,10 +46,12 @@ const line = {
 
 /** Makes the line. */
 export function startLive() {
-  const help = button("What these figures mean", { text: true, class: "help", "data-testid": "live-help", onclick: explain });
+  const help = button("What these figures mean", { text: true, class: "help", "data-testid": "live-help" });
   help.replaceChildren("?");
   help.setAttribute("aria-label", "What these figures mean");
-  byId("live").append(...Object.values(line).map((figure) => figure.element), help);
+  line.speed.element.append(help);
+  byId("live").append(...Object.values(line).map((figure) => figure.element));
+  byId("live").addEventListener("click", explain);
   on("figures shown path answering answered state", draw);
 }
 

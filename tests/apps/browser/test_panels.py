@@ -53,6 +53,15 @@ def test_the_line_of_figures_says_in_words_what_each_of_them_is(told):
     told.page.keyboard.press("Escape")
 
 
+def test_a_click_on_the_line_of_figures_explains_it_where_there_is_no_room_for_a_button(told):
+    told.page.set_viewport_size({"width": 800, "height": 800})
+    assert not told["live-help"].is_visible()
+    told["live-per-step"].click()
+    assert "What these figures mean" in told["dialog"].inner_text()
+    told.page.keyboard.press("Escape")
+    told.page.set_viewport_size({"width": 1280, "height": 800})
+
+
 def test_a_hypertoken_shows_its_parts_and_where_it_was_learned(told):
     token = told.page.locator("[data-role=assistant] .tok").first
     token.hover()
