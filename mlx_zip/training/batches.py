@@ -89,13 +89,13 @@ def make_batch(
     if base_positions:
         arrays["index"] = _pad([book.index for book in books], length)
     if canonical and availability == "causal" and grows(params):
-        arrays |= _excluded(books, params, length, padding)
+        arrays |= _excluded(books, length, padding)
     return batch
 
 
-def _excluded(books: list[_ReadSample], params: CodecParams, length: int, padding: Padding) -> dict[str, NDArray[Any]]:
+def _excluded(books: list[_ReadSample], length: int, padding: Padding) -> dict[str, NDArray[Any]]:
     """Returns `excluded_at` and `excluded` of a batch, see `Batch`; padded with the position after the last one."""
-    pairs = [book.excluded(params) for book in books]
+    pairs = [book.excluded() for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
     more = padding.pairs(len(at)) - len(at)
     return {
@@ -162,11 +162,11 @@ class _ReadSample:
         if (base_ids := int(spans.sum())) != sample.base_ids:
             raise DataError(f"its ids stand for {base_ids} base ids, not for {sample.base_ids} as recorded")
         self.index = np.cumsum(spans[:-1]) - 1
-        self.start, self.ids = params.start, sample.ids
+        self.params, self.ids = params, sample.ids
 
-    def excluded(self, params: CodecParams) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def excluded(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
-        found = excluded_after(Codebook(replace(params, start=self.start)), self.ids[:-1])
+        found = excluded_after(Codebook(self.params), self.ids[:-1])
         at, column = np.unique(np.stack(found), axis=1)
         broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
         kept = (self.weights[at] > 0) & ~np.isin(at, broken)

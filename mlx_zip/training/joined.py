@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,18 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.training.shards import Sample, Shards
+from mlx_zip.training.shards import Sample, Shards, grows
 
 
 class Joined:
-    """Several prepared folders read as one, in the order given. Raises `DataError` when their codecs differ."""
+    """Several prepared folders read as one, in the order given.
+
+    Folders prepared without hypertokens (merge size 1 or codebook size 0) may be among others, whose codec is then that
+    of all: their samples are plain. Raises `DataError` when the codecs differ otherwise.
+    """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         self.parts = [Shards(folder) for folder in folders]
-        self.params = self.parts[0].params
+        first = next((part for part in self.parts if grows(part.params)), self.parts[0])
+        self.params = first.params
+        as_plain = replace(self.params, codebook_size=0, merge_size=1, start=None)
         for part in self.parts:
-            if part.params != self.params:
-                raise DataError(f"{part.folder} was prepared for another codec than {self.parts[0].folder}")
+            if part.params not in (self.params, as_plain):
+                raise DataError(f"{part.folder} was prepared for another codec than {first.folder}")
+        self._plain = [part.params != self.params for part in self.parts]
         self._ends = list(accumulate(map(len, self.parts)))
 
     def __len__(self) -> int:
@@ -32,7 +40,8 @@ class Joined:
         number = bisect_right(self._ends, i)
         if not 0 <= i < len(self):
             raise IndexError(i)
-        return self.parts[number][i - (self._ends[number - 1] if number else 0)]
+        sample = self.parts[number][i - (self._ends[number - 1] if number else 0)]
+        return replace(sample, plain=True) if self._plain[number] else sample
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -44,7 +44,7 @@ class Sample:
 
     ids uint32 [n]: compressed ids. mask bool [n]: whether the loss counts an id. base_ids, n_bytes: how many base ids
     and UTF-8 bytes they stand for. start: entries that this sample's codebook begins with, in slot order; None: the
-    codec's own.
+    codec's own. plain: whether it is read without hypertokens, so that its codebook has no entry at all.
     """
 
     ids: Uint32s
@@ -52,9 +52,12 @@ class Sample:
     base_ids: int
     n_bytes: int
     start: Start | None = None
+    plain: bool = False
 
     def params(self, params: CodecParams) -> CodecParams:
         """Returns `params` with this sample's starting codebook. Raises `CodecError` if that does not fit."""
+        if self.plain:
+            return replace(params, codebook_size=0, start=None)
         return params if self.start is None else replace(params, start=self.start)
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PYPI, NPM = "PyPI", "npm"
 
@@ -132,6 +132,7 @@ class Leg:
     """One leg of the training. mixture: domains and their shares. start: share of each domain's documents after which
     the leg begins to read; those before come last. samples: most windows that are prepared; context: base ids of each.
     repeated: whether documents are read again where a domain has too few for its share; else the leg ends there.
+    plain: windows that are prepared beside them, which both models read without hypertokens.
     encoder: flags of `mlx_zip train` for the model with hypertokens alone. Others: flags of both.
     """
 
@@ -139,6 +140,7 @@ class Leg:
     start: float = 0.0
     repeated: bool = False
     samples: int = 4000
+    plain: int = 0
     context: int = 512
     iters: int = 300
     batch_size: int = 2
@@ -208,25 +210,29 @@ class Settings:
 
 FULL = Settings()
 _SHARES = (("code", 0.42), ("chat", 0.33), ("math", 0.13), ("medical", 0.12))
+_SECOND = Leg(
+    mixture=_SHARES,
+    repeated=True,
+    samples=2600,
+    iters=2400,
+    batch_size=1,
+    warmup=50,
+    learning_rate=2e-3,
+    min_learning_rate=5e-5,
+    lora_rank=24,
+    save_every=100,
+    encoder=(
+        *("--encoder", "res_latent_attn", "--encoder-size", 128, "--encoder-layers", 1, "--encoder-heads", 4),
+        *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4, "--pack-rows"),
+    ),
+)
 SECOND = Settings(
-    talk=Talk(train=200_000),
+    talk=Talk(train=500_000),
     packs=Packs(codebook_size=3104, mixed=_SHARES, chosen=Chosen(3072, 1_500_000, 2, 180_000, 2.5, 30)),
     legs=(
-        Leg(
-            mixture=_SHARES,
-            repeated=True,
-            samples=2600,
-            iters=2400,
-            batch_size=1,
-            warmup=50,
-            learning_rate=2e-3,
-            min_learning_rate=5e-5,
-            lora_rank=24,
-            save_every=100,
-            encoder=(
-                *("--encoder", "res_latent_attn", "--encoder-size", 128, "--encoder-layers", 1, "--encoder-heads", 4),
-                *("--residual-by-side", "--canonical", "--encoder-learning-rate", 5e-4, "--pack-rows"),
-            ),
+        _SECOND,
+        replace(
+            _SECOND, start=0.4, samples=2800, plain=700, iters=3400, seed=2, learning_rate=7e-4, min_learning_rate=2e-5
         ),
     ),
 )
@@ -245,6 +251,7 @@ SMALL = Settings(
         Leg(
             mixture=(("chat", 0.5), ("code", 0.5)),
             samples=12,
+            plain=2,
             context=96,
             iters=3,
             batch_size=2,

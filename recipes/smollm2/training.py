@@ -18,7 +18,7 @@ from mlx_zip.training.checkpoint import checkpoints
 
 from .settings import Leg, Packs
 
-ZIP, CONTROL = "zip", "control"
+ZIP, CONTROL, PLAIN = "zip", "control", "plain"
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's variables
 CHARACTERS = 5  # of JSON per base id, at most
 Words = list[str | Path | int | float]
@@ -35,26 +35,39 @@ def prepare_data(
 ) -> None:
     """Prepares the leg's texts twice, compressed in out/zip and as they are in out/control. Raises `TrainingError`.
 
-    call: runs a Python module with arguments in a folder and returns its exit status.
+    Plain windows, which both models read as they are, are in out/plain: other texts of the same mixture. call: runs a
+    Python module with arguments in a folder and returns its exit status.
+    """
+    codec: Words = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size, "--pack", pack]
+    none: Words = ["--merge-size", 1, "--codebook-size", 0]
+    mixture = _write_mixture(data, out / "texts", leg, leg.start, leg.samples)
+    wanted = [(ZIP, mixture, leg.samples, codec), (CONTROL, mixture, leg.samples, none)]
+    if leg.plain:
+        other = _write_mixture(data, out / "plain-texts", leg, (leg.start + 0.5) % 1, leg.plain)
+        wanted.append((PLAIN, other, leg.plain, none))
+    for name, texts, samples, flags in wanted:
+        words: Words = ["prepare", "--model", model, "--mixture", texts, "--context", leg.context, "--train-on", "all"]
+        words += ["--limit", samples, "--workers", 1, *flags, "--out", out / name]
+        if call("mlx_zip", [str(word) for word in words], out):
+            raise TrainingError(f"the texts of {out} could not be prepared")
+
+
+def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) -> Path:
+    """Writes enough texts of each domain for some samples, from a share of its documents on, and their mixture.yaml.
+
+    Returns the path of mixture.yaml in the folder out.
     """
     out.mkdir(parents=True, exist_ok=True)
-    mixture = out / "mixture.yaml"
     for name, share in leg.mixture:
         with open(data / "train" / f"{name}.jsonl", encoding="utf-8", newline="\n") as file:
             documents = list(file)
-        at = int(len(documents) * leg.start)
-        in_turn, wanted = "".join(documents[at:] + documents[:at]), leg.samples * leg.context * share * CHARACTERS
+        at = int(len(documents) * start)
+        in_turn, wanted = "".join(documents[at:] + documents[:at]), samples * leg.context * share * CHARACTERS
         times = ceil(wanted / max(1, len(in_turn))) if leg.repeated else 1
         (out / f"{name}.jsonl").write_text(in_turn * times, encoding="utf-8")
     shares = [f"  - data: {out / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
-    mixture.write_text("sources:\n" + "".join(shares), encoding="utf-8")
-    texts: Words = ["--model", model, "--mixture", mixture, "--context", leg.context, "--train-on", "all"]
-    texts += ["--limit", leg.samples, "--workers", 1]
-    codec: Words = ["--merge-size", packs.merge_size, "--codebook-size", packs.codebook_size, "--pack", pack]
-    for name, flags in ((ZIP, codec), (CONTROL, ["--merge-size", 1, "--codebook-size", 0])):
-        words = ["prepare", *texts, *flags, "--out", out / name]
-        if call("mlx_zip", [str(word) for word in words], out):
-            raise TrainingError(f"the texts of {out} could not be prepared")
+    (out / "mixture.yaml").write_text("sources:\n" + "".join(shares), encoding="utf-8")
+    return out / "mixture.yaml"
 
 
 def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]) -> None:
@@ -65,7 +78,8 @@ def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None,
     """
     runs = {}
     for name in (ZIP, CONTROL):
-        words = [*_command(model, data / name, out / name, leg), *(leg.encoder if name == ZIP else ())]
+        read = [data / name, *([data / PLAIN] if leg.plain else [])]
+        words = [*_command(model, read, out / name, leg), *(leg.encoder if name == ZIP else ())]
         runs[name] = words + ([] if before is None else ["--init-from", before / name])
     _train(runs, out, leg, say)
 
@@ -79,7 +93,7 @@ def heal(
     what is raised.
     """
     runs = {
-        name: _command(model, data, out / name, leg) + ([] if before is None else ["--init-from", before / name])
+        name: _command(model, [data], out / name, leg) + ([] if before is None else ["--init-from", before / name])
         for name, model in models.items()
     }
     _train(runs, out, leg, say)
@@ -125,12 +139,12 @@ def finished(run: Path, leg: Leg) -> bool:
     return bool(found) and found[-1][0] >= leg.iters and (run / "adapter").is_dir()
 
 
-def _command(model: Path, data: Path, out: Path, leg: Leg) -> Words:
-    """Returns the words of `mlx_zip train` that both models of a leg have in common."""
+def _command(model: Path, data: Sequence[Path], out: Path, leg: Leg) -> Words:
+    """Returns the words of `mlx_zip train` that both models of a leg have in common. data: folders of windows."""
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),
         *("--dtype", "bfloat16" if multiplies_bfloat16() else "float32"),
-        *("--model", model, "--data", data, "--valid-share", leg.valid_share, "--out", out),
+        *("--model", model, "--data", *data, "--valid-share", leg.valid_share, "--out", out),
         *("--iters", leg.iters, "--batch-size", leg.batch_size, "--warmup", leg.warmup, "--seed", leg.seed),
         *("--learning-rate", leg.learning_rate, "--min-learning-rate", leg.min_learning_rate),
         *("--lora-rank", leg.lora_rank, "--lora-scale", leg.lora_scale),
