@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.engine import (
@@ -29,7 +29,7 @@ from mlx_zip.engine import (
     Ticket,
 )
 from mlx_zip.engine.interface import Deliver
-from mlx_zip.errors import EngineError, EngineStoppedError
+from mlx_zip.errors import EngineError, EngineStoppedError, GenerationError
 
 CONTEXT = 1 << 20
 CODEBOOK_SIZE, MERGE_SIZE = 2048, 4
@@ -117,6 +117,9 @@ class ReplayEngine(Engine):
     def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
         """Returns how many ids a prompt is read as; no pack changes that."""
         return len(compress(self._params, base_ids)[0])
+
+    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> NoReturn:
+        raise GenerationError("there is no model, so nothing says how likely a prompt is")
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         """Does nothing: no session is kept."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from mlx_zip.codec import Codebook
 from mlx_zip.cuda.ceiling import ceiling
 from mlx_zip.cuda.group import CudaReading
 from mlx_zip.cuda.memory import find_device, too_little, use
 from mlx_zip.cuda.model import CudaModel, open_model
+from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.served import CudaServed
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import VARIABLE, peak_rss_bytes
@@ -25,7 +28,10 @@ from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.evaluation.scored import Compressed, Scored
+from mlx_zip.exclusions import excluded_after
 from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.vocab.starts import with_starts
 
 DEFAULT_SESSIONS = SessionOptions()
 
@@ -45,6 +51,15 @@ class CudaEngine(ThreadedEngine):
 
     def _reading(self, served: CudaServed, job: Job) -> CudaReading:
         return CudaReading(served.seats, served.group, job)
+
+    def _scores(self, served: CudaServed, row: Compressed, top: int) -> Iterator[Scored]:
+        closed = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if served.canonical:
+            assert served.facts.params is not None
+            closed = excluded_after(
+                Codebook(with_starts(served.facts.params, [row.start])[0]), row.ids[:-1], row.breaks
+            )
+        return RowScorer(served.model).parts(row, closed, top=top)
 
     def _kv_bound(self, served: CudaServed) -> None:
         """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""

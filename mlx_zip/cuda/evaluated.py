@@ -1,13 +1,11 @@
 """A model on PyTorch as `mlx_zip.evaluation` takes models: it scores rows of ids and writes texts.
 
-A row is scored alone, in float32 on a CPU. Each entry that the row's codebook has at some time is a column of the
-logits of its own, which is open from the id that installed the entry until another entry takes its slot.
+On a CPU it computes in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.codec import Codebook
 from mlx_zip.cuda.engine import CudaEngine, tokenizer_of
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.reading import CHUNK
-from mlx_zip.cuda.rope import LONG, SHORT
-from mlx_zip.cuda.starts import Begin
-from mlx_zip.cuda.transfers import ids_to_device
+from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.answering import answers
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.evaluation.scored import LOGITS, Compressed, Pairs, Scored
-from mlx_zip.exclusions import MOST
+from mlx_zip.evaluation.scored import Compressed, Pairs, Scored
 from mlx_zip.vocab.packs import Pack
 from mlx_zip.vocab.tuned import AnyStart, TunedStart
-
-NEVER = np.iinfo(np.int64).max
 
 
 def load_evaluated(
@@ -49,21 +40,6 @@ def load_evaluated(
     return EvaluatedModel(model), tokenizer_of(model, {}, trust_remote_code)
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The entries that a row's codebook has had, in the order of their installation.
-
-    first, last [E] int64: an entry is installed by the row's id number `first`, -1 for a start entry, and evicted by id
-    number `last`, `NEVER` if it is not. of [n] int64: the entry that each id of the row stands for, -1 for a base id.
-    rows [E, sides, D]: on the device.
-    """
-
-    first: np.ndarray
-    last: np.ndarray
-    of: np.ndarray
-    rows: torch.Tensor
-
-
 class EvaluatedModel:
     """A model on PyTorch with what `mlx_zip.evaluation` asks of a model. layout, config: None for a plain model."""
 
@@ -74,10 +50,9 @@ class EvaluatedModel:
         config = model.folder.config
         self.args = SimpleNamespace(config=config) if model.hypertokens else SimpleNamespace(**config)
         self.session = SimpleNamespace(pack=model.pack)
-        self._by_base_ids = self.config is not None and self.config.position_mode == "base_token_end"
         self._engine: CudaEngine | None = None
         self._most = 0  # prompts that the engine writes texts for at a time
-        self._kv = model.decoder.make_kv(1, CHUNK)
+        self._scorer = RowScorer(model)
 
     def peak_bytes(self) -> int:
         """Returns the peak bytes of the device, on a CPU those of the process."""
@@ -90,113 +65,16 @@ class EvaluatedModel:
             self._engine.close()
             self._engine = None
 
-    # ---- scores
-
-    @torch.no_grad()
     def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
         """Returns the predictions of the second to the last of a row's ids. See `scoring.Scorer`."""
-        columns = self._columns(row)
-        outputs = self._outputs(row, columns)
-        high = columns.rows[:, 0].to(outputs.dtype)
-        first, last = (ids_to_device(part, outputs.device) for part in (columns.first, columns.last))
-        if not causal:
-            first = torch.where(last == NEVER, -1, NEVER)
-        step = max(1, LOGITS // (self._model.layout.vocab_size + len(high)))
-        parts = []
-        for begin in range(0, len(outputs), step):
-            h = outputs[begin : begin + step]
-            at = torch.arange(begin, begin + len(h), device=h.device)[:, None]
-            entries = torch.where((first <= at) & (at < last), (h @ high.T).float(), -torch.inf)
-            here = (closed[0] >= begin) & (closed[0] < begin + len(h))
-            logits = _Logits(self._model.base_logits(h), entries)
-            logits.close(closed[0][here] - begin, closed[1][here])
-            wanted = slice(begin + 1, begin + 1 + len(h))
-            parts.append(logits.scored(row.ids[wanted], columns.of[wanted]))
-        return Scored(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        return Scored.joined(list(self._scorer.parts(row, closed, causal)))
 
-    @torch.no_grad()
     def score_next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
         """Returns the log-probabilities float64 [k] of k base ids, each as the one that follows a whole row.
 
         The row ends a part: canonical decoding forbids no id there.
         """
-        last = np.zeros(1, row.ids.dtype)  # is not read: outputs are those of all ids but the last
-        longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
-        columns = self._columns(longer)
-        h = self._outputs(longer, columns)[-1:]
-        open_now = ids_to_device(np.flatnonzero(columns.last == NEVER), h.device)
-        entries = (h @ columns.rows[open_now, 0].to(h.dtype).T).float()
-        logits = _Logits(self._model.base_logits(h), entries)
-        return (logits.low[0, list(ids)] - logits.total()[0]).double().cpu().numpy()
-
-    def _columns(self, row: Compressed) -> Columns:
-        """Returns the entries that the row's codebook has, with their rows."""
-        model, begin = self._model, self._model.begin_with(row.start) if self._model.hypertokens else self._model.begin
-        book, ids = Codebook(begin.params), row.ids.astype(np.int64)
-        start, start_lengths = book.rows(0, begin.entries)
-        new = book.push(row.ids[:-1])
-        slots = np.concatenate([np.arange(begin.entries), new.slots]).astype(np.int64)
-        first = np.concatenate([np.full(begin.entries, -1), new.at])
-        of, last = np.full(len(ids), -1), np.full(len(slots), NEVER)
-        by_slot: dict[int, list[int]] = {}
-        for entry, slot in enumerate(slots.tolist()):
-            known = by_slot.setdefault(slot, [])
-            if known:
-                last[known[-1]] = first[entry]
-            known.append(entry)
-        for at in np.flatnonzero(ids >= model.layout.vocab_size).tolist():
-            known = by_slot[int(ids[at]) - model.layout.vocab_size]
-            of[at] = next((one for one in reversed(known) if first[one] < at), known[0])
-        entries, lengths = np.concatenate([start, new.base_ids]), np.concatenate([start_lengths, new.lengths])
-        return Columns(first, last, of, self._rows(begin, entries, lengths.astype(np.int64)))
-
-    def _rows(self, begin: Begin, entries: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """Returns the rows [E, sides, D] of entries, of which the first are those that the codebook began with."""
-        model = self._model
-        if model.store is None or not len(entries):
-            return torch.empty((0, model.sides, model.width), dtype=model.dtype, device=model.device)
-        tuned = begin.tuned
-        found = [] if begin.rows is None else [begin.rows]
-        if tuned < len(entries):
-            found.append(model.store.rows(entries[tuned:], lengths[tuned:], model.encode))
-        return torch.cat(found)
-
-    def _outputs(self, row: Compressed, columns: Columns) -> torch.Tensor:
-        """Returns the body's outputs [n - 1, D] for all but the last of a row's ids.
-
-        Those below LongRoPE's border are read with the short factors, as in generation.
-        """
-        count, rope = len(row.ids) - 1, self._model.decoder.rope
-        positions = row.ends[:-1] - 1 if self._by_base_ids else np.arange(count)
-        h = self._embedded(row.ids[:-1], columns)
-        border = count if rope.long_from is None else int(np.searchsorted(positions, rope.long_from))
-        short = self._read(h[:border], positions[:border], SHORT)
-        return short if border == count else torch.cat([short, self._read(h, positions, LONG)[border:]])
-
-    def _embedded(self, ids: np.ndarray, columns: Columns) -> torch.Tensor:
-        """Returns the embeddings [n, D] of ids."""
-        model, of = self._model, columns.of[: len(ids)]
-        none = torch.empty((1, 0, model.width), dtype=model.dtype, device=model.device)
-        h = model.embed(ids_to_device(np.where(of < 0, ids, 0), model.device)[None], none)[0]
-        if len(at := np.flatnonzero(of >= 0)):
-            h[ids_to_device(at, model.device)] = columns.rows[ids_to_device(of[at], model.device), -1].to(h.dtype)
-        return h
-
-    def _read(self, h: torch.Tensor, positions: np.ndarray, which: int) -> torch.Tensor:
-        """Returns the body's outputs [n, D] of embeddings h [n, D] of a whole sequence."""
-        model, count = self._model, len(h)
-        if self._kv.capacity < count:
-            self._kv = model.decoder.make_kv(1, count)
-        self._kv.trim(0, 0)
-        self._kv.which[0] = which
-        found, at = [h[:0]], ids_to_device(positions, model.device)[None]
-        for begin in range(0, count, CHUNK):
-            end = min(begin + CHUNK, count)
-            slots = torch.arange(begin, end, device=model.device)[None]
-            found.append(model.decoder.read(h[None, begin:end], at[:, begin:end], slots, self._kv, end)[0])
-        return torch.cat(found)
-
-    # ---- texts
+        return self._scorer.next(row, ids)
 
     def stream(
         self,
@@ -225,46 +103,3 @@ def _pack(start: AnyStart | None) -> Pack | None:
     if start is None:
         return None
     return Pack(tuple(start), rows=start.rows if isinstance(start, TunedStart) else None)
-
-
-class _Logits:
-    """The logits of some positions: low [n, V] of base ids, high [n, E] of entries, -inf where they are not open."""
-
-    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
-        self.low, self.high = low, high
-
-    def total(self) -> torch.Tensor:
-        """Returns the log-sum-exp [n, 1] of all."""
-        return torch.logaddexp(self.low.logsumexp(1), self.high.logsumexp(1))[:, None]
-
-    def close(self, at: np.ndarray, ids: np.ndarray) -> None:
-        """Gives pairs of a position and an id no probability, unless those of a position have most of it together."""
-        if not len(at):
-            return
-        rows, columns = (ids_to_device(part, self.low.device) for part in np.unique([at, ids], axis=1))
-        width = self.low.shape[1]
-        is_low = columns < width
-        low_at, high_at = (rows[is_low], columns[is_low]), (rows[~is_low], columns[~is_low] - width)
-        total = self.total()[:, 0]
-        share = torch.zeros_like(total)
-        for part, (row, column) in ((self.low, low_at), (self.high, high_at)):
-            share.index_add_(0, row, torch.exp(part[row, column] - total[row]))
-        for part, (row, column) in ((self.low, low_at), (self.high, high_at)):
-            part[row, column] = torch.where(share[row] > MOST, part[row, column], -torch.inf)
-
-    def scored(self, ids: np.ndarray, of: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns log-probabilities, whether each id is the likeliest, and the probability of all entries, each [n].
-
-        ids [n]: the ids that follow. of [n]: the entry that each stands for, -1 for a base id.
-        """
-        device, total, hyper = self.low.device, self.total(), of >= 0
-        base = self.low.gather(1, ids_to_device(np.where(hyper, 0, ids), device)[:, None])
-        chosen = base
-        if self.high.shape[1]:
-            entry = self.high.gather(1, ids_to_device(np.maximum(of, 0), device)[:, None])
-            chosen = torch.where(ids_to_device(hyper, device)[:, None].bool(), entry, base)
-        best = torch.maximum(self.low.amax(1), self.high.amax(1)) if self.high.shape[1] else self.low.amax(1)
-        mass = torch.exp(self.high.logsumexp(1) - total[:, 0])
-        greedy = chosen[:, 0] == best
-        chances, best_of_all, masses = (chosen - total)[:, 0].double(), greedy, mass.double()
-        return chances.cpu().numpy(), best_of_all.cpu().numpy(), masses.cpu().numpy()

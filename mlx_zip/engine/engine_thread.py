@@ -6,6 +6,7 @@ MLX's streams belong to threads, so no array ever leaves the engine's thread: ot
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,8 @@ from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.prompts import Reading
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.threaded import Load, MakeStore, ThreadedEngine
+from mlx_zip.evaluation.scored import Compressed, Scored
+from mlx_zip.evaluation.scoring import score_in_parts
 from mlx_zip.models.base_only import BaseOnly
 
 __all__ = ["Load", "MakeStore", "MlxEngine", "ServeOptions"]
@@ -32,6 +35,9 @@ class MlxEngine(ThreadedEngine):
 
     def _reading(self, served: Served, job: Job) -> Reading:
         return Reading(served, job)
+
+    def _scores(self, served: Served, row: Compressed, top: int) -> Iterator[Scored]:
+        return score_in_parts(served.model, row, top, self._options.run.prefill_step_size)
 
     def _kv_bound(self, served: Any) -> int | None:
         return _memory_bound() if self._options.max_kv_bytes is None else self._options.max_kv_bytes

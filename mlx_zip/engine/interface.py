@@ -70,6 +70,17 @@ class Likely:
 
 
 @dataclass(frozen=True)
+class PromptId:
+    """An id that a prompt is read as. base_ids: what it stands for. logprob: natural log-probability of the id after
+    those before it, None for the first one. likely: the most likely ids at its place, most likely first.
+    """
+
+    base_ids: tuple[int, ...]
+    logprob: float | None = None
+    likely: tuple[Likely, ...] = ()
+
+
+@dataclass(frozen=True)
 class Differing:
     """Where a prompt first differs from the kept session that has most in common with it. at: base tokens before.
 
@@ -290,6 +301,14 @@ class Engine(ABC):
     @abstractmethod
     def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
         """Returns how many ids a prompt is read as, if its codebook begins with a pack. Raises as `check_pack` does."""
+
+    @abstractmethod
+    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+        """Yields the ids that a prompt is read as, and how likely each is; requests under way go on meanwhile.
+
+        top_logprobs: how many of the most likely ids to tell. pack: as in `Submission`. Raises what `submit` raises,
+        also `GenerationError` if the model is split over several machines.
+        """
 
     @abstractmethod
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:

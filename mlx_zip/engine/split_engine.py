@@ -77,6 +77,9 @@ class SplitEngine(MlxEngine):
 
     # ---- requests
 
+    def _scores(self, served: Any, row: Any, top: int) -> NoReturn:
+        raise GenerationError("a model that is split over several machines does not tell how likely a prompt is")
+
     def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
         self.check_pack(submission.pack)
         if submission.constraint is not None:

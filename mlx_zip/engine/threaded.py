@@ -11,21 +11,32 @@ import threading
 import time
 from abc import abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from mlx_zip.engine.inbox import Inbox
-from mlx_zip.engine.interface import Deliver, Engine, EngineInfo, Figures, SessionInfo, Submission, Ticket
+from mlx_zip.engine.interface import (
+    Deliver,
+    Engine,
+    EngineInfo,
+    Figures,
+    PromptId,
+    SessionInfo,
+    Submission,
+    Ticket,
+)
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.parts import Reading, Served
+from mlx_zip.engine.prompt_scores import prompt_ids, read_as
 from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
+from mlx_zip.evaluation.scored import Compressed, Scored
 
 Load = Callable[[], Any]
 MakeStore = Callable[[Any], Any]
@@ -97,6 +108,15 @@ class ThreadedEngine(Engine):
 
     def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
         return self._checks.prompt_size(base_ids, pack)
+
+    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+        self._check_alive()
+        checked = self._checks.check(Submission(base_ids, max_tokens=1, top_logprobs=top_logprobs, pack=pack))
+        params = self._checks.facts.params
+        row = read_as(params, checked.base_ids, checked.start)
+        scores = self._inbox.ask(lambda: self._scores(self._scheduler.served, row, top_logprobs))
+        parts = iter(lambda: self._inbox.ask(lambda: next(scores, None)), None)
+        return prompt_ids(params, row, cast(Iterator[Scored], parts))
 
     def _check_alive(self) -> None:
         """Raises `EngineStoppedError` unless the engine can serve."""
@@ -227,6 +247,13 @@ class ThreadedEngine(Engine):
     @abstractmethod
     def _reading(self, served: Any, job: Job) -> Reading:
         """Returns what reads the prompt of a request that has its cache. served: what `_served` returned."""
+
+    @abstractmethod
+    def _scores(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
+        """Yields the scores of a row of ids, as many at a time as of a prompt are read between two steps.
+
+        Used in the engine's thread only. top: how many of the likeliest ids to tell. Raises `GenerationError`.
+        """
 
     def _kv_bound(self, served: Served) -> int | None:
         """Returns the bound on the bytes of all KV caches, None for none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from mlx_zip.engine.interface import (
     Figures,
     Finished,
     Held,
+    PromptId,
     SessionInfo,
     Submission,
     Ticket,
@@ -160,6 +161,9 @@ class InTurn(Engine):
 
     def prompt_size(self, base_ids: Sequence[int], pack: Any = None) -> int:
         return self.inner.prompt_size(base_ids, pack)
+
+    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+        return self.inner.prompt_ids(base_ids, top_logprobs, pack)
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         assert isinstance(ticket, _Ticket)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,12 +40,20 @@ class Scored:
     """A model's predictions of the second to the last of a row's n ids, each given all ids before it; arrays [n - 1].
 
     logprobs: natural logarithm of the id's probability. greedy: whether the id was the likeliest one. hyper_mass:
-    probability of all hypertokens together.
+    probability of all hypertokens together. likely_ids, likely_logprobs [n - 1, k]: the k likeliest ids, likeliest
+    first.
     """
 
     logprobs: NDArray[np.float64]
     greedy: NDArray[np.bool_]
     hyper_mass: NDArray[np.float64]
+    likely_ids: NDArray[np.int64]
+    likely_logprobs: NDArray[np.float64]
+
+    @staticmethod
+    def joined(parts: Sequence[Scored]) -> Scored:
+        """Returns consecutive parts of a row, at least one, as one."""
+        return Scored(*(np.concatenate([getattr(one, field.name) for one in parts]) for field in fields(Scored)))
 
 
 class Scorer(Protocol):

@@ -6,9 +6,10 @@ after the row's end, which never merge. A model on another library than MLX scor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -140,11 +141,29 @@ def _by_base_length(model: Any) -> bool:
     return is_zip(model) and model.traits.long_context is not None and model.config.position_mode == "base_token_end"
 
 
+def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Iterator[Scored]:
+    """Yields what `score` says of one row of a model on MLX, at most `at_most` ids at a time, as the model reads them.
+
+    top: how many of the likeliest ids to tell.
+    """
+    for part in _parts(model, [row], "causal", top, at_most):
+        yield Scored(*(array[0] for array in part))
+
+
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
     """Scores some rows together, in as many model calls as memory needs. availability: see `score`."""
     if scores_itself(model):
         closed = [_excluded(model, [row])[1:] for row in rows]
         return [model.score_row(row, availability == "causal", at) for row, at in zip(rows, closed, strict=True)]
+    arrays = [np.concatenate(part, axis=1) for part in zip(*_parts(model, rows, availability), strict=True)]
+    # position t scores id t + 1, so a row of n ids has n - 1 scores
+    return [Scored(*(array[b, : len(row.ids) - 1] for array in arrays)) for b, row in enumerate(rows)]
+
+
+def _parts(
+    model: Any, rows: Sequence[Compressed], availability: str, top: int = 0, at_most: int = LOGITS
+) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Yields the fields of `Scored` for rows that are read together, [B, L, ...] of each model call's L positions."""
     lengths = [len(row.ids) for row in rows]
     pad_id = model.config.pad_id if is_zip(model) else 0
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
@@ -153,18 +172,14 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
     cache = _make_cache(model, rows)
     options = {"causal": availability == "causal"} if is_zip(model) else {}
     row, at, excluded = _excluded(model, rows)
-    parts = []
-    for begin, end in _calls(model, rows, ids.shape, availability):
+    for begin, end in _calls(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
         # canonical: ids that the compressor would never write get no probability, unless they hold most of it
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
             canonical = mx.array(logits)
             canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
             logits = unless_most(canonical, logits)
-        parts.append(_read(model, logits, ids[:, begin + 1 : end + 1]))
-    logprobs, greedy, mass = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
-    # position t scores id t + 1, so a row of n ids has n - 1 scores
-    return [Scored(logprobs[b, : n - 1], greedy[b, : n - 1], mass[b, : n - 1]) for b, n in enumerate(lengths)]
+        yield _read(model, logits, ids[:, begin + 1 : end + 1], top)
 
 
 def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64], ...]:
@@ -185,20 +200,22 @@ def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
     return model.make_cache(left_padding=[0] * len(rows), pack=[row.start for row in rows])
 
 
-def _calls(model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str) -> list[tuple[int, int]]:
+def _calls(
+    model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str, at_most: int
+) -> list[tuple[int, int]]:
     """Returns the columns (begin, end) that each model call reads: so few that its logits fit into memory.
 
-    shape: of the padded batch. No call has columns on both sides of LongRoPE's border, because the columns before it
-    must be read with the short factors, as in generation.
+    shape: of the padded batch. at_most: columns of one call. No call has columns on both sides of LongRoPE's border,
+    because the columns before it must be read with the short factors, as in generation.
     """
     batch, end = shape[0], shape[1] - 1
     if availability == "legacy":
         return [(0, end)]
     width = model.layout.width if is_zip(model) else base_config(model).get("vocab_size", 1 << 17)
-    step = max(1, LOGITS // (batch * width))
+    step = min(at_most, max(1, LOGITS // (batch * width)))
     border = min(end, _longrope_border(model, rows))
     starts = [*range(0, border, step), *range(border, end, step)]
-    return list(zip(starts, [*starts[1:], end], strict=True))
+    return list(pairwise([*starts, end]))
 
 
 def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
@@ -209,10 +226,10 @@ def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
     return int(np.searchsorted(rows[0].ends, context + 1)) if _by_base_length(model) else context
 
 
-def _read(model: Any, logits: mx.array, targets: NDArray[np.int32]) -> tuple[Any, Any, Any]:
-    """Returns log-probabilities, whether each id is the likeliest, and hypertoken probability, each [B, L].
+def _read(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) -> tuple[NDArray[Any], ...]:
+    """Returns the fields of `Scored`, each [B, L, ...].
 
-    logits: [B, L, W]. targets: the ids that follow, [B, L].
+    logits: [B, L, W]. targets: the ids that follow, [B, L]. top: how many of the likeliest ids to tell.
     """
     logits = logits.astype(mx.float32)
     wanted = mx.array(targets)
@@ -223,5 +240,10 @@ def _read(model: Any, logits: mx.array, targets: NDArray[np.int32]) -> tuple[Any
     if is_zip(model) and model.layout.codebook_size:
         hyper = logits[..., model.layout.vocab_size : model.layout.end]
         mass = mx.exp(mx.logsumexp(hyper, axis=-1) - total)
-    mx.eval(chosen, greedy, mass)
-    return np.array(chosen, dtype=np.float64), np.array(greedy), np.array(mass, dtype=np.float64)
+    best = mx.argsort(-logits, axis=-1)[..., :top] if top else mx.zeros((*total.shape, 0), mx.uint32)
+    likely = mx.take_along_axis(logits, best, axis=-1) - total[..., None]
+    mx.eval(chosen, greedy, mass, best, likely)
+    types = (np.float64, np.bool_, np.float64, np.int64, np.float64)
+    return tuple(
+        np.array(array).astype(kind) for array, kind in zip((chosen, greedy, mass, best, likely), types, strict=True)
+    )

@@ -50,6 +50,7 @@ class Answering:
         self._hide = hide
         self._ended: str | None = None  # why the text has ended, while the engine may still run
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
+        self._last: list[TokenLogprob] = []  # of an eos alone
         self._steps = self._hypertokens = 0
         self._uncounted = 0  # base tokens since the splitter was last fed
         self._texts: list[str] = []
@@ -100,8 +101,8 @@ class Answering:
         self.base_ids += base_ids
         if self._shown_tokens is not None:
             self._shown_tokens.add(event, base_ids, self._stream.characters)
-        if event.logprob is not None and (logprob := self._logprob(event)) is not None:
-            self._held.append(logprob)
+        if event.logprob is not None:
+            (self._held if base_ids else self._last).append(self._logprob(event, event.logprob))
         if piece.finish_reason is not None:
             self._ended = piece.finish_reason
             if self._stopped_by_text:
@@ -114,13 +115,11 @@ class Answering:
             return []
         return [Learned(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
 
-    def _logprob(self, event: Emitted) -> TokenLogprob | None:
-        """Returns the log-probability of an emitted id as a `TokenLogprob`, None for an eos alone."""
+    def _logprob(self, event: Emitted, logprob: float) -> TokenLogprob:
+        """Returns the log-probability of an emitted id with its text, which is empty for an eos alone."""
         shown = tuple(i for i in event.base_ids if i not in self._eos)
-        if not shown or event.logprob is None:
-            return None
         likely = tuple((*self._tokens[one.base_ids], one.logprob) for one in event.likely)
-        return TokenLogprob(*self._tokens[shown], event.logprob, likely)
+        return TokenLogprob(*(self._tokens[shown] if shown else ("", b"")), logprob, likely)
 
     def _shown(self, text: str) -> list[Delta]:
         """Returns the deltas of new text, with the log-probabilities of its tokens."""
@@ -155,7 +154,8 @@ class Answering:
             reason = "tool_calls"
         live: list[Delta] = [] if self._shown_tokens is None else [Live(counts)]
         ended = Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens, self.turn.left_out)
-        return [*deltas, *live, replace(ended, differs=self._differs)]
+        unshown = () if self._stopped_by_text else (*self._held, *self._last)
+        return [*deltas, *live, replace(ended, differs=self._differs, unshown=unshown)]
 
     def _counts(self, counts: Counts) -> Counts:
         """Returns the figures of the text, given those of the request."""

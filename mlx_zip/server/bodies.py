@@ -30,7 +30,8 @@ _TAKEN = frozenset(
 )
 Text = Annotated[str, Field(min_length=1)]
 MOST_STOPS = 32
-Size = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
+MOST_TOKENS = (1 << 31) - 1
+Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Stops = Annotated[Many[Text], Field(max_length=MOST_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]

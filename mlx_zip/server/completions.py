@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.server.bodies import LEAST_LOGPROB, Sampled, Text, max_tokens_of
-from mlx_zip.server.choices import END, counts_of, ended, gathered, head, usage_of
+from mlx_zip.server.bodies import LEAST_LOGPROB, MOST_TOKENS, Sampled, Text, max_tokens_of
+from mlx_zip.server.choices import END, Choice, counts_of, ended, gathered, head, usage_of
 from mlx_zip.server.core import Core
+from mlx_zip.server.echo import Echo, echo_of
 from mlx_zip.server.fields import BodyError, Many
 from mlx_zip.server.http import (
     comment_bytes,
@@ -40,7 +41,8 @@ class CompletionBody(Sampled):
 
     prompt: Text | Annotated[Many[Text], Field(min_length=1)] | Ids | Annotated[Many[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] = False
+    echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     suffix: None = None
     best_of: int | None = None
 
@@ -55,6 +57,8 @@ class CompletionBody(Sampled):
         self.check(core)
         if self.best_of not in (None, self.n):
             raise BodyError("all completions are returned, so this must be n", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise BodyError("only with echo it may be 0", "max_tokens")
         if len(self.prompts) > MOST_PROMPTS:
             raise BodyError(f"there are {len(self.prompts)} prompts, and at most {MOST_PROMPTS} are allowed", "prompt")
         width = core.engine.info.vocab_size
@@ -90,19 +94,27 @@ def routes(core: Core) -> list[Route]:
 
 async def _whole(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
     """Returns the completions."""
-    choices = await gathered(core, turns)
-    done = ended(choices)
+    echoes = await _echoes(core, asked, turns)
+    choices = [echo.unanswered() for echo in echoes] if asked.max_tokens == 0 else await gathered(core, turns)
+    done, found = ended(choices), []
+    for i, choice in enumerate(choices):
+        echo, logprobs = echoes[i] if echoes else None, None
+        if asked.logprobs is not None:
+            logprobs = _logprobs(choice.logprobs, 0) if echo is None else _echoed_whole(echo, choice)
+        found.append(_choice(i, (echo.text if echo else "") + choice.text, logprobs, choice.reason))
     return {
         **_head(core),
-        "choices": [
-            _choice(
-                i, choice.text, _logprobs(choice.logprobs, 0) if asked.logprobs is not None else None, choice.reason
-            )
-            for i, choice in enumerate(choices)
-        ],
+        "choices": found,
         "usage": usage_of(done, asked.n),
         "mlx_zip": vendor_figures(counts_of(done, asked.n)) | vendor_notes(done[0]),
     }
+
+
+async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
+    """Returns the prompt of each turn as it comes back; [] if none is asked for."""
+    if not asked.echo:
+        return []
+    return [echo for turn in turns[:: asked.n] for echo in [await echo_of(core, turn)] * asked.n]
 
 
 def _head(core: Core) -> dict[str, Any]:
@@ -128,10 +140,35 @@ def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
     }
 
 
+def _echoed(echo: Echo) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt that comes back, as `_logprobs` does."""
+    at_least = lambda value: max(value, LEAST_LOGPROB)
+    return {
+        "tokens": [one.text for one in echo.tokens],
+        "token_logprobs": [None if one.logprob is None else at_least(one.logprob) for one in echo.tokens],
+        "top_logprobs": [
+            None if one.likely is None else {text: at_least(value) for text, value in one.likely.items()}
+            for one in echo.tokens
+        ],
+        "text_offset": echo.offsets,
+    }
+
+
+def _echoed_whole(echo: Echo, choice: Choice) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt that comes back and of all ids of its answer, as `_logprobs` does.
+
+    Clients cut the prompt's part off by its length, or take the last token off: an eos has to be there too.
+    """
+    unshown = () if choice.done is None else choice.done.unshown
+    answer = _logprobs([*choice.logprobs, *unshown], len(echo.text))
+    return {name: values + answer[name] for name, values in _echoed(echo).items()}
+
+
 async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
     """Yields a stream of completions, frame by frame."""
     first, null = _head(core), {"usage": None} if asked.include_usage else {}
-    lengths, done = [0] * len(turns), {}
+    echoes, done = await _echoes(core, asked, turns), {}
+    lengths = [len(echo.text) for echo in echoes] or [0] * len(turns)
 
     def frame(index: int, delta: Delta) -> bytes:
         if isinstance(delta, TextDelta):
@@ -141,13 +178,21 @@ async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> A
         if isinstance(delta, Done):
             done[index] = delta
             figures = {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)}
-            return event_bytes({**first, "choices": [_choice(index, "", None, delta.reason)], **null, **figures})
+            last = _logprobs(delta.unshown, lengths[index]) if echoes and delta.unshown else None
+            return event_bytes({**first, "choices": [_choice(index, "", last, delta.reason)], **null, **figures})
         waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)
         return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")
 
-    async with aclosing(core.answers(turns)) as answers:
-        async for index, delta in answers:
-            yield frame(index, delta)
+    for index, echo in enumerate(echoes):
+        logprobs = None if asked.logprobs is None else _echoed(echo)
+        yield event_bytes({**first, "choices": [_choice(index, echo.text, logprobs, None)], **null})
+    if asked.max_tokens == 0:
+        for index, echo in enumerate(echoes):
+            yield frame(index, *ended([echo.unanswered()]))
+    else:
+        async with aclosing(core.answers(turns)) as answers:
+            async for index, delta in answers:
+                yield frame(index, delta)
     if asked.include_usage:
         yield event_bytes({**first, "choices": [], "usage": usage_of([done[i] for i in sorted(done)], asked.n)})
     yield END

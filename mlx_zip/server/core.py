@@ -13,7 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from mlx_zip.engine import Ceiling, Engine, Event, Submission, Ticket
+from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.answering import Answering, hidden
 from mlx_zip.server.options import Options
@@ -57,7 +57,8 @@ class Stop:
 class Core:
     """Answers turns with an engine. All methods are for one event loop; the engine may run anywhere.
 
-    model: name of the model in answers. created: when the server started, seconds since 1970.
+    model: name of the model in answers. created: when the server started, seconds since 1970. tokens: the texts of its
+    tokens.
     """
 
     def __init__(self, engine: Engine, options: Options | None = None) -> None:
@@ -67,12 +68,13 @@ class Core:
         self.on_close: list[Callable[[], None]] = []  # called when the server ends
         self.on_purge: list[Callable[[], int]] = []  # each forgets what is kept of answers, and returns how many
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
-        self._tokens = TokenTexts(engine.tokenizer)
+        self.tokens = TokenTexts(engine.tokenizer)
         self._reported: set[tuple[str, ...]] = set()
         self._packs = Packs(self.options.packs, self.options.pack)
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
+        self._scoring = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-scored-prompts")
 
     async def answer(self, turn: Turn, stop: Stop | None = None) -> AsyncGenerator[Delta, None]:
         """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called before.
@@ -122,6 +124,22 @@ class Core:
         """Returns the base ids of a turn's prompt; given up if the task is cancelled. Raises `GenerationError`."""
         return await self._awaited(turn, partial(self._prompt_ids, turn), lambda ids: None)
 
+    async def likely_prompt(self, turn: Turn) -> list[PromptId]:
+        """Returns the ids that a turn's prompt is read as, and how likely they are; given up if the task is cancelled.
+
+        Such prompts are read one after the other. Raises what `Engine.prompt_ids` raises.
+        """
+
+        def work(check: Check) -> list[PromptId]:
+            ids, pack = self._prompt_ids(turn, check), self._packs.chosen(turn.pack)
+            found = []
+            for one in self.engine.prompt_ids(ids, turn.logprobs or 0, pack):
+                check()
+                found.append(one)
+            return found
+
+        return await self._awaited(turn, work, lambda ids: None, self._scoring)
+
     async def check_body(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes for up to `prompts` prompts is too large for them."""
         if prompts:
@@ -143,7 +161,7 @@ class Core:
         """Ends the threads. The engine is closed by whom it belongs to."""
         for call in self.on_close:
             call()
-        for pool in (self._pool, self._long):
+        for pool in (self._pool, self._long, self._scoring):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
@@ -185,11 +203,18 @@ class Core:
 
         return await self._awaited(turn, submit, lambda submitted: self.engine.cancel(submitted[0]))
 
-    async def _awaited(self, turn: Turn, work: Callable[[Check], Some], undo: Callable[[Some], None]) -> Some:
+    async def _awaited(
+        self,
+        turn: Turn,
+        work: Callable[[Check], Some],
+        undo: Callable[[Some], None],
+        pool: ThreadPoolExecutor | None = None,
+    ) -> Some:
         """Returns what a function returns that encodes a turn's prompt; it runs in a thread.
 
         work: called with a function that raises when nobody waits for the prompt any more, because the task was
-        cancelled or the engine ends. undo: called with the result if the task was cancelled before it came.
+        cancelled or the engine ends. undo: called with the result if the task was cancelled before it came. pool: whose
+        thread; None for one by the prompt's length.
         """
         gone = threading.Event()
 
@@ -201,7 +226,8 @@ class Core:
             if not future.cancelled() and future.exception() is None:
                 undo(future.result())
 
-        pool = self._long if _characters([turn.prompt, turn.messages]) > _LONG else self._pool
+        if pool is None:
+            pool = self._long if _characters([turn.prompt, turn.messages]) > _LONG else self._pool
         future = asyncio.get_running_loop().run_in_executor(pool, work, check)
         try:
             return await asyncio.shield(future)
@@ -214,7 +240,7 @@ class Core:
         """Returns the state of an answer that begins."""
         hide = str if self.options.show_text else hidden
         cancel = lambda: self.engine.cancel(ticket)
-        return Answering(self.engine.tokenizer, turn, splitter, self._tokens, cancel, hide)
+        return Answering(self.engine.tokenizer, turn, splitter, self.tokens, cancel, hide)
 
     def _report(self, left_out: tuple[str, ...]) -> None:
         """Logs, once, which tools of a request this server cannot run."""

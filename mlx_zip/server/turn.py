@@ -158,7 +158,8 @@ class Done:
     """The end. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended it.
 
     reasoning_tokens: those of the base tokens that were reasoning. left_out: as in `Turn`. differs: None if the prompt
-    goes on from a kept conversation, or none begins as it does.
+    goes on from a kept conversation, or none begins as it does. unshown: log-probabilities, if they were asked for, of
+    the last tokens, which added no text: an eos, part of a character.
     """
 
     reason: str
@@ -167,6 +168,7 @@ class Done:
     reasoning_tokens: int = 0
     left_out: tuple[str, ...] = ()
     differs: Differs | None = None
+    unshown: tuple[TokenLogprob, ...] = ()
 
 
 Delta = Waiting | Text | Reasoning | ToolCall | Learned | Live | Done

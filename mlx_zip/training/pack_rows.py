@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -61,10 +62,9 @@ class PackAndModelTrainee(Trainee):
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Returns the batch with `in_pack` [U] int32: the place of each distinct entry in the pack, P for none."""
-        size, slots = len(self.output_rows), batch.arrays["slots"]
-        places = np.full(len(batch.arrays["entries"]), size, np.int32)
-        places[slots[0, :size]] = np.arange(size)
-        return replace(batch, arrays={**batch.arrays, "in_pack": places})
+        size = len(self.output_rows)
+        places = places_in_pack(batch.arrays, size)
+        return replace(batch, arrays={**batch.arrays, "in_pack": np.where(places < 0, size, places).astype(np.int32)})
 
     def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
         """Returns the encoder's rows, with those of the pack's entries added to them."""
@@ -78,6 +78,19 @@ class PackAndModelTrainee(Trainee):
         read, output = encoded_rows(self.model, entries, params)
         rows = {"output_rows": output + self.output_rows}
         return rows if self.model.sides_are_one else {**rows, "input_rows": read + self.input_rows}
+
+
+def places_in_pack(arrays: Mapping[str, NDArray[Any]], pack: int) -> NDArray[np.int64]:
+    """Returns the place of each distinct entry in the pack, -1 for none, [U].
+
+    arrays: those of a `Batch`, whose samples have the pack's entries in their first `pack` slots, in one order; plain
+    samples have no entry.
+    """
+    places = np.full(len(arrays["entries"]), -1)
+    with_pack = np.flatnonzero(arrays["available"].max(1) >= pack)
+    if pack and len(with_pack):
+        places[arrays["slots"][with_pack[0], :pack]] = np.arange(pack)
+    return places
 
 
 def _with_zero(rows: mx.array) -> mx.array:
@@ -99,16 +112,14 @@ def encoded_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecPa
 def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int, padding: Padding = CLOSE) -> dict[str, NDArray]:
     """Returns a batch's arrays for a model that already has rows for the pack's entries.
 
-    arrays: those of a `Batch` whose samples all have the pack's entries in their first `pack` slots, in one order.
-    distinct: number of real entries, which come before the padding. padding: rules for the arrays' sizes. "Grown"
-    entries are those outside the pack.
+    arrays: as of `places_in_pack`. distinct: number of real entries, which come before the padding. padding: rules for
+    the arrays' sizes. "Grown" entries are those outside the pack.
 
     entries, lengths: only of grown entries. slots: index of each slot's row in [pack rows | grown rows]. read: the
     grown entries that inputs use, as indices into `entries`. input_rows: index of each input's row in [pack rows | rows
     of `read`], -1 for a base id.
     """
-    place = np.full(len(arrays["entries"]), -1)  # index of each entry in [pack | grown]
-    place[arrays["slots"][0, :pack]] = np.arange(pack)
+    place = places_in_pack(arrays, pack)  # of each entry in [pack | grown]
     grown = np.flatnonzero(place[:distinct] < 0)
     place[grown] = pack + np.arange(len(grown))
     read = place[arrays["read"][: int(arrays["input_rows"].max()) + 1]]

@@ -227,12 +227,11 @@ _SECOND = Leg(
     ),
 )
 SECOND = Settings(
-    talk=Talk(train=500_000),
     packs=Packs(codebook_size=3104, mixed=_SHARES, chosen=Chosen(3072, 1_500_000, 2, 180_000, 2.5, 30)),
     legs=(
         _SECOND,
         replace(
-            _SECOND, start=0.4, samples=2800, plain=700, iters=3400, seed=2, learning_rate=7e-4, min_learning_rate=2e-5
+            _SECOND, start=0.4, samples=1840, plain=460, iters=2200, seed=2, learning_rate=7e-4, min_learning_rate=2e-5
         ),
     ),
 )

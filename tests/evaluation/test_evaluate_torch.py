@@ -10,7 +10,7 @@ from mlx_lm.models import llama
 torch = pytest.importorskip("torch")
 
 from mlx_zip import cli  # noqa: E402
-from mlx_zip.cuda import evaluated  # noqa: E402
+from mlx_zip.cuda import scorer  # noqa: E402
 from mlx_zip.cuda.evaluated import EvaluatedModel, load_evaluated  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.errors import DataError  # noqa: E402
@@ -80,8 +80,8 @@ def test_parts_small_enough_for_the_memory_give_the_same_scores(monkeypatch, log
     _, other = both("llama", tmp_path / "m", canonical=True)
     rows = [compress_row(other, np.array(tiny.base_ids(50, seed), np.uint32)) for seed in range(2)]
     expected = score(other, rows)
-    monkeypatch.setattr(evaluated, "LOGITS", logits)
-    monkeypatch.setattr(evaluated, "CHUNK", 16)
+    monkeypatch.setattr(scorer, "LOGITS", logits)
+    monkeypatch.setattr(scorer, "CHUNK", 16)
     for one, before in zip(score(other, rows), expected, strict=True):
         np.testing.assert_allclose(one.logprobs, before.logprobs, atol=1e-4)
         assert one.greedy.tolist() == before.greedy.tolist()

@@ -70,7 +70,8 @@ def test_openais_client_reads_completions(served):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"echo": "yes"}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"prompt": []}, "prompt"),
@@ -88,6 +89,72 @@ def test_what_is_not_supported_is_refused_by_name(served, fields, param):
     answer = ask(served, **fields)
     assert answer.status == 400
     assert answer.json["error"]["param"] == param
+
+
+PROMPT = "a boat, a boat and a boat"
+
+
+def test_an_echoed_prompt_stands_before_its_answer(served):
+    answer = ask(served, [PROMPT, "x"], echo=True, n=2).json
+    assert [choice["text"] for choice in answer["choices"]] == [PROMPT + TEXT] * 2 + ["x" + TEXT] * 2
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_log_probabilities_of_an_echoed_prompt_are_those_of_base_tokens(served, as_ids):
+    ids = tokenizer().encode(PROMPT)
+    choice = ask(served, ids if as_ids else PROMPT, echo=True, logprobs=2, max_tokens=1).json["choices"][0]
+    found = choice["logprobs"]
+    count = len(ids)
+    bos = "<s>"  # is no part of a prompt that was given as text
+    assert choice["text"] == ("" if not as_ids else bos) + "".join(found["tokens"][1:])
+    begin = len(bos) if as_ids else 0
+    offsets = [begin + len("".join(found["tokens"][1:i])) for i in range(1, len(found["tokens"]))]
+    assert (found["tokens"][0], found["text_offset"]) == (bos, [0, *offsets])
+    # the fake engine reads the first id alone, then two at a time
+    assert found["token_logprobs"][:count] == [None, *[0.0, -0.5] * ((count - 1) // 2), *[-0.5] * ((count - 1) % 2)]
+    assert found["top_logprobs"][0] is None
+    for at in range(1, count):
+        token, likely = found["tokens"][at], found["top_logprobs"][at]
+        assert max(likely, key=likely.get) == token
+        assert len(likely) == (1 if found["token_logprobs"][at] == 0.0 else 2)
+    assert len(found["tokens"]) == count + 1
+
+
+def test_an_echo_alone_writes_nothing(served):
+    answer = ask(served, [PROMPT, "x y"], echo=True, logprobs=0, max_tokens=0, n=2).json
+    assert [choice["text"] for choice in answer["choices"]] == [PROMPT, PROMPT, "x y", "x y"]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    counts = [len(tokenizer().encode(text)) for text in (PROMPT, "x y")]
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"][::2]] == counts
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (sum(counts), 0)
+    assert served.core.engine.told.submissions == []
+
+
+def test_an_echo_ends_with_the_log_probability_of_the_eos(served):
+    with_echo, without = (ask(served, PROMPT, logprobs=1, echo=one).json["choices"][0] for one in (True, False))
+    count = len(tokenizer().encode(PROMPT))
+    found = with_echo["logprobs"]
+    assert found["tokens"][count:] == [*without["logprobs"]["tokens"], ""]
+    assert found["token_logprobs"][-1] == -0.5
+    assert found["text_offset"][-1] == len(PROMPT + TEXT)
+
+
+@pytest.mark.parametrize("most", [0, 3, 100])
+def test_a_stream_echoes_what_the_whole_answer_echoes(served, most):
+    fields = {"echo": True, "logprobs": 2, "max_tokens": most}
+    whole = ask(served, PROMPT, **fields).json["choices"][0]
+    *chunks, end = events(ask(served, PROMPT, **fields, stream=True).body)
+    assert end == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    assert {name: [one for part in parts for one in part[name]] for name in whole["logprobs"]} == whole["logprobs"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == ("stop" if most == 100 else "length")
+
+
+def test_an_echoed_prompt_that_is_too_long_is_refused_as_any(served):
+    answer = ask(served, "a boat " * 3000, echo=True, logprobs=0)
+    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_an_answer_is_not_noted_for_plain_prompts():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from mlx_zip.engine import (
     Likely,
     Origin,
     Progress,
+    PromptId,
     SessionInfo,
     Started,
     Submission,
@@ -201,6 +202,15 @@ class FakeEngine(Engine):
         self.check_pack(pack)
         params = CodecParams(self.info.vocab_size, 4096, 4, start=None if pack is None else pack.entries)
         return len(compress(params, base_ids)[0])
+
+    def prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
+        """The first id alone, then hypertokens of two base ids; the second of `likely` is id 5."""
+        self._check(Submission(base_ids))
+        yield PromptId((base_ids[0],))
+        for at in range(1, len(base_ids), 2):
+            one = tuple(base_ids[at : at + 2])
+            likely = (Likely(one, -0.5), Likely((5,), -math.inf))
+            yield PromptId(one, -0.5, likely[:top_logprobs])
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         self.told.notes.append((key, list(base_ids)))

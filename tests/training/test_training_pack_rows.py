@@ -20,7 +20,7 @@ from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.optimizer import make_optimizer
 from mlx_zip.training.pack_rows import PackAndModelTrainee
 from mlx_zip.training.run import make_stepper, train
-from mlx_zip.training.shards import ShardWriter, codec_record, write_index
+from mlx_zip.training.shards import Sample, ShardWriter, codec_record, write_index
 from mlx_zip.training.starting_model import freeze
 from mlx_zip.training.stepping import Stepper, to_device
 from mlx_zip.vocab.packs import IN_ADAPTER, load_pack
@@ -251,3 +251,18 @@ def test_rows_without_a_pack_and_losses_that_have_no_place_for_them_are_refused(
         settings(pack_rows=True, token_type=0.1)
     with pytest.raises(TrainingError, match="pack_rows, which is off"):
         settings(pack_learning_rate=1e-3)
+
+
+def test_a_plain_sample_among_others_changes_no_row_of_the_pack():
+    trainee = with_random_rows(PackAndModelTrainee(model_of("llama", False, True), len(START)))
+    plain = Sample(np.array(words(30, 7), np.uint32), np.ones(30, np.bool_), 30, 60, plain=True)
+
+    def nats(samples: list[Any]) -> float:
+        batch = trainee.prepare_batch(make_batch(samples, TINY, canonical=True))
+        return float(trainee.losses(to_device(batch))["nats"].item())
+
+    alone = nats([plain])
+    assert nats([plain, *samples_of()]) == pytest.approx(alone + nats(samples_of()), rel=1e-5)
+    assert nats([*samples_of(), plain]) == pytest.approx(alone + nats(samples_of()), rel=1e-5)
+    none = Trainee(trainee.model, LossWeights())
+    assert alone == pytest.approx(float(none.losses(to_device(make_batch([plain], TINY)))["nats"].item()), rel=1e-5)
