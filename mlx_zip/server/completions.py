@@ -30,6 +30,7 @@ from mlx_zip.server.turn import Text as TextDelta
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 MOST_PROMPTS = 64
+MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # as many as the model's context has
 
@@ -111,10 +112,15 @@ async def _whole(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> di
 
 
 async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
-    """Returns the prompt of each turn as it comes back; [] if none is asked for."""
-    if not asked.echo:
-        return []
-    return [echo for turn in turns[:: asked.n] for echo in [await echo_of(core, turn)] * asked.n]
+    """Returns the prompt of each turn as it comes back; [] if none is asked for. Raises `BodyError` for too many."""
+    echoes = list[Echo]()
+    for turn in turns[:: asked.n] if asked.echo else ():
+        echoes += [await echo_of(core, turn)] * asked.n
+        if sum(len(echo.tokens) for echo in echoes) * (1 + (asked.logprobs or 0)) > MOST_ECHOED:
+            raise BodyError(
+                f"there are more than {MOST_ECHOED} log-probabilities; send fewer prompts at once", "prompt"
+            )
+    return echoes
 
 
 def _head(core: Core) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from mlx_zip import generate, load
 from mlx_zip.engine.mlx_engine import open_engine
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.split_engine import open_split_engine
+from mlx_zip.errors import GenerationError
 from mlx_zip.vocab.packs import Pack
 from support import tiny
 from support.processes import Command, wait_all
@@ -121,6 +122,14 @@ def test_a_request_that_came_just_before_closing_is_answered_on_one_machine_of_a
     go.set()
     engine._thread.join(LIMIT_S)
     assert asked[0].wait().end.reason == "length"
+
+
+def test_how_likely_a_prompt_is_nobody_is_told_and_the_engine_goes_on(tmp_path):
+    folder = write_model(tmp_path / "model", "llama")
+    with open_split_engine(mx.distributed.init(), folder, sessions=None) as engine:
+        with pytest.raises(GenerationError, match="split over several machines does not tell"):
+            engine.prompt_ids(tiny.base_ids(9))
+        assert ask(engine, tiny.base_ids(9), max_tokens=5)[1].wait().end.reason == "length"
 
 
 # ---- mlx_zip serve

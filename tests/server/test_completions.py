@@ -157,6 +157,15 @@ def test_an_echoed_prompt_that_is_too_long_is_refused_as_any(served):
     assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
+def test_an_echo_of_too_many_log_probabilities_is_refused(served, monkeypatch):
+    monkeypatch.setattr("mlx_zip.server.completions.MOST_ECHOED", 40)
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    assert ask(served, [[1] * 10, [1] * 10], **fields).status == 200
+    refused = ask(served, [[1] * 10, [1] * 11], **fields)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
+    assert "more than 40 log-probabilities" in refused.json["error"]["message"]
+
+
 def test_an_answer_is_not_noted_for_plain_prompts():
     engine = FakeEngine(Script())
     with serving(engine) as served:
