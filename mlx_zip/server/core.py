@@ -161,6 +161,7 @@ class Core:
 
     def _prompt_ids(self, turn: Turn, check: Check) -> list[int]:
         """Returns the base ids of a turn's prompt. Raises `GenerationError`, and what `check` raises."""
+        check()
         tokenizer, encode = self.engine.tokenizer, LongEncoding(self._texts, check)
         if turn.prompt is not None:
             return encode_prompt(tokenizer, turn.prompt, encode=encode)
@@ -201,7 +202,7 @@ class Core:
             if not future.cancelled() and future.exception() is None:
                 undo(future.result())
 
-        pool = self._long if _characters([turn.prompt, turn.messages]) > _LONG else self._pool
+        pool = self._long if _is_long(turn) else self._pool
         future = asyncio.get_running_loop().run_in_executor(pool, work, check)
         try:
             return await asyncio.shield(future)
@@ -231,12 +232,18 @@ class Core:
             call(done)
 
 
+def _is_long(turn: Turn) -> bool:
+    """Returns whether a turn's prompt is made of more than `_LONG` characters."""
+    tools = [(tool.description, tool.parameters) for tool in turn.tools]
+    return _characters([turn.prompt, turn.messages, turn.prefill, tools, turn.template_options]) > _LONG
+
+
 def _characters(value: Any) -> int:
-    """Returns the number of characters of all texts in a value."""
+    """Returns the number of characters of all texts in a value, names of fields included."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_characters, value.values()))
+        return _characters([*value.keys(), *value.values()])
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
