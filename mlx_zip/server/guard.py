@@ -11,7 +11,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_zip.server.errors import RequestError, dialect_of, failure_of
 from mlx_zip.server.options import Options
 
-
 Refuse = Callable[[Options, str, Headers], RequestError | None]
 
 
