@@ -17,6 +17,8 @@ from mlx_zip.text.tokenizer import think_marks
 
 MOST_CALLS = 16  # in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_LISTS_NONE = {"type": "object", "properties": {}, "required": []}
+_ABOUT = frozenset({"title", "description", "$schema", "$id", "$comment"})
 
 
 def make_constraint(
@@ -165,8 +167,14 @@ def _call(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
 
 
 def _object(tool: Tool) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments, which are an object. Raises `GenerationError` for another type."""
-    parameters = dict(tool.parameters) or _NO_ARGUMENTS
+    """Returns the schema of a tool's arguments, which are an object. Raises `GenerationError` for another type.
+
+    A tool that is not strict has no arguments if its schema lists none and says nothing of others.
+    """
+    parameters = dict(tool.parameters)
+    said = {**_LISTS_NONE, **{key: value for key, value in parameters.items() if key not in _ABOUT}}
+    if not parameters or ("properties" in parameters and said == _LISTS_NONE and not tool.strict):
+        return _NO_ARGUMENTS
     if parameters.setdefault("type", "object") != "object":
         raise GenerationError(f"the parameters of the tool {tool.name!r:.80} must be an object")
     return parameters

@@ -172,6 +172,25 @@ def test_objects_of_forced_calls_have_only_the_properties_that_are_listed(name):
     assert allowed(parameters, bad, strict=True)  # a strict schema means what it says
 
 
+NONE = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"required": []}, {"title": "Now", "$schema": "http://json-schema.org/draft-07/schema"}]
+)
+def test_a_forced_call_of_a_tool_that_lists_no_arguments_has_none(more):
+    assert allowed(NONE | more, "{}")
+    assert not allowed(NONE | more, '{"b": 1}')
+    assert allowed(NONE | more, '{"b": 1}', strict=True)
+
+
+@pytest.mark.parametrize(
+    "more", [{"additionalProperties": True}, {"anyOf": [INNER | {"additionalProperties": True}]}, {"minProperties": 1}]
+)
+def test_a_tool_that_lists_no_arguments_and_speaks_of_others_has_them(more):
+    assert allowed(NONE | more, '{"b": 1}')
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
