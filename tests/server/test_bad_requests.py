@@ -58,6 +58,7 @@ BODIES = [
     ({"stop": ["a"] * 33}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop.0"),
+    ({"stop": {}}, "stop"),
     ({"seed": 0.5}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
