@@ -195,8 +195,10 @@ class Core:
         gone = threading.Event()
 
         def check() -> None:
-            if gone.is_set() or not self.engine.alive:
-                raise EngineStoppedError("nobody waits for this prompt any more, or the server is stopping")
+            if gone.is_set():
+                raise EngineStoppedError("nobody waits for this prompt any more")
+            if not self.engine.alive:
+                raise EngineStoppedError("the server is stopping, so this prompt was not read to its end")
 
         def ended(future: asyncio.Future[Some]) -> None:
             if not future.cancelled() and future.exception() is None:

@@ -129,7 +129,9 @@ def test_a_prompt_that_is_being_encoded_is_given_up_when_the_server_ends():
         served.server.should_exit = True
         assert until(lambda: not engine.alive)
         tokenizer.go_on.set()
-        assert connection.recv(1000).startswith(b"HTTP/1.1 503 ")
+        answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"message":"the server is stopping' in answer
         connection.close()
     assert tokenizer.long == 2
 
