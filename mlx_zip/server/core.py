@@ -31,7 +31,7 @@ Some = TypeVar("Some")
 _THREADS = 4
 _LONG = 1 << 18  # characters of a turn that waits for its turn among the long ones, so that short ones do not wait
 _AS_WRITTEN = ("system", "user", "tool")  # roles of messages that chat templates never shorten
-_MOST_REPORTED = 100
+_MOST_REPORTED = 100  # tools that the log names
 
 
 class Stop:
@@ -68,7 +68,7 @@ class Core:
         self.on_purge: list[Callable[[], int]] = []  # each forgets what is kept of answers, and returns how many
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
-        self._reported: set[tuple[str, ...]] = set()
+        self._reported: set[str] = set()
         self._packs = Packs(self.options.packs, self.options.pack)
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
@@ -220,10 +220,11 @@ class Core:
         return Answering(self.engine.tokenizer, turn, splitter, self._tokens, cancel, hide)
 
     def _report(self, left_out: tuple[str, ...]) -> None:
-        """Logs, once, which tools of a request this server cannot run."""
-        if left_out and left_out not in self._reported and len(self._reported) < _MOST_REPORTED:
-            self._reported.add(left_out)
-            log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, left_out)))
+        """Logs the tools of a request that this server cannot run, each tool once."""
+        new = [label for label in dict.fromkeys(left_out) if label not in self._reported]
+        if new := new[: _MOST_REPORTED - len(self._reported)]:
+            self._reported.update(new)
+            log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, new)))
 
     def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
         """Has the engine remember the base ids of an answer that a later prompt may hold, and counts the answer."""
