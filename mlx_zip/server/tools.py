@@ -66,7 +66,7 @@ def _body(tokenizer: Any, turn: Turn) -> list[str] | None:
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_by(turn.schema)}"
     if not (forced or any(tool.strict for tool in tools)):
-        return None if schema is None else _schema_only(tokenizer, schema, tools)
+        return None if schema is None else _schema_only(tokenizer, schema, tools, turn.parallel_tool_calls)
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(
@@ -82,14 +82,16 @@ def _body(tokenizer: Any, turn: Turn) -> list[str] | None:
     return [*_free(tokenizer, form, turn.parallel_tool_calls), *calls]
 
 
-def _schema_only(tokenizer: Any, schema: str, tools: Sequence[Tool]) -> list[str]:
-    """Returns the rules for an answer by a schema; with tools, calls in the model's format may come instead."""
+def _schema_only(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bool) -> list[str]:
+    """Returns the rules for an answer by a schema; with tools, a call in the model's format, or several, may come
+    instead.
+    """
     if not tools:
         return ["body: answer", schema]
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(f"a schema and tools cannot go together in this model's format of calls, {form.kind}")
-    return ["body: answer | calls", schema, *_calls(tokenizer, form, tools, True)]
+    return ["body: answer | calls", schema, *_calls(tokenizer, form, tools, several)]
 
 
 def _named(tools: Sequence[Tool], name: str) -> list[Tool]:

@@ -101,6 +101,17 @@ def test_one_call_only_where_parallel_calls_are_off():
     assert max(len(answer(TAGS, asked(tools=[ADD], tool_choice="required"), s)[1]) for s in range(10)) > 1
 
 
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_beside_a_schema_there_are_as_many_calls_as_parallel_calls_allow(strict, several):
+    tools, schema = [Tool("t", "", strict=strict)], {"type": "boolean"}
+    constraint = make_constraint(TAGS, asked(tools=tools, schema=schema, parallel_tool_calls=several), CLOSED)
+    call = '<tool_call>\n{"name": "t", "arguments": {}}\n</tool_call>'
+    for text, fits in ((call, True), (f"{call}\n{call}", several)):
+        ids = [*TAGS.encode(text, add_special_tokens=False), TAGS.eos_token_id]
+        assert constraint.accepts(ids) == fits
+
+
 def test_the_grammar_begins_after_the_reasoning():
     begun = TAGS.encode("<think>\n", add_special_tokens=False)
     for prompt_ids, before in ((begun, "I think"), ((), "<think>hm")):
