@@ -296,6 +296,16 @@ def test_what_a_refused_client_still_sends_does_not_cost_it_its_answer(served, s
         assert read_all(connection).startswith(f"HTTP/1.1 {status} ".encode())
 
 
+@pytest.mark.parametrize("more", [1, 3_000_000])
+def test_what_follows_the_last_request_of_a_connection_does_not_cost_it_its_answer(served, more):
+    last = post(PATH, {"messages": []}, "Connection: close")
+    with served.raw(last + b"x" * more) as connection:
+        for _ in range(10):
+            connection.sendall(b"x" * 100_000)
+            time.sleep(0.01)
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.parametrize(("bound", "most"), [("LINGER_S", 0.1), ("LINGER_BYTES", 100_000)])
 def test_a_refused_client_that_goes_on_sending_is_cut_off(served, monkeypatch, bound, most):
     monkeypatch.setattr("mlx_zip.server.connection.LINGER_S", 1000)
