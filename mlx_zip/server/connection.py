@@ -83,7 +83,7 @@ class Connection(H11Protocol):
         if self._has_eof:
             return False
         partly = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
-        return partly or self.flow.read_paused or bool(self.conn.trailing_data[0])
+        return partly or bool(self.conn.trailing_data[0])
 
     def linger(self) -> None:
         """Reads on for a while and keeps nothing, so that the client reads its answer, and closes the connection.
@@ -133,6 +133,9 @@ class Connection(H11Protocol):
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: some clients offer HTTP/2 with every request, and are answered as if they did not."""
 
     def _path(self) -> str:
         """Returns the path of the request under way, or what stands in its place in what is no HTTP."""

@@ -137,6 +137,14 @@ def test_answers_under_way_end_before_the_server_stops():
     assert b'"finish_reason":"stop"' in answer
 
 
+def test_no_thread_stays_when_the_server_has_ended():
+    before = set(threading.enumerate())
+    with serving(FakeEngine()) as served:
+        assert served.chat().status == 200
+        assert served.chat("Tell me of the boat. " * 20_000).status == 400
+    assert until(lambda: set(threading.enumerate()) <= before)
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "error", "end"),
     [
