@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, Submission, Ticket
-from mlx_zip.errors import EngineStoppedError
+from mlx_zip.errors import EngineStoppedError, GenerationError
 from mlx_zip.server.answering import Answering, hidden
 from mlx_zip.server.options import Options
 from mlx_zip.server.packs import PackInfo, Packs
@@ -102,8 +102,15 @@ class Core:
     async def answers(self, turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields the deltas of several answers as they come, each with the index of its turn.
 
-        All turns are submitted before the first delta is yielded. An error of one ends all.
+        All turns are submitted before the first delta is yielded. An error of one ends all. Raises `GenerationError`
+        for more turns than the engine takes at a time.
         """
+        most = self.engine.info.max_requests
+        if most is not None and len(turns) > most:
+            raise GenerationError(
+                f"this request asks for {len(turns)} answers, and this server takes at most {most} at a time: ask for "
+                "fewer (prompts, n)"
+            )
         if len(turns) == 1:
             async with aclosing(self.answer(turns[0])) as deltas:
                 async for delta in deltas:
