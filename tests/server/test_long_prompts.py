@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, any_role
-from support.http_server import post, serving, until
+from support.http_server import post, read_all, serving, until
 
 LONG = "Once upon a time there was a boat. " * 30_000  # a megabyte
 USER, HI = [{"role": "user", "content": LONG}], [{"role": "user", "content": "Hi"}]
@@ -129,7 +129,7 @@ def test_a_prompt_that_is_being_encoded_is_given_up_when_the_server_ends():
         served.server.should_exit = True
         assert until(lambda: not engine.alive)
         tokenizer.go_on.set()
-        answer = connection.recv(1000)
+        answer = read_all(connection)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'"message":"the server is stopping' in answer
         connection.close()
