@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def _running(url: str) -> Server:
     except urllib.error.HTTPError as error:
         hint = f"; set {API_KEY} to its key" if error.code == 401 else ""
         raise GenerationError(f"--url {url}: the server answers {error.code}{hint}") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         why = getattr(error, "reason", None) or error
         raise GenerationError(f"--url {url}: no server of mlx_zip answers ({why}); start one: mlx_zip serve") from error
 

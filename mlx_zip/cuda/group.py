@@ -183,9 +183,8 @@ class CudaReading:
         """
         row, begin = self.job.cache.row, self._done
         if (room := self._batch.room(row)) <= self.left:
-            raise PromptTooLongError(
-                f"the prompt has {self.left} ids to read, and there is room for {room - 1} beside an answer; shorten it"
-            )
+            tokens, why = len(self.job.checked.base_ids), f"the KV caches have room for {self._batch.capacity} ids"
+            raise PromptTooLongError.of(tokens, self.job.fitting(room - 1), why)
         end = min(begin + at_most, len(self._ids))
         self._batch.read(row, self._ids[begin:end], more=end < len(self._ids))
         self._done = end

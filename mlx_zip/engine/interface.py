@@ -200,6 +200,7 @@ class EngineInfo:
     """What a model is. name: as it was asked for. vocab_size: base ids are below it. context: positions, None without
     a limit. merge_size, codebook_size: 0 for a model without hypertokens. fingerprint: of weights and tokenizer.
     max_prompt_tokens: base tokens that no prompt can exceed, however well it compresses; None without a limit.
+    max_requests: how many can run and wait at a time, None without a limit.
     """
 
     name: str
@@ -209,6 +210,7 @@ class EngineInfo:
     codebook_size: int
     fingerprint: str
     max_prompt_tokens: int | None = None
+    max_requests: int | None = None
 
 
 @dataclass(frozen=True)

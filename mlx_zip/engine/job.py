@@ -113,7 +113,7 @@ class Job:
         context = served.context
         room = math.inf if context is None else context - used
         if context is not None and room < 1:
-            raise context_error(len(base_ids), self._fitting(context, found.ids), context)
+            raise context_error(len(base_ids), self.fitting(context - 1 - found.ids), context)
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
@@ -121,11 +121,10 @@ class Job:
         self._per_id = served.kv_bytes_per_id
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
-    def _fitting(self, context: int, held: int) -> int:
-        """Returns how many base tokens of the prompt fit into a context. held: ids that the session holds."""
-        if self.book is None or self._by_base:
-            return context - 1
-        return tokens_of(self.book.copy(), self.prompt_ids[: max(0, context - 1 - held)])
+    def fitting(self, room: int) -> int:
+        """Returns how many base tokens of the prompt fit where there is room for `room` of `prompt_ids`."""
+        ids = self.prompt_ids[: max(0, room)]
+        return self.cached_tokens + len(ids) if self.book is None else tokens_of(self.book.copy(), ids)
 
     @property
     def book(self) -> Any:

@@ -229,7 +229,7 @@ class ThreadedEngine(Engine):
         """Loads the model and makes what serves it."""
         options = self._options
         served = self._served(load, name)
-        self.info = _bounded(served.info, options.max_prompt_tokens)
+        self.info = _bounded(served.info, options)
         bound = self._kv_bound(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
@@ -333,7 +333,8 @@ class ThreadedEngine(Engine):
             log.exception("sessions could not be written")
 
 
-def _bounded(info: EngineInfo, most: int | None) -> EngineInfo:
-    """Returns what a model is, with a further bound on a prompt's base tokens, None for none."""
-    bounds = [bound for bound in (info.max_prompt_tokens, most) if bound is not None]
-    return replace(info, max_prompt_tokens=min(bounds, default=None))
+def _bounded(info: EngineInfo, options: ServeOptions) -> EngineInfo:
+    """Returns what a model is, with the bounds of an engine's options."""
+    bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
+    most = options.max_running + options.max_waiting
+    return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)

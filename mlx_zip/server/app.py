@@ -19,7 +19,7 @@ from mlx_zip.server import anthropic, chat, completions, responses, sessions
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import dialect_of, failure_of, json_bytes
-from mlx_zip.server.guard import Guard
+from mlx_zip.server.guard import Guard, refused_key, refused_place
 from mlx_zip.server.http import ClientGone, json_response
 from mlx_zip.server.metrics import Counted, Metrics
 from mlx_zip.server.openapi import description
@@ -48,7 +48,7 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
     routes.append(_description(routes))
     origins = list(options.allowed_origins)
     browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=["*"])
-    outer = [browsers] if origins else []
+    guards = [Middleware(Guard, options=options, refuse=refuse) for refuse in (refused_place, refused_key)]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -57,7 +57,7 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Counted, metrics=metrics), *outer, Middleware(Guard, options=options)],
+        middleware=[Middleware(Counted, metrics=metrics), guards[0], *([browsers] if origins else []), guards[1]],
         exception_handlers={MlxZipError: _failed, HTTPException: _failed, ClientGone: _gone, Exception: _failed},
         lifespan=lifespan,
     )

@@ -14,6 +14,7 @@ from mlx_zip.server.errors import Failure, dialect_of, json_bytes
 from mlx_zip.server.options import Options
 
 MOST_BEGUN = 100  # bytes that are kept of what may be no HTTP
+MOST_AHEAD = 64 << 10  # bytes of further requests that are read while one is answered
 HALF_CLOSED_S = 0.25  # in which a client that has closed its sending side still gets an answer
 LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # how long, and how much of a refused request, is read behind its answer
 
@@ -50,6 +51,13 @@ class Connection(H11Protocol):
             self._begun = (self._begun + data[:MOST_BEGUN])[:MOST_BEGUN]
         super().data_received(data)
         self._expect_head()
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Goes on reading behind a request that is being answered: else nobody would notice that its client leaves."""
+        is_paused = self.flow.read_paused and not self._waits_for_head and self.conn.their_state is h11.DONE
+        if is_paused and len(self.conn.trailing_data[0]) < MOST_AHEAD:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         """Goes on with the next request, of which bytes may have come already."""
@@ -75,7 +83,7 @@ class Connection(H11Protocol):
         if self._has_eof:
             return False
         partly = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
-        return partly or self.flow.read_paused or bool(self.conn.trailing_data[0])
+        return partly or bool(self.conn.trailing_data[0])
 
     def linger(self) -> None:
         """Reads on for a while and keeps nothing, so that the client reads its answer, and closes the connection.
@@ -125,6 +133,9 @@ class Connection(H11Protocol):
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: some clients offer HTTP/2 with every request, and are answered as if they did not."""
 
     def _path(self) -> str:
         """Returns the path of the request under way, or what stands in its place in what is no HTTP."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
-from mlx_zip.errors import EngineStoppedError
+from mlx_zip.errors import EngineStoppedError, GenerationError
 from mlx_zip.server.answering import Answering, hidden
 from mlx_zip.server.options import Options
 from mlx_zip.server.packs import PackInfo, Packs
@@ -31,7 +31,7 @@ Some = TypeVar("Some")
 _THREADS = 4
 _LONG = 1 << 18  # characters of a turn that waits for its turn among the long ones, so that short ones do not wait
 _AS_WRITTEN = ("system", "user", "tool")  # roles of messages that chat templates never shorten
-_MOST_REPORTED = 100
+_MOST_REPORTED = 100  # tools that the log names
 
 
 class Stop:
@@ -69,7 +69,7 @@ class Core:
         self.on_purge: list[Callable[[], int]] = []  # each forgets what is kept of answers, and returns how many
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self.tokens = TokenTexts(engine.tokenizer)
-        self._reported: set[tuple[str, ...]] = set()
+        self._reported: set[str] = set()
         self._packs = Packs(self.options.packs, self.options.pack)
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
@@ -104,8 +104,15 @@ class Core:
     async def answers(self, turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields the deltas of several answers as they come, each with the index of its turn.
 
-        All turns are submitted before the first delta is yielded. An error of one ends all.
+        All turns are submitted before the first delta is yielded. An error of one ends all. Raises `GenerationError`
+        for more turns than the engine takes at a time.
         """
+        most = self.engine.info.max_requests
+        if most is not None and len(turns) > most:
+            raise GenerationError(
+                f"this request asks for {len(turns)} answers, and this server takes at most {most} at a time: ask for "
+                "fewer (prompts, n)"
+            )
         if len(turns) == 1:
             async with aclosing(self.answer(turns[0])) as deltas:
                 async for delta in deltas:
@@ -179,6 +186,7 @@ class Core:
 
     def _prompt_ids(self, turn: Turn, check: Check) -> list[int]:
         """Returns the base ids of a turn's prompt. Raises `GenerationError`, and what `check` raises."""
+        check()
         tokenizer, encode = self.engine.tokenizer, LongEncoding(self._texts, check)
         if turn.prompt is not None:
             return encode_prompt(tokenizer, turn.prompt, encode=encode)
@@ -219,15 +227,17 @@ class Core:
         gone = threading.Event()
 
         def check() -> None:
-            if gone.is_set() or not self.engine.alive:
-                raise EngineStoppedError("nobody waits for this prompt any more, or the server is stopping")
+            if gone.is_set():
+                raise EngineStoppedError("nobody waits for this prompt any more")
+            if not self.engine.alive:
+                raise EngineStoppedError("the server is stopping, so this prompt was not read to its end")
 
         def ended(future: asyncio.Future[Some]) -> None:
             if not future.cancelled() and future.exception() is None:
                 undo(future.result())
 
         if pool is None:
-            pool = self._long if _characters([turn.prompt, turn.messages]) > _LONG else self._pool
+            pool = self._long if _is_long(turn) else self._pool
         future = asyncio.get_running_loop().run_in_executor(pool, work, check)
         try:
             return await asyncio.shield(future)
@@ -243,10 +253,11 @@ class Core:
         return Answering(self.engine.tokenizer, turn, splitter, self.tokens, cancel, hide)
 
     def _report(self, left_out: tuple[str, ...]) -> None:
-        """Logs, once, which tools of a request this server cannot run."""
-        if left_out and left_out not in self._reported and len(self._reported) < _MOST_REPORTED:
-            self._reported.add(left_out)
-            log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, left_out)))
+        """Logs the tools of a request that this server cannot run, each tool once."""
+        new = [label for label in dict.fromkeys(left_out) if label not in self._reported]
+        if new := new[: _MOST_REPORTED - len(self._reported)]:
+            self._reported.update(new)
+            log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, new)))
 
     def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
         """Has the engine remember the base ids of an answer that a later prompt may hold, and counts the answer."""
@@ -257,12 +268,18 @@ class Core:
             call(done)
 
 
+def _is_long(turn: Turn) -> bool:
+    """Returns whether a turn's prompt is made of more than `_LONG` characters."""
+    tools = [(tool.description, tool.parameters) for tool in turn.tools]
+    return _characters([turn.prompt, turn.messages, turn.prefill, tools, turn.template_options]) > _LONG
+
+
 def _characters(value: Any) -> int:
-    """Returns the number of characters of all texts in a value."""
+    """Returns the number of characters of all texts in a value, names of fields included."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_characters, value.values()))
+        return _characters([*value.keys(), *value.values()])
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 

@@ -38,6 +38,7 @@ PackNames = Annotated[
     BeforeValidator(_are_names),
 ]
 
+_OF_UNIONS = frozenset({"str", "constrained-str", "none"})  # pydantic's names of alternatives, which are no fields
 _BILLING = re.compile(r"(?m)^x-anthropic-billing-header:.*\n*")
 _WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
@@ -261,7 +262,7 @@ def _path(place: Sequence[str | int], given: Any) -> list[str]:
     for i, step in enumerate(place):
         if isinstance(step, int):
             path, given, of_type = [*path, str(step)], given[step] if isinstance(given, list) else None, False
-        elif not isinstance(given, Mapping) or "[" in step or step in ("str", "none"):
+        elif not isinstance(given, Mapping) or "[" in step or step in _OF_UNIONS:
             continue
         elif not of_type and given.get("type") == step:
             of_type = True

@@ -17,6 +17,8 @@ from mlx_zip.text.tokenizer import think_marks
 
 MOST_CALLS = 16  # in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_LISTS_NONE = {"type": "object", "properties": {}, "required": []}
+_ABOUT = frozenset({"title", "description", "$schema", "$id", "$comment"})
 
 
 def make_constraint(
@@ -64,7 +66,7 @@ def _body(tokenizer: Any, turn: Turn) -> list[str] | None:
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_by(turn.schema)}"
     if not (forced or any(tool.strict for tool in tools)):
-        return None if schema is None else _schema_only(tokenizer, schema, tools)
+        return None if schema is None else _schema_only(tokenizer, schema, tools, turn.parallel_tool_calls)
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(
@@ -80,14 +82,16 @@ def _body(tokenizer: Any, turn: Turn) -> list[str] | None:
     return [*_free(tokenizer, form, turn.parallel_tool_calls), *calls]
 
 
-def _schema_only(tokenizer: Any, schema: str, tools: Sequence[Tool]) -> list[str]:
-    """Returns the rules for an answer by a schema; with tools, calls in the model's format may come instead."""
+def _schema_only(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bool) -> list[str]:
+    """Returns the rules for an answer by a schema; with tools, a call in the model's format, or several, may come
+    instead.
+    """
     if not tools:
         return ["body: answer", schema]
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(f"a schema and tools cannot go together in this model's format of calls, {form.kind}")
-    return ["body: answer | calls", schema, *_calls(tokenizer, form, tools, True)]
+    return ["body: answer | calls", schema, *_calls(tokenizer, form, tools, several)]
 
 
 def _named(tools: Sequence[Tool], name: str) -> list[Tool]:
@@ -165,8 +169,14 @@ def _call(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
 
 
 def _object(tool: Tool) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments, which are an object. Raises `GenerationError` for another type."""
-    parameters = dict(tool.parameters) or _NO_ARGUMENTS
+    """Returns the schema of a tool's arguments, which are an object. Raises `GenerationError` for another type.
+
+    A tool that is not strict has no arguments if its schema lists none and says nothing of others.
+    """
+    parameters = dict(tool.parameters)
+    said = {**_LISTS_NONE, **{key: value for key, value in parameters.items() if key not in _ABOUT}}
+    if not parameters or ("properties" in parameters and said == _LISTS_NONE and not tool.strict):
+        return _NO_ARGUMENTS
     if parameters.setdefault("type", "object") != "object":
         raise GenerationError(f"the parameters of the tool {tool.name!r:.80} must be an object")
     return parameters

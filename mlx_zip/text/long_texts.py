@@ -45,26 +45,39 @@ class LongTexts:
         if size > NO_PROMPT:
             self.check_bytes((size - NO_PROMPT) // (MOST_ESCAPED * prompts))
 
-    def pieces(self, text: str) -> Iterator[str]:
-        """Yields the pieces of a text, whose base ids together are the whole text's.
+    def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yields the pieces of a text, each with whether it goes on in the middle of a word. The base ids that `encode`
+        returns for them are together the whole text's.
 
         It is cut between words. Without any for `LONGEST_PIECE` characters it is cut there all the same, and the base
         ids next to that place may differ from the whole text's.
         """
-        at = 0
+        at, goes_on = 0, False
         while at < len(text):
             end, skip = self._end(text, at)
-            yield text[at:end]
-            at = end + skip
+            yield text[at:end], goes_on
+            at, goes_on = end + (skip or 0), skip is None
 
-    def _end(self, text: str, at: int) -> tuple[int, int]:
-        """Returns where a piece ends that begins at `at`, and how many characters after it are left out."""
-        last = at + LONGEST_PIECE
+    def _end(self, text: str, at: int) -> tuple[int, int | None]:
+        """Returns where a piece ends that begins at `at`, and how many characters after it are left out before the next
+        word; None if a word may go on there.
+        """
         if len(text) - at <= PIECE:
             return len(text), 0
+        last = at + LONGEST_PIECE
         if self._skip is not None and (found := _END_OF_WORD.search(text, at + PIECE, last)):
             return found.end(), self._skip
-        return (len(text) if self._skip else min(last, len(text))), 0
+        return min(last, len(text)), None
+
+    def encode(self, piece: str, goes_on: bool) -> list[int]:
+        """Returns the base ids of a piece. One that goes on in the middle of a word is encoded behind a line break,
+        because the tokenizer may put a space in front of every text.
+        """
+        if goes_on:
+            before, ids = encode_text(self.tokenizer, "\n"), encode_text(self.tokenizer, f"\n{piece}")
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return encode_text(self.tokenizer, piece)
 
     @cached_property
     def _longest(self) -> int | None:
@@ -119,10 +132,10 @@ class LongEncoding:
         bos = tokenizer.bos_token
         before, after = self._texts.around if special and not (bos and text.startswith(bos)) else ([], [])
         ids = list(before)
-        for piece in self._texts.pieces(text):
+        for piece, goes_on in self._texts.pieces(text):
             self._check()
             self._check_count()
-            ids += self._counted(encode_text(tokenizer, piece))
+            ids += self._counted(self._texts.encode(piece, goes_on))
         return ids + after
 
     def _counted(self, ids: list[int]) -> list[int]:

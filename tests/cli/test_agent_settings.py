@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import tomllib
 from pathlib import Path
 
@@ -193,6 +195,30 @@ def test_no_server_a_wrong_key_and_a_small_context_are_told(agent, home, monkeyp
     status, _, told = agent("codex")
     assert status == 2
     assert "MLX_ZIP_API_KEY" in told
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://127.0.0.1:9/ x", "localhost", "ftp://127.0.0.1"])
+def test_what_is_no_address_of_a_server_is_told_in_one_line(url, home, capsys):
+    status, _, told = outcome(capsys, "agent")("codex", "--url", url)
+    assert status == 2
+    assert f"--url {url}: no server of mlx_zip answers" in told
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.9\r\n", b"HTTP/1.0 200 OK\r\n\r\n" + b'{"data": ["a model"]}'])
+def test_what_is_no_server_of_models_is_told_in_one_line(answer, home, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answered, args=(listener, answer), daemon=True).start()
+        status, _, told = outcome(capsys, "agent")("codex", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert status == 2
+    assert "no server of mlx_zip answers" in told
+
+
+def answered(listener, answer):
+    """Answers one connection with bytes."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(10_000)
+        connection.sendall(answer)
 
 
 def test_a_server_without_a_key_and_a_model_without_a_limit_need_no_settings_for_them(home, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """What only the engine on PyTorch has: rows of one batch, caches of a fixed size, snapshots; here on a CPU."""
 
+import re
 import threading
 import time
 from typing import Any
@@ -200,9 +201,11 @@ def test_a_prompt_that_leaves_no_place_for_an_answer_is_refused_and_others_go_on
         other = ask(made, tiny.base_ids(5), max_tokens=30)[1]
         end = ask(made, prompt)[1].wait().end
         assert isinstance(end.error, PromptTooLongError)
-        assert "has 60 ids to read, and there is room for 59" in str(end.error)
+        assert "the KV caches have room for 60 ids" in str(end.error)
         assert len(other.wait().base_ids) >= 30
-        one_shorter = ask(made, prompt[:-1], max_tokens=1)[1].wait()
+        tokens, most = map(int, re.search(r"is too long: (\d+) tokens > (\d+) maximum", str(end.error)).groups())
+        assert (tokens, most) == (len(prompt), len(prompt) - 1)
+        one_shorter = ask(made, prompt[:most], max_tokens=1)[1].wait()
         assert one_shorter.end.reason == "length"
 
 
@@ -370,7 +373,9 @@ def test_a_session_longer_than_this_engine_has_room_for_gives_the_usual_error(tm
     with engine(**BY_BASE, sessions=SessionOptions(folder=tmp_path)) as made:
         end = ask(made, [*text, 9, 8, 7])[1].wait().end
         assert isinstance(end.error, PromptTooLongError)
-        assert "there is room for" in str(end.error)
+        tokens, most = map(int, re.search(r"is too long: (\d+) tokens > (\d+) maximum", str(end.error)).groups())
+        assert tokens == len(text) + 3
+        assert len(text) > most > 60  # the base tokens of 60 ids
         assert ask(made, tiny.base_ids(5), max_tokens=3)[1].wait().end.reason == "length"
 
 

@@ -231,6 +231,7 @@ def test_prompts_beyond_a_bound_are_refused(kind):
 @both
 def test_too_many_waiting_requests_are_refused_with_a_hint(kind):
     with tiny_engine(kind=kind, max_running=1, max_waiting=2) as engine:
+        assert engine.info.max_requests == 3
         asked = [ask(engine, tiny.base_ids(9), max_tokens=LONG) for _ in range(3)]
         with pytest.raises(EngineBusyError) as caught:
             ask(engine, tiny.base_ids(9))

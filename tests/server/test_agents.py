@@ -205,6 +205,16 @@ def test_tools_that_are_left_out_are_named_in_the_answer_and_once_in_the_log(ser
     assert sum("namespace agents" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_the_log_names_a_bounded_number_of_tools_that_are_left_out(served, caplog):
+    path, body = responses(stream=False)
+    with caplog.at_level(logging.WARNING):
+        for n in range(3):
+            many = [{"type": "custom", "name": f"tool {n}.{i}"} for i in range(60)]
+            assert len(figures(served, path, body | {"tools": many})["tools_left_out"]) == 60
+    names = [name for record in caplog.records for name in record.getMessage().split("'") if "tool " in name]
+    assert len(names) == len(set(names)) == 100
+
+
 def test_a_model_is_not_told_of_tools_that_are_left_out(served):
     served.ask(*("POST", *responses()))
     prompt = served.core.engine.tokenizer.decode(served.core.engine.told.submissions[-1].base_ids)

@@ -95,6 +95,14 @@ def test_a_page_of_another_origin_is_refused_on_every_route(served):
     assert served.ask("GET", "/v1/models", None, own).status == 200
 
 
+def test_a_page_of_another_origin_is_refused_before_its_browser_asks_where_others_are_allowed():
+    asked = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+    with serving(FakeEngine(), Options(allowed_origins=("http://other.example",))) as served:
+        for headers in (asked, asked | {"Origin": "http://other.example", "Host": "elsewhere.example"}):
+            answer = served.ask("OPTIONS", "/v1/chat/completions", None, headers)
+            assert (answer.status, answer.json["error"]["type"]) == (403, "permission_error")
+
+
 def test_pages_of_any_origin_may_ask_if_all_are_allowed():
     with serving(FakeEngine(), Options(allowed_origins=("*",))) as served:
         assert served.ask("GET", "/v1/models", None, {"Origin": "http://page.example"}).status == 200

@@ -58,6 +58,7 @@ BODIES = [
     ({"stop": ["a"] * 33}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop.0"),
+    ({"stop": {}}, "stop"),
     ({"seed": 0.5}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -293,6 +294,30 @@ def test_what_a_refused_client_still_sends_does_not_cost_it_its_answer(served, s
             connection.sendall(b"x" * 100_000)
             time.sleep(0.01)
         assert read_all(connection).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+LAST = post(PATH, {"messages": []}, "Connection: close")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [LAST + b"x", LAST + b"x" * 3_000_000, b"hello\r\n\r\n"],
+    ids=["the last request", "much behind it", "no HTTP"],
+)
+def test_what_follows_the_end_of_a_connection_does_not_cost_it_its_answer(served, data):
+    with served.raw(data) as connection:
+        assert select.select([connection], [], [], 20)[0]  # the answer is there
+        for _ in range(10):
+            connection.sendall(b"x" * 100_000)
+            time.sleep(0.01)
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_an_offer_of_another_protocol_is_passed_over_without_a_word(served, caplog):
+    offer = ("Connection: Upgrade, HTTP2-Settings, close", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
+    with caplog.at_level("WARNING"), served.raw(post(PATH, {"messages": USER}, *offer)) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 200 ")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("bound", "most"), [("LINGER_S", 0.1), ("LINGER_BYTES", 100_000)])

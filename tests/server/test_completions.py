@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import openai
 import pytest
 
@@ -171,3 +173,15 @@ def test_an_answer_is_not_noted_for_plain_prompts():
     with serving(engine) as served:
         ask(served)
     assert engine.told.notes == []
+
+
+def test_more_answers_than_the_engine_ever_takes_are_refused_and_not_put_off():
+    engine = FakeEngine()
+    engine.info = replace(engine.info, max_requests=8)
+    with serving(engine) as served:
+        asked = {"prompt": ["One", "Two", "Three"], "n": 3}
+        answer = served.ask("POST", "/v1/completions", asked)
+        assert answer.status == 400
+        assert "asks for 9 answers, and this server takes at most 8" in answer.json["error"]["message"]
+        assert served.ask("POST", "/v1/completions", asked | {"n": 2}).status == 200
+        assert len(engine.told.tickets) == 6

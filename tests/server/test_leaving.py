@@ -37,6 +37,56 @@ def test_a_client_that_leaves_ends_the_engines_request(path, fields):
         assert time.monotonic() - began < 2
 
 
+@pytest.mark.parametrize("more", [b"\r\n", post(PATH, body())], ids=["a line break", "a request"])
+@pytest.mark.parametrize("fields", [{"stream": True}, {}])
+def test_a_client_that_has_sent_more_and_leaves_ends_the_engines_request(fields, more):
+    engine = FakeEngine(ENDLESS)
+    with serving(engine) as served:
+        connection = served.raw(post(PATH, body(**fields)))
+        assert until(lambda: engine.told.tickets)
+        connection.sendall(more)
+        time.sleep(0.1)
+        connection.close()
+        assert until(lambda: engine.told.tickets[0].cancelled.is_set(), 5)
+
+
+def test_a_client_that_sends_without_end_behind_a_request_is_not_read_without_end():
+    engine = FakeEngine(ENDLESS)
+    with serving(engine) as served:
+        connection = served.raw(post(PATH, body()))
+        assert until(lambda: engine.told.tickets)
+        (held,) = served.server.server_state.connections
+        connection.settimeout(0.5)
+
+        def send():
+            for _ in range(1000):
+                connection.sendall(b"x" * 100_000)
+
+        with pytest.raises(TimeoutError):
+            send()
+        assert len(held.conn.trailing_data[0]) < 1_000_000
+        connection.close()
+
+
+def test_a_client_that_leaves_while_its_prompt_is_rendered_asks_the_engine_for_nothing():
+    engine, begun, go_on = FakeEngine(ENDLESS), threading.Event(), threading.Event()
+
+    def answers():
+        begun.set()
+        go_on.wait(10)
+        return {}
+
+    engine.answers = answers
+    with serving(engine) as served:
+        connection = served.raw(post(PATH, body()))
+        assert begun.wait(10)
+        connection.close()
+        assert until(lambda: not served.server.server_state.tasks)
+        go_on.set()
+        assert served.chat(max_tokens=1).status == 200
+    assert len(engine.told.tickets) == 1
+
+
 def test_a_client_that_leaves_while_its_prompt_is_submitted_leaves_no_request():
     engine, begun, go_on = FakeEngine(ENDLESS), threading.Event(), threading.Event()
     submit = engine.submit
@@ -85,6 +135,14 @@ def test_answers_under_way_end_before_the_server_stops():
         answer = read_all(connection)
     assert b"data: [DONE]" in answer
     assert b'"finish_reason":"stop"' in answer
+
+
+def test_no_thread_stays_when_the_server_has_ended():
+    before = set(threading.enumerate())
+    with serving(FakeEngine()) as served:
+        assert served.chat().status == 200
+        assert served.chat("Tell me of the boat. " * 20_000).status == 400
+    assert until(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.mark.parametrize(

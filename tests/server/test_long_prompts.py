@@ -9,16 +9,17 @@ import pytest
 
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, any_role
-from support.http_server import post, serving, until
+from support.http_server import post, read_all, serving, until
 
 LONG = "Once upon a time there was a boat. " * 30_000  # a megabyte
-USER = [{"role": "user", "content": LONG}]
+USER, HI = [{"role": "user", "content": LONG}], [{"role": "user", "content": "Hi"}]
+ANTHROPIC = {"model": "stories", "max_tokens": 5}
 ASKED = {
     "/v1/chat/completions": {"messages": USER},
     "/v1/completions": {"prompt": LONG},
     "/v1/responses": {"input": LONG},
     "/v1/responses/input_tokens": {"input": LONG},
-    "/v1/messages": {"model": "stories", "max_tokens": 5, "messages": USER},
+    "/v1/messages": {**ANTHROPIC, "messages": USER},
     "/v1/messages/count_tokens": {"model": "stories", "messages": USER},
 }
 
@@ -49,8 +50,10 @@ class Held:
         return getattr(self.inner, name)
 
 
-def made(most=None):
+def made(most=None, template=None):
     engine = FakeEngine(vocab=Held(any_role()))
+    if template is not None:
+        engine.tokenizer.inner._tokenizer.chat_template = template
     engine.info = replace(engine.info, max_prompt_tokens=most)
     return engine, engine.tokenizer
 
@@ -126,15 +129,50 @@ def test_a_prompt_that_is_being_encoded_is_given_up_when_the_server_ends():
         served.server.should_exit = True
         assert until(lambda: not engine.alive)
         tokenizer.go_on.set()
-        assert connection.recv(1000).startswith(b"HTTP/1.1 503 ")
+        answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"message":"the server is stopping' in answer
         connection.close()
     assert tokenizer.long == 2
 
 
-def test_a_short_prompt_does_not_wait_for_long_ones():
+def test_a_prompt_that_waits_for_another_one_is_not_rendered_any_more_when_its_client_has_gone(monkeypatch):
     engine, tokenizer = made()
     with serving(engine) as served:
-        connections = [served.raw(post("/v1/completions", {"prompt": LONG})) for _ in range(6)]
+        first = served.raw(post("/v1/completions", {"prompt": LONG}))
+        assert tokenizer.begun.wait(20)
+        second = served.raw(post("/v1/chat/completions", {"messages": USER}))
+        assert until(lambda: served.core._long._work_queue.qsize() == 1)
+        rendered = []
+        monkeypatch.setattr("mlx_zip.server.core.for_template", lambda _, said: rendered.append(said) or [*said])
+        second.close()
+        assert until(lambda: len(served.server.server_state.tasks) == 1)
+        tokenizer.go_on.set()
+        assert served.core._long.submit(lambda: None).result(20) is None
+        assert first.recv(100).startswith(b"HTTP/1.1 ")
+        first.close()
+    assert rendered == []
+
+
+TOOL = {"name": "shell", "description": LONG, "parameters": {"type": "object"}}
+NAMES = {"name": "shell", "parameters": {"type": "object", "properties": {LONG: {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": HI, "tools": [{"type": "function", "function": TOOL}]}),
+        ("/v1/chat/completions", {"messages": HI, "tools": [{"type": "function", "function": NAMES}]}),
+        ("/v1/chat/completions", {"messages": HI, "chat_template_kwargs": {"more": LONG}}),
+        ("/v1/messages", {**ANTHROPIC, "messages": [*HI, {"role": "assistant", "content": LONG}]}),
+    ],
+    ids=["prompt", "a tool's description", "a tool's fields", "a template's argument", "the answer's beginning"],
+)
+def test_a_short_prompt_does_not_wait_for_long_ones(path, body):
+    engine, tokenizer = made(template="{{ tools }}{{ more }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    with serving(engine) as served:
+        connections = [served.raw(post(path, body)) for _ in range(6)]
         assert tokenizer.begun.wait(20)
         assert served.chat().status == 200
         assert tokenizer.long == 2

@@ -101,6 +101,17 @@ def test_one_call_only_where_parallel_calls_are_off():
     assert max(len(answer(TAGS, asked(tools=[ADD], tool_choice="required"), s)[1]) for s in range(10)) > 1
 
 
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_beside_a_schema_there_are_as_many_calls_as_parallel_calls_allow(strict, several):
+    tools, schema = [Tool("t", "", strict=strict)], {"type": "boolean"}
+    constraint = make_constraint(TAGS, asked(tools=tools, schema=schema, parallel_tool_calls=several), CLOSED)
+    call = '<tool_call>\n{"name": "t", "arguments": {}}\n</tool_call>'
+    for text, fits in ((call, True), (f"{call}\n{call}", several)):
+        ids = [*TAGS.encode(text, add_special_tokens=False), TAGS.eos_token_id]
+        assert constraint.accepts(ids) == fits
+
+
 def test_the_grammar_begins_after_the_reasoning():
     begun = TAGS.encode("<think>\n", add_special_tokens=False)
     for prompt_ids, before in ((begun, "I think"), ((), "<think>hm")):
@@ -170,6 +181,25 @@ def test_objects_of_forced_calls_have_only_the_properties_that_are_listed(name):
     assert allowed(parameters, good)
     assert not allowed(parameters, bad)
     assert allowed(parameters, bad, strict=True)  # a strict schema means what it says
+
+
+NONE = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"required": []}, {"title": "Now", "$schema": "http://json-schema.org/draft-07/schema"}]
+)
+def test_a_forced_call_of_a_tool_that_lists_no_arguments_has_none(more):
+    assert allowed(NONE | more, "{}")
+    assert not allowed(NONE | more, '{"b": 1}')
+    assert allowed(NONE | more, '{"b": 1}', strict=True)
+
+
+@pytest.mark.parametrize(
+    "more", [{"additionalProperties": True}, {"anyOf": [INNER | {"additionalProperties": True}]}, {"minProperties": 1}]
+)
+def test_a_tool_that_lists_no_arguments_and_speaks_of_others_has_them(more):
+    assert allowed(NONE | more, '{"b": 1}')
 
 
 @pytest.mark.parametrize(

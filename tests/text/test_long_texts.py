@@ -113,15 +113,31 @@ def test_words_are_given_to_the_tokenizer_a_few_at_a_time(name):
 def test_a_tokenizer_with_tokens_of_several_words_gets_the_text_whole():
     tokenizer = byte_level(None, [("a", "Ġ"), ("aĠ", "b")])
     assert LongTexts(tokenizer, None)._skip is None
-    assert list(LongTexts(tokenizer, None).pieces("a b " * 50)) == ["a b " * 50]
+    assert list(LongTexts(tokenizer, None).pieces("a b " * 50)) == [("a b " * 50, False)]
 
 
 def test_a_text_without_words_is_cut_all_the_same(monkeypatch):
     monkeypatch.setattr(long_texts, "PIECE", 7)
     monkeypatch.setattr(long_texts, "LONGEST_PIECE", 30)
-    pieces = list(LongTexts(TOKENIZERS["llama"], None).pieces("c" * 100))
+    pieces = [piece for piece, _ in LongTexts(TOKENIZERS["llama"], None).pieces("c" * 100)]
     assert "".join(pieces) == "c" * 100
     assert max(map(len, pieces)) == 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["c" * 100, "今日は" * 40, "a\nb\n" * 30, "\n" * 100, "1 2 " * 30],
+    ids=["letters", "no spaces", "lines", "line breaks", "digits"],
+)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_that_is_cut_in_the_middle_of_a_word_stays_as_it_is(monkeypatch, name, text):
+    monkeypatch.setattr(long_texts, "PIECE", 7)
+    monkeypatch.setattr(long_texts, "LONGEST_PIECE", 30)
+    seen = Seen(TOKENIZERS[name])
+    encode = LongEncoding(LongTexts(seen, None), lambda: None)
+    ids, whole = encode(seen, text), encode_text(TOKENIZERS[name], text)
+    assert max(map(len, seen.texts)) <= 31
+    assert TOKENIZERS[name].decode(ids) == TOKENIZERS[name].decode(whole)
 
 
 def test_a_text_that_has_too_many_bytes_is_not_encoded():
