@@ -188,7 +188,8 @@ def test_a_banner_lies_over_the_panel_on_a_narrow_screen(told):
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "right"), [("temp", "-3", "0.75"), ("max_tokens", "0", "40"), ("top_k", "1.5", "3"), ("top_k", "1e30", "40")]
+    ("name", "wrong", "right"),
+    [("temp", "-3", "0.75"), ("max_tokens", "0", "40"), ("top_k", "1.5", "3"), ("top_k", "1e30", "40")],
 )
 def test_a_setting_out_of_range_is_refused_beside_its_field(told, name, wrong, right):
     told["settings-open"].click()
