@@ -1,8 +1,10 @@
 """The exceptions of mlx_zip. Each message is one line that names what is at fault and says what to do."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 
 
 class MlxZipError(Exception):
@@ -98,10 +100,14 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its class when it has none.
 
-    If that line ends in a colon, the lines that it announces are joined to it.
+    If that line ends in a colon, the lines that it announces are joined to it. Of a text that is no JSON, the field is
+    named whose value is none.
     """
     if isinstance(error, KeyError):
         return f"key {error} is missing"
+    if isinstance(error, JSONDecodeError):
+        field = re.search(r'"[^"]*"(?=\s*:\s*$)', error.doc[max(0, error.pos - 100) : error.pos])
+        return f"{error}, the value of {field[0]}" if field else str(error)
     lines = str(error).strip().splitlines()
     if lines and lines[0].rstrip().endswith(":"):
         return " ".join(str(error).split())

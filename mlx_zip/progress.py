@@ -101,8 +101,8 @@ class ProgressBar:
         """Returns in words: units done, rate and time left; without the time if the total is not known."""
         rate = f"{self._per_s():.3g} per s"
         if self.total is None:
-            return f"{self.done:,} {self.unit}s, {rate}"
-        return f"{self.done:,} of {self.total:,} {self.unit}s, {rate}, {clock(self._left_s())} left"
+            return f"{self.done:,} {plural(self.unit)}, {rate}"
+        return f"{self.done:,} of {self.total:,} {plural(self.unit)}, {rate}, {clock(self._left_s())} left"
 
     def _per_s(self) -> float:
         """Returns the mean number of units per second so far."""
@@ -115,9 +115,14 @@ class ProgressBar:
 
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun, which is in the plural unless the number is 1: "1 entry", "1,024 entries"."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun.removesuffix('y')}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
+    return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Returns the plural of a regular noun: "steps", "entries", "batches"."""
+    if noun.endswith("ry"):
+        return f"{noun.removesuffix('y')}ies"
+    return f"{noun}es" if noun.endswith("ch") else f"{noun}s"
 
 
 def clock(seconds: float) -> str:

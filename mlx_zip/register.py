@@ -73,9 +73,11 @@ def _give_texts(generate_module: Any) -> None:
     """Gives mlx_lm's `stream_generate` the base ids of hypertokens; all other callers of `generate_step` get ids.
 
     mlx_lm's functions look names up in their module whenever they are called. So references to `stream_generate` that
-    are older than this change, and `generate`, which calls it, get base ids too. `batch_generate` is refused.
+    are older than this change, and `generate`, which calls it, get base ids too. `batch_generate` and draft models are
+    refused.
     """
     steps, texts = generate_module.generate_step, generate_module.stream_generate.__code__
+    drafted = generate_module.speculative_generate_step
     batch_texts = generate_module.batch_generate.__code__
 
     @wraps(steps)
@@ -85,6 +87,16 @@ def _give_texts(generate_module: Any) -> None:
         if kwargs.get("prompt_cache") is None:
             kwargs["prompt_cache"] = model.make_cache()
         return _base_ids(steps, prompt, model, *args, **kwargs)
+
+    @wraps(drafted)
+    def speculative_generate_step(
+        prompt: Any, model: Any, draft_model: Any, *args: Any, **kwargs: Any
+    ) -> Iterator[Any]:
+        if _is_ours(model) or _is_ours(draft_model):
+            raise GenerationError(
+                "draft_model: hypertokens cannot be verified against another model's ids: leave it out"
+            )
+        return drafted(prompt, model, draft_model, *args, **kwargs)
 
     class BatchGenerator(generate_module.BatchGenerator):
         def __new__(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +108,7 @@ def _give_texts(generate_module: Any) -> None:
             return super().__new__(cls)
 
     generate_module.generate_step, generate_module.BatchGenerator = generate_step, BatchGenerator
+    generate_module.speculative_generate_step = speculative_generate_step
 
 
 def _is_ours(model: Any) -> bool:

@@ -1,16 +1,21 @@
 """Cuts the slices of public data sets that the reports were measured on.
 
     python bench/papers/slices.py reviews aclImdb/train > imdb.train.jsonl
+    python bench/papers/slices.py news test.csv train > agnews.train.jsonl
     python bench/papers/slices.py abstracts ori_pqal.json test > pubmedqa.test.jsonl
+    python bench/papers/slices.py tasks mbpp.jsonl test > mbpp.test.jsonl
     python bench/papers/slices.py sentences fr_gsd-ud-test.conllu > ud_fr.test.txt
+    python bench/papers/slices.py paragraphs xquad.zh.json test > xquad_zh.test.txt
 
 reviews: the folder `train` or `test` of the Large Movie Review Dataset (Maas et al. 2011), with its folders `neg` and
-`pos`. abstracts: `ori_pqal.json` of github.com/pubmedqa/pubmedqa. sentences: a file of a Universal Dependencies
-treebank.
+`pos`. news: `test.csv` of AG News (Zhang et al. 2015). abstracts: `ori_pqal.json` of github.com/pubmedqa/pubmedqa.
+tasks: `mbpp.jsonl` of google-research. sentences: a file of a Universal Dependencies treebank. paragraphs: a file of
+github.com/google-deepmind/xquad.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import sys
@@ -19,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 OFFSETS = (0, 8, 16)  # of every 25 reviews of a class, in the order of their numbers
+NEWS = 5600  # in the train part; the other 2,000 are the test part
+TASKS = range(11, 511)  # numbers of the test part, which is MBPP's own
 
 
 def reviews(folder: str) -> Iterator[str]:
@@ -30,6 +37,14 @@ def reviews(folder: str) -> Iterator[str]:
     random.Random(0).shuffle(found)
     for label, file in found:
         yield json.dumps({"label": label, "file": file.name, "text": file.read_text(encoding="utf-8")})
+
+
+def news(file: str, part: str) -> Iterator[str]:
+    """Yields the lines of the `train` or `test` part of the news, shuffled. label: 0 to 3."""
+    with open(file, encoding="utf-8", newline="") as rows:
+        found = [{"label": int(label) - 1, "text": f"{title} {about}"} for label, title, about in csv.reader(rows)]
+    random.Random(0).shuffle(found)
+    yield from map(json.dumps, found[NEWS:] if part == "test" else found[:NEWS])
 
 
 def abstracts(file: str, part: str) -> Iterator[str]:
@@ -49,6 +64,13 @@ def _sections(abstract: Mapping[str, Any]) -> Iterator[str]:
     yield f"CONCLUSION: {abstract['LONG_ANSWER']}"
 
 
+def tasks(file: str, part: str) -> Iterator[str]:
+    """Yields the lines of the `train` or `test` part of the tasks."""
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        if (json.loads(line)["task_id"] in TASKS) == (part == "test"):
+            yield line
+
+
 def sentences(file: str) -> Iterator[str]:
     """Yields the sentences of a treebank's file, as they were written."""
     for line in Path(file).read_text(encoding="utf-8").splitlines():
@@ -56,9 +78,28 @@ def sentences(file: str) -> Iterator[str]:
             yield line.removeprefix("# text = ")
 
 
+def paragraphs(file: str, part: str) -> Iterator[str]:
+    """Yields the paragraphs of the `train` or `test` part, one a line: every fourth one is a test."""
+    articles = json.loads(Path(file).read_text(encoding="utf-8"))["data"]
+    found = [one["context"] for article in articles for one in article["paragraphs"]]
+    for i, text in enumerate(found):
+        if (i % 4 == 3) == (part == "test"):
+            yield text
+
+
+SLICES = {
+    "reviews": reviews,
+    "news": news,
+    "abstracts": abstracts,
+    "tasks": tasks,
+    "sentences": sentences,
+    "paragraphs": paragraphs,
+}
+
+
 def main(words: Sequence[str]) -> None:
     """Prints one slice. words: its name and its arguments."""
-    for line in {"reviews": reviews, "abstracts": abstracts, "sentences": sentences}[words[0]](*words[1:]):
+    for line in SLICES[words[0]](*words[1:]):
         print(line)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from mlx_zip import bundled
 from mlx_zip.cli import colours, engines, packs, rows
 from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments
+from mlx_zip.cli.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.model is None and args.prompt_cache_file is None:
         _choose_bundled_model(args)
-    biases = _json_map("--logit-bias", args.logit_bias)
+    biases = json_map("--logit-bias", args.logit_bias)
     engines.check_flags(args)
     group = engines.machines_of(args)
     _check_machines(args, group)
@@ -91,7 +92,6 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
 
 def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str) -> int:
     """Does what `run` does after its checks, on PyTorch."""
-    from mlx_zip.cli.opening import request_pack
     from mlx_zip.engine.answering import answer
     from mlx_zip.folders import model_folder
     from mlx_zip.sampling_options import Sampling, as_logit_bias
@@ -285,7 +285,7 @@ def read_chat(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: 
     if not tokenizer.has_chat_template or args.ignore_chat_template:
         _refuse_chat_flags(args)
         return prompt
-    options = _json_map("--chat-template-config", args.chat_template_config)
+    options = json_map("--chat-template-config", args.chat_template_config)
     chat = Chat([{"role": "user", "content": prompt}], args.system_prompt, args.prefill_response, options)
     return encode_text(tokenizer, chat.next_turn(tokenizer)) if continues else chat
 
@@ -296,14 +296,3 @@ def _refuse_chat_flags(args: argparse.Namespace) -> None:
     if given := sorted(name for name in chat if getattr(args, name)):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise GenerationError(f"{flags} needs a chat template, and this tokenizer has none or it is ignored")
-
-
-def _json_map(flag: str, text: str | None) -> dict[str, Any]:
-    """Returns a flag's value, parsed as a JSON object; {} if it was not given. Raises `GenerationError`."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise GenerationError(f"{flag} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise GenerationError(f"{flag} must be a JSON map")
-    return value

@@ -107,7 +107,7 @@ def json_map(flag: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise GenerationError(f"{flag} is not valid JSON: {error}") from error
+        raise GenerationError(f"{flag} is not valid JSON: {reason(error)}") from error
     if not isinstance(value, dict):
-        raise GenerationError(f'{flag} must be a JSON map, for example {{"enable_thinking": false}}')
+        raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
     return value

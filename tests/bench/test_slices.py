@@ -6,6 +6,8 @@ import sys
 
 from support.places import REPO
 
+PARTS = ("train", "test")
+
 
 def lines(*words):
     """The lines that the script prints."""
@@ -40,6 +42,30 @@ def test_every_fifth_abstract_is_in_the_test_part_and_no_abstract_is_in_both(tmp
     assert [one["pmid"] for one in parts["test"]] == ["15", "20"]
     assert len(parts["train"]) == 8
     assert parts["test"][0]["text"] == "Why?\nAIMS: To know.\nMETHODS: By asking.\nCONCLUSION: So."
+
+
+def test_the_news_are_shuffled_and_all_but_the_first_5600_are_the_test_part(tmp_path):
+    rows = [f'"{1 + i % 4}","Title {i}","It said ""{i}"", today."\n' for i in range(5610)]
+    (tmp_path / "test.csv").write_text("".join(rows))
+    parts = [[json.loads(line) for line in lines("news", tmp_path / "test.csv", p)] for p in PARTS]
+    assert [len(part) for part in parts] == [5600, 10]
+    found = parts[0] + parts[1]
+    wanted = [{"label": i % 4, "text": f'Title {i} It said "{i}", today.'} for i in range(5610)]
+    assert found != wanted
+    assert sorted(found, key=str) == sorted(wanted, key=str)
+
+
+def test_the_tasks_from_11_to_510_are_the_test_part(tmp_path):
+    (tmp_path / "mbpp.jsonl").write_text("".join(f'{{"task_id": {i}}}\n' for i in range(1, 521)))
+    numbers = {p: [json.loads(line)["task_id"] for line in lines("tasks", tmp_path / "mbpp.jsonl", p)] for p in PARTS}
+    assert numbers == {"train": [*range(1, 11), *range(511, 521)], "test": list(range(11, 511))}
+
+
+def test_every_fourth_paragraph_is_in_the_test_part(tmp_path):
+    articles = [{"paragraphs": [{"context": f"{name}{i}"} for i in range(3)]} for name in "abc"]
+    (tmp_path / "xquad.json").write_text(json.dumps({"data": articles}))
+    texts = {p: lines("paragraphs", tmp_path / "xquad.json", p) for p in PARTS}
+    assert texts == {"train": ["a0", "a1", "a2", "b1", "b2", "c0", "c2"], "test": ["b0", "c1"]}
 
 
 def test_the_sentences_of_a_treebank_are_those_that_its_comments_hold(tmp_path):

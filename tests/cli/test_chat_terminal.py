@@ -100,6 +100,9 @@ def test_a_huge_paste_is_shown_as_its_size_and_sent_whole(tmp_path):
         terminal.type("\r")
         terminal.until("error: .*/reset begins a new conversation")  # longer than the context
         terminal.until(READY)
+        terminal.type("\x1b[A\r")  # what was refused comes back whole
+        terminal.until("error: .*/reset begins a new conversation")
+        terminal.until(READY)
         terminal.type("\x1b[200~" + "word " * 500 + "\x1b[201~\r")
         terminal.until("per step")
         terminal.until(READY)

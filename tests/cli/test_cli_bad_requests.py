@@ -77,6 +77,7 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
         (["--extra-eos-token", "9" * 5000], "--extra-eos-token"),
         (["--revision", "main"], "revision (--revision) main does not apply"),
         (["--chat-template-config", "nope"], "--chat-template-config is not valid JSON"),
+        (["--chat-template-config", '{"a": 1, "think": False}'], 'the value of "think"'),
         (["--extra-eos-token", "<|nonesuch|>"], "--extra-eos-token"),
         (["--ignore-chat-template", "--system-prompt", "a"], "--system-prompt needs a chat template"),
         (["--prompt-cache-file", "/no/such"], "--prompt-cache-file /no/such: no such file"),

@@ -129,6 +129,11 @@ def test_a_body_that_is_no_json_object_is_refused(served, body, code):
     assert (answer.status, answer.json["error"]["code"]) == (400, code)
 
 
+def test_a_body_in_which_a_field_has_no_value_is_refused_with_the_field(served):
+    answer = served.ask("POST", PATH, b'{"messages": [], "temperature": , "seed": 1}')
+    assert answer.json["error"]["message"].endswith(', the value of "temperature"')
+
+
 def test_a_key_that_comes_twice_is_no_error(served):
     body = json.dumps({"messages": USER}).encode()
     assert served.ask("POST", PATH, b'{"messages": [],' + body[1:]).status == 200

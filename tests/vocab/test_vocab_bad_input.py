@@ -122,6 +122,12 @@ def test_a_pipe_is_no_vocabulary_and_is_not_waited_for(tmp_path, read):
         read(path)
 
 
+def test_an_adapted_vocabulary_that_is_no_json_is_told_so_with_the_field_at_fault(tmp_path):
+    (tmp_path / "adapted.json").write_text('{"rule": "final", "base": }')
+    with pytest.raises(DataError, match=r'adapted\.json: no valid JSON: Expecting value.*, the value of "base"$'):
+        read_adapted(tmp_path / "adapted.json")
+
+
 # ---- what a pack says of itself
 
 

@@ -17,12 +17,13 @@ export class ApiError extends Error {
   }
 }
 
-/** Takes the key out of the address, where it came with `#token=`, and keeps it in this browser. */
+/** Takes the key out of the address, where it came with `#token=`, and keeps it in this browser. Returns whether there was one. */
 export function takeKey() {
   const match = /^#token=([\w-]+)/.exec(location.hash);
-  if (!match) return;
+  if (!match) return false;
   localStorage.setItem("key", match[1]);
   history.replaceState(null, "", location.pathname + location.search);
+  return true;
 }
 
 /** Returns the key, or null if this browser has none. */

@@ -140,7 +140,7 @@ const ACTIONS = {
   regenerate(message) {
     follow();
     const why = repeats(app.conversation);
-    if (why) toast(`${why}, so the answer will be the same`);
+    if (why) toast(`${why}: with the same settings the answer is the same`);
     return answer(app.conversation, { parent: message.parent });
   },
   continue(message) {
@@ -155,7 +155,7 @@ const ACTIONS = {
   "race-this": (message) => openRace(message),
 };
 
-/** Returns why another answer will have the same text; "" if it is drawn. */
+/** Returns why another answer has the same text if no setting was changed; "" if it is drawn. */
 function repeats({ sampling }) {
   const { temp, seed } = { ...app.state?.defaults?.sampling, ...sampling };
   if (!temp) return "The temperature is 0";

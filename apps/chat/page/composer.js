@@ -44,10 +44,19 @@ function typed() {
 const saveDraft = debounced(keepDraft, 500);
 
 function keepDraft(conversation, draft) {
-  if (conversation.id === null) {
-    conversation.draft = draft;
+  if (conversation.id !== null) return guarded(() => patch(conversation, { draft }));
+  conversation.draft = draft;
+  return keepHere(draft);
+}
+
+/** Keeps the draft of a new conversation in the browser, which has no room for a very long one. */
+function keepHere(draft) {
+  try {
     localStorage.setItem("draft:new", draft);
-  } else guarded(() => patch(conversation, { draft }));
+  } catch (error) {
+    if (error.name !== "QuotaExceededError") throw error;
+    localStorage.removeItem("draft:new");
+  }
 }
 
 function shown() {
@@ -94,9 +103,10 @@ function sendText(text) {
 
 /** Puts a message that was refused back into the box, before what was typed meanwhile. */
 function giveBack(conversation, text) {
-  const shownNow = conversation === owner;
+  const bothNew = conversation.id === null && owner.id === null; // the one on the screen has taken its place
+  const shownNow = conversation === owner || bothNew;
   const draft = [text, shownNow ? input.value : conversation.draft].filter(Boolean).join("\n\n");
-  keepDraft(conversation, draft);
+  keepDraft(shownNow ? owner : conversation, draft);
   if (!shownNow) return;
   input.value = draft;
   fit();

@@ -17,12 +17,20 @@ export function startConnection() {
   on("storage", (message) => banner(message, { until: "stored" }));
   on("note", (message) => banner(message));
   on("answered", () => bannerWaitsFor("stored") && guarded(refreshState));
+  addEventListener("hashchange", () => api.takeKey() && unlocked());
+  addEventListener("storage", ({ key }) => key === "key" && unlocked());
 }
 
 /** Says that the page may not come in, and what to do. */
 export function lockedOut() {
   clearTimeout(timer);
-  banner("This page has no valid key. Open the address that mlx_zip app printed when it started.", { closes: false });
+  banner("This page has no valid key. Open the address that mlx_zip app printed when it started.", { closes: false, until: "back" });
+}
+
+/** Goes on with the key of an address that was opened, in this tab or in another one. */
+function unlocked() {
+  if (app.state) look();
+  else location.reload(); // nothing was shown yet
 }
 
 function lost(midway) {

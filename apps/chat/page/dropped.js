@@ -15,11 +15,17 @@ export function startDropped() {
     guarded(() => take([...event.dataTransfer.files], event.target));
   });
   addEventListener("paste", (event) => {
-    const { files, types } = event.clipboardData;
-    if (!files.length || types.includes("text/plain")) return; // what was copied in a word processor has both
+    const files = [...event.clipboardData.files];
+    const words = event.clipboardData.getData("text/plain");
+    if (!files.length || (words && !areNames(words, files))) return; // a word processor copies words and a picture of them
     event.preventDefault();
-    guarded(() => take([...files], event.target));
+    guarded(() => take(files, event.target));
   });
+}
+
+/** Whether words are the names of the files that they were copied with, as file managers do. */
+function areNames(words, files) {
+  return words.split(/[\r\n]+/).every((word, index) => word === files[index]?.name);
 }
 
 /** Words that are dropped on a text box are the browser's to put in. */

@@ -37,9 +37,9 @@ export async function importFile(input) {
   const [file] = input.files;
   input.value = ""; // so that the same file can be chosen again
   if (!file) return;
-  if (file.size > LIMIT) return banner(`${file.name} is larger than 256 MiB and was not read.`);
+  if (file.size > LIMIT) return banner(`${file.name} is larger than 256 MiB and was not read.`, { until: "shown taken" });
   const value = parsed(await file.text());
-  if (value === undefined) return banner(`${file.name} is not JSON. Nothing was imported.`);
+  if (value === undefined) return banner(`${file.name} is not JSON. Nothing was imported.`, { until: "shown taken" });
   const { imported, ids } = await api.call("POST", "import", value);
   toast(`${plural(imported, "conversation")} imported`);
   emit("saved", null);

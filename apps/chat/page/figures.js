@@ -57,11 +57,12 @@ export function summary(figures) {
   return parts.join(" · ");
 }
 
-/** Returns where an answer's prompt differs from what was kept of earlier ones, "" if it goes on from it. */
+/** Returns where an answer's prompt differs from what was kept of earlier ones, and how; null if it goes on from it. */
 export function difference(figures) {
   const found = figures?.prompt_differs;
-  if (!found) return "";
-  return `Read again from token ${count(found.at)} on: the prompt goes on with “${found.now}” there, what was kept with “${found.kept}”. Letters and digits are hidden.`;
+  if (!found) return null;
+  const how = `The prompt goes on with “${found.now}” there, what was kept with “${found.kept}”.`;
+  return [`read again from base token ${count(found.at)} on`, `${how} Letters are shown as x, digits as 0.`];
 }
 
 /** Returns "1 token", "2 tokens". */

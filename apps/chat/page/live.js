@@ -36,7 +36,7 @@ class Figure {
 }
 
 const line = {
-  speed: new Figure("speed", [more("base "), "tokens/s"], { hint: "How fast the text comes. Base tokens are the pieces of text that the model without hypertokens reads and writes." }),
+  speed: new Figure("speed", ["base tokens/s"], { hint: "How fast the text comes. Base tokens are the pieces of text that the model without hypertokens reads and writes." }),
   perStep: new Figure("per-step", ["per step"], { hint: "Base tokens that one step of the model writes. Without hypertokens this is 1." }),
   saved: new Figure("saved", [more("steps "), "saved"], { hint: "Steps that the model without hypertokens would have needed beyond these." }),
   codebook: new Figure("codebook", ["entries"], { bar: true, hint: "Hypertokens that this conversation has, of those that its codebook can hold." }),

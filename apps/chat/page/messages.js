@@ -90,7 +90,9 @@ export class MessageView {
       parts.push(h("span", { class: `state ${message.state}`, "data-testid": "message-state" }, state + reason));
     } else if (message.state === "running") parts.push(...waiting(message));
     const figures = message.state === "running" ? "" : summary(message.figures);
-    if (figures) parts.push(h("span", { "data-testid": "message-figures", title: difference(message.figures) || null }, figures));
+    if (figures) parts.push(h("span", { "data-testid": "message-figures" }, figures));
+    const differs = figures && difference(message.figures);
+    if (differs) parts.push(h("details", { class: "differs", "data-testid": "message-differs" }, h("summary", {}, differs[0]), differs[1]));
     if (message.reason === "length") parts.push(h("span", {}, "ended at the limit"));
     const same = message.role === "assistant" && message.state === "whole" ? sameAs(conversation, message) : 0;
     if (same) parts.push(h("span", { "data-testid": "message-same" }, `the same text as version ${same}`));

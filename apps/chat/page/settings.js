@@ -10,7 +10,7 @@ import { guarded } from "./tell.js";
 const SAMPLING = {
   temp: ["Temperature", { min: "0", max: "2", step: "0.05" }, "0: always the most likely. Higher: more varied."],
   top_p: ["Top p", { min: "0", max: "1", step: "0.01" }, "Keeps the likeliest ids that together hold this share."],
-  top_k: ["Top k", { min: "0", step: "1" }, "Keeps this many of the likeliest ids; 0: all."],
+  top_k: ["Top k", { min: "0", max: "2147483647", step: "1" }, "Keeps this many of the likeliest ids; 0: all."],
   min_p: ["Min p", { min: "0", max: "1", step: "0.01" }, "Drops ids below this share of the likeliest."],
   repetition_penalty: ["Repetition penalty", { min: "0.01", step: "0.05" }, "Above 1: words come back less often."],
   max_tokens: ["Longest answer", { min: "1", max: "2147483647", step: "1" }, "In base tokens."],

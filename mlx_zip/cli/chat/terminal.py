@@ -99,7 +99,7 @@ class TerminalFront(Front):
     def __init__(self, history: Path | None, plain: bool, may_colour: bool) -> None:
         self._plain, self._may_colour = plain, may_colour
         self.colours = may_colour
-        self._pastes: dict[str, str] = {}
+        self._pastes: dict[str, str] = {}  # kept: Up brings back a message, and it is sent with its pastes again
         self._answered = False  # since the last prompt
         self._opened = contextlib.ExitStack()
         self._session: PromptSession[str] = PromptSession(
@@ -149,7 +149,6 @@ class TerminalFront(Front):
                 continue
             for shown, paste in self._pastes.items():
                 text = text.replace(shown, paste)
-            self._pastes.clear()
             return text
 
     @contextmanager

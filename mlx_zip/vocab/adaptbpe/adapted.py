@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, reason
 from mlx_zip.files import at_home, check_in, write_json
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
@@ -310,7 +310,7 @@ def read_adapted(path: str | Path) -> AdaptedVocabulary:
     except KeyError as error:
         raise DataError(f"{path}: {error} is missing") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: no valid JSON: {error}") from error
+        raise DataError(f"{path}: no valid JSON: {reason(error)}") from error
     except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
 

@@ -70,6 +70,12 @@ def test_words_that_were_copied_together_with_a_picture_of_them_are_pasted_by_th
     assert not tab["banner"].is_visible()
 
 
+def test_files_that_were_copied_with_their_names_are_read(tab):
+    assert give(tab, ["a.txt", "", "one"], ["b.py", "", "two"], where="#input", event="paste", text="a.txt\rb.py")
+    tab.page.wait_for_function("() => document.querySelector('#input').value")
+    assert tab["input"].input_value() == "one\n\ntwo"
+
+
 def test_the_browser_does_not_leave_the_page_for_what_is_dropped(tab):
     for where in ("#messages", "#sidebar", "#toolbar"):
         assert give(tab, text="http://127.0.0.1:9/", where=where, event="dragover")

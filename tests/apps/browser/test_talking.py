@@ -43,7 +43,7 @@ def test_an_answer_given_again_at_temperature_0_is_said_to_be_the_same(tab):
     tab.send(STORY)
     assert tab["message-same"].count() == 0
     tab.answers().last.get_by_test_id("regenerate").click()
-    tab["toast"].get_by_text("The temperature is 0, so the answer will be the same").wait_for()
+    tab["toast"].get_by_text("The temperature is 0: with the same settings the answer is the same").wait_for()
     tab.page.get_by_text("2 / 2", exact=True).wait_for()
     tab.answered()
     assert tab["message-same"].inner_text() == "the same text as version 1"
@@ -56,7 +56,7 @@ def test_an_answer_given_again_with_a_fixed_seed_is_said_to_be_the_same_and_a_dr
         tab[f"sampling-{name}"].press("Enter")
     tab.send(STORY)
     tab.answers().last.get_by_test_id("regenerate").click()
-    tab["toast"].get_by_text("The seed is 7, so the answer will be the same").wait_for()
+    tab["toast"].get_by_text("The seed is 7: with the same settings the answer is the same").wait_for()
     tab.page.get_by_text("2 / 2", exact=True).wait_for()
     tab.answered()
     tab.page.evaluate("() => { document.querySelector('[data-testid=toast]').textContent = ''; }")
@@ -80,6 +80,19 @@ def test_an_edited_message_begins_a_branch_with_an_answer_of_its_own(tab):
     tab["branch-previous"].click()
     tab.page.get_by_text("1 / 2", exact=True).wait_for()
     assert tab.text() == old
+
+
+def test_an_answer_says_from_where_on_its_prompt_was_read_again_and_hides_the_words(tab):
+    tab.send(STORY)
+    tab["edit"].click()
+    tab["edit-input"].fill("Tell me a story about 12 zebras.")
+    tab["edit-send"].click()
+    differs = tab["message-differs"]
+    differs.get_by_text("read again from base token").wait_for()
+    tab.answered()
+    differs.locator("summary").click()
+    assert "The prompt goes on with “ 00 xxxxxx" in differs.inner_text()
+    assert "zebra" not in differs.inner_text()
 
 
 def test_an_edit_that_is_cancelled_changes_nothing(tab):

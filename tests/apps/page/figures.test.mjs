@@ -20,11 +20,11 @@ test("a share stays between nothing and all", () => {
   assert.deepEqual([-1, 0.256, 7, NaN, Infinity].map(figures.percent), ["0%", "26%", "100%", "0%", "0%"]);
 });
 
-test("where a prompt differs from what was kept is told in one sentence, and nothing where it goes on", () => {
-  const told = figures.difference({ prompt_differs: { at: 1234, kept: "xx 0", now: "xxx" } });
-  assert.match(told, /token 1,234 on/);
-  assert.match(told, /“xxx”.*“xx 0”/);
-  assert.deepEqual([null, {}, { prompt_differs: null }].map(figures.difference), ["", "", ""]);
+test("where a prompt differs from what was kept is told in words, and nothing where it goes on", () => {
+  const [where, how] = figures.difference({ prompt_differs: { at: 1234, kept: "xx 0", now: "xxx" } });
+  assert.match(where, /base token 1,234 on/);
+  assert.match(how, /“xxx”.*“xx 0”/);
+  assert.deepEqual([null, {}, { prompt_differs: null }].map(figures.difference), [null, null, null]);
 });
 
 test("an answer is summed up in one line", () => {
