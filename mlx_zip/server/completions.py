@@ -28,6 +28,7 @@ from mlx_zip.server.http import (
 from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
 from mlx_zip.server.turn import Text as TextDelta
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
+from mlx_zip.text.token_texts import characters
 
 MOST_PROMPTS = 64
 MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer
@@ -112,15 +113,18 @@ async def _whole(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> di
 
 
 async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
-    """Returns the prompt of each turn as it comes back; [] if none is asked for. Raises `BodyError` for too many."""
-    echoes = list[Echo]()
-    for turn in turns[:: asked.n] if asked.echo else ():
-        echoes += [await echo_of(core, turn)] * asked.n
-        if sum(len(echo.tokens) for echo in echoes) * (1 + (asked.logprobs or 0)) > MOST_ECHOED:
-            raise BodyError(
-                f"there are more than {MOST_ECHOED} log-probabilities; send fewer prompts at once", "prompt"
-            )
-    return echoes
+    """Returns the prompt of each turn as it comes back; [] if none is asked for. Raises `BodyError` for too many.
+
+    Nothing is scored before all prompts are known to be few and short enough.
+    """
+    if not asked.echo:
+        return []
+    prompts = turns[:: asked.n]
+    ids = [await core.prompt_ids(turn) for turn in prompts]
+    if asked.logprobs is not None and sum(map(len, ids)) * asked.n * (1 + asked.logprobs) > MOST_ECHOED:
+        raise BodyError(f"there are more than {MOST_ECHOED} log-probabilities; send fewer prompts at once", "prompt")
+    found = [await echo_of(core, turn, one) for turn, one in zip(prompts, ids, strict=True)]
+    return [echo for echo in found for _ in range(asked.n)]
 
 
 def _head(core: Core) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
     """Returns the log-probabilities of a text in the form of completions. begin: characters of the text before it."""
     offsets = [begin]
     for one in found:
-        offsets.append(offsets[-1] + len(one.text))
+        offsets.append(offsets[-1] + characters(one.bytes))
     return {
         "tokens": [one.text for one in found],
         "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in found],

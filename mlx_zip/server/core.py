@@ -131,16 +131,16 @@ class Core:
         """Returns the base ids of a turn's prompt; given up if the task is cancelled. Raises `GenerationError`."""
         return await self._awaited(turn, partial(self._prompt_ids, turn), lambda ids: None)
 
-    async def likely_prompt(self, turn: Turn) -> list[PromptId]:
+    async def likely_prompt(self, turn: Turn, base_ids: Sequence[int]) -> list[PromptId]:
         """Returns the ids that a turn's prompt is read as, and how likely they are; given up if the task is cancelled.
 
-        Such prompts are read one after the other. Raises what `Engine.prompt_ids` raises.
+        base_ids: the prompt. Such prompts are read one after the other. Raises what `Engine.prompt_ids` raises.
         """
 
         def work(check: Check) -> list[PromptId]:
-            ids, pack = self._prompt_ids(turn, check), self._packs.chosen(turn.pack)
+            check()
             found = []
-            for one in self.engine.prompt_ids(ids, turn.logprobs or 0, pack):
+            for one in self.engine.prompt_ids(base_ids, turn.logprobs or 0, self._packs.chosen(turn.pack)):
                 check()
                 found.append(one)
             return found

@@ -35,10 +35,10 @@ class TokenTexts:
 
     def _text(self, base_ids: tuple[int, ...]) -> str:
         """Returns what the base ids add to a text; decoders may drop a space at the beginning of a text."""
-        return self._decode([*self._before, *base_ids])[len(self._decode(self._before)) :]
+        return self.decode([*self._before, *base_ids])[len(self.decode(self._before)) :]
 
-    def _decode(self, base_ids: Sequence[int]) -> str:
-        """Returns the text of base ids; ids without a token have none."""
+    def decode(self, base_ids: Sequence[int]) -> str:
+        """Returns the text of base ids, special tokens included; ids without a token have none."""
         known = [i for i in base_ids if i < len(self._tokenizer)]
         return self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -50,3 +50,8 @@ class TokenTexts:
     def _bytes_by_id(self) -> list[bytes]:
         """The bytes of all base ids; most answers need none of them."""
         return bytes_by_id(self._tokenizer)
+
+
+def characters(data: bytes) -> int:
+    """Returns how many characters begin in a part of a text in UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in data)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import openai
 import pytest
 
+from mlx_zip.engine import Likely, PromptId
+from mlx_zip.server.echo import echoed_tokens
+from mlx_zip.text.token_texts import TokenTexts
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, serving
 
@@ -166,6 +171,72 @@ def test_an_echo_of_too_many_log_probabilities_is_refused(served, monkeypatch):
     refused = ask(served, [[1] * 10, [1] * 11], **fields)
     assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
     assert "more than 40 log-probabilities" in refused.json["error"]["message"]
+
+
+def test_what_is_too_much_to_echo_is_not_scored(served, monkeypatch):
+    def score(*_):
+        raise AssertionError("a prompt was scored")
+
+    monkeypatch.setattr("mlx_zip.server.completions.MOST_ECHOED", 40)
+    monkeypatch.setattr(served.core.engine, "prompt_ids", score)
+    refused = ask(served, [[1] * 10, [1] * 11], echo=True, logprobs=1, max_tokens=0)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
+
+
+def test_long_echoes_are_made_beside_the_event_loop(served, monkeypatch):
+    threads = []
+
+    def slow(*args):
+        threads.append(threading.current_thread().name)
+        return echoed_tokens(*args)
+
+    monkeypatch.setattr("mlx_zip.server.echo.echoed_tokens", slow)
+    assert ask(served, PROMPT, echo=True, logprobs=1, max_tokens=0).status == 200
+    assert [name.rpartition("_")[0] for name in threads] == ["mlx_zip-server"]
+
+
+@pytest.mark.parametrize("text", ["a 😀 boat", "😀😀 and a 🚤🚤 boat", "🚤"])
+def test_offsets_count_characters_also_where_tokens_split_them(served, text):
+    found = ask(served, text, echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
+    tokens, offsets = found["tokens"], found["text_offset"]
+    assert any("\ufffd" in token for token in tokens)
+    assert offsets == sorted(offsets)
+    for token, at in zip(tokens[1:], offsets[1:], strict=True):
+        if "\ufffd" not in token:
+            assert text[at:].startswith(token)
+
+
+def test_offsets_of_an_answer_count_characters_also_where_tokens_split_them():
+    text = "a 😀 boat and 😀"
+    with serving(FakeEngine(Script(text))) as served:
+        found = ask(served, logprobs=0).json["choices"][0]["logprobs"]
+    assert any("\ufffd" in token for token in found["tokens"])
+    for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+        assert "\ufffd" in token or text[at:].startswith(token)
+
+
+def likely_at(*likely: tuple[Sequence[int], float], own: Sequence[int]) -> dict[str, float]:
+    read = PromptId(tuple(own), -2.0, tuple(Likely(tuple(ids), value) for ids, value in likely))
+    *_, last = echoed_tokens([read], TokenTexts(tokenizer()))
+    assert last.likely is not None
+    return {text: value for text, value in last.likely.items() if value == max(last.likely.values())}
+
+
+def test_a_token_is_the_likeliest_by_its_text_only_if_its_id_is():
+    a, b = tokenizer().encode(" boat a", add_special_tokens=False)[-2:]
+    text = TokenTexts(tokenizer())[(b,)][0]
+    data = "".join(f"\\x{byte:02x}" for byte in text.encode())
+    assert likely_at(([b], -0.1), ([a, b], -2.0), own=[a, b]) == {f"bytes:{data}": -0.1}
+    assert likely_at(([b], -0.1), own=[a, b]) == {f"bytes:{data}": -0.1}
+    assert likely_at(([a, b], -0.1), ([a], -1.0), ([b], -2.0), own=[a, b]) == {text: -0.1}
+
+
+def test_of_parts_of_characters_with_equal_texts_the_likeliest_stays():
+    parts = tokenizer().encode("😀", add_special_tokens=False)[-4:]
+    assert len({TokenTexts(tokenizer())[(i,)][0] for i in parts}) == 1
+    at = [(i,) for i in parts]
+    assert likely_at((at[0], -0.1), (at[1], -1.0), (at[2], -3.0), own=at[0]) == {"\ufffd": -0.1}
+    assert likely_at((at[1], -0.5), (at[2], -3.0), own=[5]) == {"\ufffd": -0.5}
 
 
 def test_an_answer_is_not_noted_for_plain_prompts():
