@@ -240,10 +240,17 @@ def _read(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) ->
     if is_zip(model) and model.layout.codebook_size:
         hyper = logits[..., model.layout.vocab_size : model.layout.end]
         mass = mx.exp(mx.logsumexp(hyper, axis=-1) - total)
-    best = mx.argsort(-logits, axis=-1)[..., :top] if top else mx.zeros((*total.shape, 0), mx.uint32)
+    best = _likeliest(logits, top) if top else mx.zeros((*total.shape, 0), mx.uint32)
     likely = mx.take_along_axis(logits, best, axis=-1) - total[..., None]
     mx.eval(chosen, greedy, mass, best, likely)
     types = (np.float64, np.bool_, np.float64, np.int64, np.float64)
     return tuple(
         np.array(array).astype(kind) for array, kind in zip((chosen, greedy, mass, best, likely), types, strict=True)
     )
+
+
+def _likeliest(logits: mx.array, top: int) -> mx.array:
+    """Returns the indices [..., top] of the largest logits [..., W], largest first, in a fraction of a sort's time."""
+    some = mx.argpartition(-logits, kth=top - 1, axis=-1)[..., :top]
+    order = mx.argsort(-mx.take_along_axis(logits, some, axis=-1), axis=-1)
+    return mx.take_along_axis(some, order, axis=-1)

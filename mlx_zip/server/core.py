@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
-from mlx_zip.errors import EngineStoppedError, GenerationError
+from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError
 from mlx_zip.server.answering import Answering, hidden
 from mlx_zip.server.options import Options
 from mlx_zip.server.packs import PackInfo, Packs
@@ -75,6 +75,7 @@ class Core:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
         self._scoring = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-scored-prompts")
+        self._scored = 0  # prompts that are read by it or wait for it, and for which a client waits
 
     async def answer(self, turn: Turn, stop: Stop | None = None) -> AsyncGenerator[Delta, None]:
         """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called before.
@@ -134,8 +135,12 @@ class Core:
     async def likely_prompt(self, turn: Turn, base_ids: Sequence[int]) -> list[PromptId]:
         """Returns the ids that a turn's prompt is read as, and how likely they are; given up if the task is cancelled.
 
-        base_ids: the prompt. Such prompts are read one after the other. Raises what `Engine.prompt_ids` raises.
+        base_ids: the prompt. Such prompts are read one after the other. Raises what `Engine.prompt_ids` raises, and
+        `EngineBusyError` if as many wait already as the engine takes requests.
         """
+        most = self.engine.info.max_requests
+        if most is not None and self._scored >= most:
+            raise EngineBusyError(f"{self._scored} prompts wait for their log-probabilities already; ask again later")
 
         def work(check: Check) -> list[PromptId]:
             check()
@@ -145,7 +150,11 @@ class Core:
                 found.append(one)
             return found
 
-        return await self._awaited(turn, work, lambda ids: None, self._scoring)
+        self._scored += 1
+        try:
+            return await self._awaited(turn, work, lambda ids: None, self._scoring)
+        finally:
+            self._scored -= 1
 
     async def check_body(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes for up to `prompts` prompts is too large for them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,31 @@ def test_a_client_that_leaves_while_its_prompt_is_submitted_leaves_no_request():
         time.sleep(0.5)
         go_on.set()
         assert until(lambda: engine.told.tickets and engine.told.tickets[0].cancelled.is_set())
+
+
+def test_prompts_to_be_scored_are_bounded_and_those_of_clients_that_left_do_not_count():
+    engine, begun, go_on = FakeEngine(), threading.Event(), threading.Event()
+    engine.info, scored = replace(engine.info, max_requests=2), engine.prompt_ids
+
+    def slow(*args):
+        begun.set()
+        go_on.wait(10)
+        return scored(*args)
+
+    engine.prompt_ids = slow
+    asked = {"prompt": "A story", "echo": True, "logprobs": 0, "max_tokens": 0}
+    with serving(engine) as served:
+        first, second = (served.raw(post("/v1/completions", asked)) for _ in range(2))
+        assert begun.wait(10)
+        assert until(lambda: len(served.server.server_state.tasks) == 2)
+        assert until(lambda: served.ask("POST", "/v1/completions", asked | {"logprobs": None}).status == 200)
+        refused = served.ask("POST", "/v1/completions", asked)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        second.close()
+        assert until(lambda: len(served.server.server_state.tasks) == 1)
+        go_on.set()
+        assert served.ask("POST", "/v1/completions", asked).status == 200
+        first.close()
 
 
 def test_a_stream_that_nobody_reads_is_given_up():
