@@ -9,7 +9,7 @@ import numpy as np
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.interface import Likely, PromptId
-from mlx_zip.evaluation.scored import Compressed, Scored
+from mlx_zip.evaluation.scored import Compressed, Scored, compress_parts
 from mlx_zip.vocab.starts import with_starts
 from mlx_zip.vocab.tuned import AnyStart
 
@@ -19,12 +19,8 @@ def read_as(params: CodecParams | None, base_ids: Uint32s, start: AnyStart | Non
 
     params: None for a model without hypertokens. start: see `Compressed`.
     """
-    if params is None:
-        return Compressed(base_ids, np.ones(len(base_ids), np.int64))
-    book = Codebook(with_starts(params, [start])[0])
-    for part in base_ids[:1], base_ids[1:]:
-        book.push(book.compress(part))
-    return Compressed(book.ids, book.logged()[1].astype(np.int64), start, breaks=(0,))
+    begun = None if params is None else with_starts(params, [start])[0]
+    return compress_parts(begun, base_ids[:1], base_ids[1:], start=start)
 
 
 def prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Scored]) -> Iterator[PromptId]:

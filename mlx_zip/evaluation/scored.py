@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.vocab.tuned import AnyStart
 
@@ -33,6 +34,24 @@ class Compressed:
     def ends(self) -> NDArray[np.int64]:
         """For each id the number of base ids that it and all ids before it stand for, int64 [n]."""
         return np.cumsum(self.spans)
+
+
+def compress_parts(params: CodecParams | None, *parts: Uint32s, start: AnyStart | None = None) -> Compressed:
+    """Returns parts of base ids as a model reads them; no id stands for base ids of two parts.
+
+    Each part is compressed by `Codebook.compress`, as generation continues: no entry is used before an id has created
+    it. params: the codec, with the entries that the codebook begins with; None for a model without hypertokens. start:
+    see `Compressed`.
+    """
+    if params is None:
+        ids = np.concatenate(parts)
+        return Compressed(ids, np.ones(len(ids), np.int64))
+    book, marks = Codebook(params), []
+    for part in parts:
+        book.push(book.compress(part))
+        marks.append(book.mark())
+    breaks = tuple(mark - 1 for mark in marks[:-1] if mark)
+    return Compressed(book.ids, book.logged()[1].astype(np.int64), start, breaks)
 
 
 @dataclass(frozen=True)

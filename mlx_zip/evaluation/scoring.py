@@ -22,7 +22,7 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.config import AVAILABILITY
 from mlx_zip.errors import CodecError, DataError, ModelError
-from mlx_zip.evaluation.scored import LOGITS, Compressed, Scored
+from mlx_zip.evaluation.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config
 from mlx_zip.vocab.tuned import AnyStart
@@ -39,24 +39,14 @@ def context_limit(model: Any) -> int | None:
 
 
 def compress_row(model: Any, *parts: Uint32s, start: AnyStart | None = None) -> Compressed:
-    """Returns parts of base ids as the model reads them; no id stands for base ids of two parts.
+    """Returns parts of base ids as the model reads them, see `compress_parts`.
 
-    For a zip2zip model each part is compressed by `Codebook.compress`, as generation continues: no entry is used before
-    an id has created it. start: entries of a pack in place of the model's own; a plain model ignores it. Raises
-    `DataError` for an id that the model does not have.
+    start: entries of a pack in place of the model's own; a plain model ignores it. Raises `DataError` for an id that
+    the model does not have.
     """
-    if not is_zip(model):
-        ids = np.concatenate(parts)
-        _check_ids(ids, base_config(model).get("vocab_size"))
-        return Compressed(ids, np.ones(len(ids), np.int64))
-    book, marks = Codebook(codec(model, start)), []
     for part in parts:
-        _check_ids(part, model.layout.vocab_size)
-        book.push(book.compress(part))
-        marks.append(book.mark())
-    ids = book.ids
-    breaks = tuple(mark - 1 for mark in marks[:-1] if mark)
-    return Compressed(ids, book.logged()[1].astype(np.int64), start, breaks)
+        _check_ids(part, model.layout.vocab_size if is_zip(model) else base_config(model).get("vocab_size"))
+    return compress_parts(codec(model, start), *parts, start=start) if is_zip(model) else compress_parts(None, *parts)
 
 
 def codec(model: Any, start: AnyStart | None = None) -> CodecParams:
