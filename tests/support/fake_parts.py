@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +122,9 @@ class FakePartsEngine(ThreadedEngine):
 
     def _reading(self, served: Any, job: Job) -> Any:
         return served.make_reading(job)
+
+    def _scores(self, served: Any, row: Any, top: int) -> Iterator[Any]:
+        raise AssertionError("these parts score nothing")
 
     def _memory(self) -> dict[str, int]:
         return {"memory_bytes": 0, "peak_memory_bytes": 0}
