@@ -43,10 +43,8 @@ def _percent(value: float, against: float) -> str:
 
 def bits_table(records: Records, record: str = RECORD) -> str:
     """Returns bits per byte of held-out text by domain, and how they compare with the control's."""
-    rows = []
-    for line in records.lines(record):
-        if not line["part"].startswith("bits-") or "control" not in line["models"]:
-            continue
+    rows, lines = [], _bits_lines(records, record)
+    for line in lines[max(lines)]:
         found = {name: one["bits_per_byte"] for name, one in line["models"].items()}
         packed = line["models"]["zip"]["base_ids_per_id"]
         cells = [f"{found['base']:.3f}", f"{found['control']:.3f}"]
@@ -72,6 +70,28 @@ def bits_table(records: Records, record: str = RECORD) -> str:
         ]
     )
     return table(["held-out text", "bytes", *MODELS.values(), "base ids per id"], rows)
+
+
+def _bits_lines(records: Records, record: str) -> dict[int, list[Record]]:
+    """Returns the record's lines of bits per byte of all models, by leg."""
+    legs: dict[int, list[Record]] = {}
+    for line in records.lines(record):
+        if line["part"].startswith("bits-") and "control" in line["models"]:
+            legs.setdefault(line["leg"], []).append(line)
+    return legs
+
+
+def legs_table(records: Records) -> str:
+    """Returns how bits per byte compare with the control's after each leg of the second try."""
+    legs, rows = _bits_lines(records, SECOND), {}
+    for name in "masked", "zip":
+        for leg in sorted(legs):
+            for line in legs[leg]:
+                found = {key: one["bits_per_byte"] for key, one in line["models"].items()}
+                row = rows.setdefault(line["part"].removeprefix("bits-"), [])
+                row.append(_percent(found[name], found["control"]))
+    heads = [f"{MODELS[name]}, leg {leg}" for name in ("masked", "zip") for leg in sorted(legs)]
+    return table(["held-out text", *heads], [[text, *row] for text, row in rows.items()])
 
 
 def rates_table(records: Records, record: str = RECORD) -> str:
@@ -184,6 +204,7 @@ TABLES = {
     "smollm2-speed": speed_table,
     "smollm2-frontier": frontier_table,
     "smollm2-second-bits": partial(bits_table, record=SECOND),
+    "smollm2-second-legs": legs_table,
     "smollm2-second-rates": partial(rates_table, record=SECOND),
     "smollm2-second-labels": partial(labels_table, record=SECOND),
 }
