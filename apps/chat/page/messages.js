@@ -3,7 +3,7 @@
 import { Body } from "./body.js";
 import { button, h } from "./dom.js";
 import { difference, plural, summary } from "./figures.js";
-import { siblings } from "./tree.js";
+import { isFirst, siblings } from "./tree.js";
 
 const STATES = {
   stopped: "Stopped",
@@ -91,7 +91,7 @@ export class MessageView {
     } else if (message.state === "running") parts.push(...waiting(message));
     const figures = message.state === "running" ? "" : summary(message.figures);
     if (figures) parts.push(h("span", { "data-testid": "message-figures" }, figures));
-    const differs = figures && difference(message.figures);
+    const differs = figures && !isFirst(conversation.messages, message) && difference(message.figures);
     if (differs) parts.push(h("details", { class: "differs", "data-testid": "message-differs" }, h("summary", {}, differs[0]), differs[1]));
     if (message.reason === "length") parts.push(h("span", {}, "ended at the limit"));
     const same = message.role === "assistant" && message.state === "whole" ? sameAs(conversation, message) : 0;

@@ -26,6 +26,12 @@ export function siblings(messages, message) {
   return children(messages, message.parent);
 }
 
+/** Returns whether an answer is its conversation's first, which has no earlier prompt to go on from. */
+export function isFirst(messages, message) {
+  for (const other of messages.values()) if (other.role === "assistant") return other.id === message.id;
+  return false;
+}
+
 /** Returns the leaf that a branch was last continued to: from `message` down, always the newest child. */
 export function tip(messages, message) {
   const newest = new Map();

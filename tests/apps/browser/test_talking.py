@@ -84,6 +84,9 @@ def test_an_edited_message_begins_a_branch_with_an_answer_of_its_own(tab):
 
 def test_an_answer_says_from_where_on_its_prompt_was_read_again_and_hides_the_words(tab):
     tab.send(STORY)
+    tab["new-chat"].click()
+    tab.send("Tell me a story about a cat.")
+    assert tab["message-differs"].count() == 0  # a first answer has no earlier prompt to go on from
     tab["edit"].click()
     tab["edit-input"].fill("Tell me a story about 12 zebras.")
     tab["edit-send"].click()
