@@ -52,11 +52,8 @@ def bits_table(records: Records, record: str = RECORD) -> str:
         rows.append(
             [line["part"].removeprefix("bits-"), f"{line['models']['zip']['bytes']:,}", *cells, f"{packed:.3f}"]
         )
-    line, plain = (
-        _part(records, "bits-chat-pack", record),
-        _part(records, "bits-chat", record)["models"]["control"]["bits_per_byte"],
-    )
-    one = line["models"]["zip"]
+    one = _part(records, "bits-chat-pack", record)["models"]["zip"]
+    plain = _part(records, "bits-chat", record)["models"]["control"]["bits_per_byte"]
     shown = f"{one['bits_per_byte']:.3f} ({_percent(one['bits_per_byte'], plain)})"
     rows.append(
         [

@@ -56,11 +56,11 @@ class RowScorer:
         """
         columns, vocab_size, begin = self._columns(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(columns.rows)))
+        first, last = (ids_to_device(part, columns.rows.device) for part in (columns.first, columns.last))
+        if not causal:
+            first = torch.where(last == NEVER, -1, NEVER)
         for outputs in self._outputs(row, columns):
             high = columns.rows[:, 0].to(outputs.dtype)
-            first, last = (ids_to_device(part, outputs.device) for part in (columns.first, columns.last))
-            if not causal:
-                first = torch.where(last == NEVER, -1, NEVER)
             for h in outputs.split(most):
                 end = begin + len(h)
                 at = torch.arange(begin, end, device=h.device)[:, None]

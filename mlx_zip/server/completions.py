@@ -60,7 +60,7 @@ class CompletionBody(Sampled):
         if self.best_of not in (None, self.n):
             raise BodyError("all completions are returned, so this must be n", "best_of")
         if self.max_tokens == 0 and not self.echo:
-            raise BodyError("only with echo it may be 0", "max_tokens")
+            raise BodyError("0 needs echo: true", "max_tokens")
         if len(self.prompts) > MOST_PROMPTS:
             raise BodyError(f"there are {len(self.prompts)} prompts, and at most {MOST_PROMPTS} are allowed", "prompt")
         width = core.engine.info.vocab_size

@@ -54,7 +54,7 @@ class Connection(H11Protocol):
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Goes on reading behind a request that is being answered: else nobody would notice that its client leaves."""
+        """Keeps reading while a request is answered; otherwise a client that leaves would go unnoticed."""
         is_paused = self.flow.read_paused and not self._waits_for_head and self.conn.their_state is h11.DONE
         if is_paused and len(self.conn.trailing_data[0]) < MOST_AHEAD:
             self.flow.resume_reading()

@@ -70,8 +70,8 @@ class LongTexts:
         return min(last, len(text)), None
 
     def encode(self, piece: str, goes_on: bool) -> list[int]:
-        """Returns the base ids of a piece. One that goes on in the middle of a word is encoded behind a line break,
-        because the tokenizer may put a space in front of every text.
+        """Returns the base ids of a piece. goes_on: whether it begins in the middle of a word; then it is encoded after
+        a line break, because the tokenizer may put a space in front of every text.
         """
         if goes_on:
             before, ids = encode_text(self.tokenizer, "\n"), encode_text(self.tokenizer, f"\n{piece}")

@@ -30,7 +30,7 @@ from mlx_zip.vocab.packs import ROWS
 Tensors = dict[str, torch.Tensor]
 BODY, HEAD = "model.model.", "model.lm_head.weight"  # names in the MLX trainee
 NO_PART_OF_THE_BODY = ("zip2zip", "quantization", "quantization_config")
-BESIDE = ("decoder.", "type_head.", *ROWS)  # parts of a trainee beside its model
+BESIDE = ("decoder.", "type_head.", *ROWS)  # parts of a trainee that are not its model
 
 
 class TorchModel(nn.Module):
