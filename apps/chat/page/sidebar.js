@@ -132,9 +132,10 @@ function group(name, members, searching) {
 function folderOf(name, members) {
   const title = h("summary", {}, icon("folder"), h("span", { dir: "auto" }, name), h("span", { class: "quiet" }, String(members.length)));
   const element = h("details", { class: "folder", "data-testid": "folder", open: !closedFolders().includes(name) }, title, h("ul", {}, members.map((member) => row(member, ""))));
-  element.addEventListener("toggle", () => {
+  // Not "toggle": that comes a moment later, when the page may have been left or the list drawn anew.
+  title.addEventListener("click", () => {
     const others = closedFolders().filter((other) => other !== name);
-    localStorage.setItem("folders:closed", JSON.stringify(element.open ? others : [...others, name]));
+    localStorage.setItem("folders:closed", JSON.stringify(element.open ? [...others, name] : others)); // it is still as it was
   });
   return element;
 }

@@ -75,6 +75,20 @@ def test_a_conversation_is_put_into_a_folder_that_can_be_closed_and_taken_out_ag
     told["folder"].wait_for(state="detached")
 
 
+def test_a_folder_that_is_closed_is_kept_so_at_once(told):
+    told["conversation-menu"].first.click()
+    told["move"].click()
+    told["dialog-input"].fill("At once")
+    told["dialog-confirm"].click()
+    told["folder"].get_by_text("At once").wait_for()
+    pressed = "folder => { folder.querySelector('summary').click(); return localStorage.getItem('folders:closed'); }"
+    assert json.loads(told["folder"].evaluate(pressed)) == ["At once"]
+    assert json.loads(told["folder"].evaluate(pressed)) == []
+    told["folder"].get_by_test_id("conversation-menu").click()
+    told["take-out"].click()
+    told["folder"].wait_for(state="detached")
+
+
 def test_words_of_an_answer_find_their_conversation(told):
     word = max(told.text().replace(".", " ").replace(",", " ").split(), key=len)
     renamed(told, "Found by its words")
