@@ -121,7 +121,9 @@ class _Steps:
                 logits = self._logits(y)
                 if self.processors:
                     self.tokens = mx.concatenate([self.tokens, y.astype(self.tokens.dtype)])
-                return cast(int, y.item()), self._choose(logits[:, -1])
+                token = cast(int, y.item())
+                self.model.session.settle_submitted()
+                return token, self._choose(logits[:, -1])
         except BaseException:
             self.model.forget(self.cache, before)
             raise
@@ -142,5 +144,5 @@ class _Steps:
         end = self.model.layout.hyper_id(len(self.cache[-1].books[0]))  # from here on, all columns are -inf
         logprobs = logits - mx.logsumexp(logits[:, :end], keepdims=True)
         y = self.sampler(logprobs)
-        mx.async_eval(y, logprobs, *self.model.session.pending_rows())
+        mx.async_eval(y, logprobs, *self.model.session.submit_rows())
         return y, logprobs[0]

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -43,6 +43,14 @@ class RowKind:
     durable: bool
 
 
+class _Encoded(NamedTuple):
+    """Rows that were encoded and are not kept yet: their names in memory, and the rows as bytes [N, row bytes]."""
+
+    kind: RowKind
+    names: list[bytes]
+    rows: mx.array
+
+
 class RowStore:
     """Hyper rows by model, side and base ids; the least recently used are evicted. For one thread at a time.
 
@@ -58,7 +66,8 @@ class RowStore:
         self._memory = _Memory(memory_bytes)
         self._disk = None if folder is None else RowFolder(at_home(folder), folder_bytes)
         self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
-        self._fresh: list[tuple[RowKind, list[bytes], mx.array]] = []  # encoded since `settle`: names, rows as bytes
+        self._fresh: list[_Encoded] = []  # rows that nobody may have begun to compute
+        self._submitted: list[_Encoded] = []  # rows that `submit` returned
         self.encoded = self.from_memory = self.from_disk = 0
 
     def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
@@ -80,7 +89,7 @@ class RowStore:
         chosen = np.array(sorted(first.values()))
         fresh = encode(base_ids[chosen], lengths[chosen])
         self.encoded += len(chosen)
-        self._fresh.append((kind, [names[i] for i in chosen], fresh.view(mx.uint8)))
+        self._fresh.append(_Encoded(kind, [names[i] for i in chosen], fresh.view(mx.uint8)))
         if len(chosen) == len(names):
             return fresh
         return _in_order(kind, held, names, [names[i] for i in chosen], fresh)
@@ -108,30 +117,48 @@ class RowStore:
             return None
         row = encode()
         self.encoded += 1
-        self._fresh.append((kind, [self._name(kind, words)], row.view(mx.uint8)))
+        self._fresh.append(_Encoded(kind, [self._name(kind, words)], row.view(mx.uint8)))
         return row
 
-    @property
-    def pending(self) -> list[mx.array]:
-        """The rows, as bytes, that `settle` will keep; a caller may evaluate them along with its own arrays."""
-        return [rows for _, _, rows in self._fresh]
+    def submit(self) -> list[mx.array]:
+        """Returns the rows, as bytes, encoded since the last call of `submit` or `settle_unsubmitted`.
+
+        A decode loop has them computed along with the next id, and calls `settle_submitted` when it has read that id.
+        """
+        fresh, self._fresh = self._fresh, []
+        self._submitted += fresh
+        return [one.rows for one in fresh]
+
+    def settle_submitted(self) -> None:
+        """Keeps the rows that `submit` returned. Nothing has to wait if the id computed with them was read."""
+        self._submitted = self._keep(self._submitted)
+
+    def settle_unsubmitted(self) -> None:
+        """Keeps the rows that `submit` has not returned, and evaluates them if nothing else has yet.
+
+        The model calls this at the beginning of each call: without a loop of ours, the caller has read what the
+        previous call returned, and so its rows are there.
+        """
+        self._fresh = self._keep(self._fresh)
 
     def settle(self) -> None:
-        """Keeps the rows encoded since the last `settle`, and evaluates them if nothing else has yet.
+        """Keeps all rows encoded so far, and waits for those that are still being computed."""
+        self.settle_submitted()
+        self.settle_unsubmitted()
 
-        The model calls this at the beginning of each call, when the previous call's rows have been evaluated anyway.
-        """
-        for kind, names, rows in self._fresh:
+    def _keep(self, encoded: list[_Encoded]) -> list[_Encoded]:
+        """Keeps rows in memory and, where they may be, in the folder. Returns an empty list."""
+        for kind, names, rows in encoded:
             data = bytes(host_bytes(rows))  # `rows` is uint8 already, so this enqueues no operation
             self._memory.put(names, _split(data, kind.rows.row_bytes))
             if self._disk is not None and kind.durable:
                 keys = np.frombuffer(b"".join(name[_PREFIX:] for name in names), np.uint32)
                 array = np.frombuffer(data, np.uint8).reshape(len(names), kind.rows.row_bytes)
                 self._disk.add(kind.rows, keys.reshape(len(names), -1), array)
-        self._fresh.clear()
+        return []
 
     def flush(self) -> None:
-        """Keeps the rows encoded so far, as `settle` does, and writes new rows to the folder."""
+        """Keeps all rows encoded so far, and writes new rows to the folder."""
         self.settle()
         if self._disk is not None:
             self._disk.flush()

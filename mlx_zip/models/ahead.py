@@ -18,12 +18,17 @@ from mlx_zip.models.positions import positions_ahead
 from mlx_zip.models.zip_model import Model
 from mlx_zip.state import HostIds, ZipState
 
+# Encoded one by one, input rows would have the encoder's weights read in every step that installs an entry. Of recorded
+# ids, at most 0.9 % of the steps read an entry while fewer than five rows are missing (docs/decisions.md).
+INPUTS_TOGETHER = 5
+
 
 class Ahead:
     """Runs a model on one request's cache, one id per sequence at a time. `run` and `follow` together are one call.
 
-    A body that reads an id which the host has not seen finds the id's input row in the table of input rows. So `run`
-    first puts the rows of all installed entries there.
+    A body that reads an id which the host has not seen finds the id's input row in the table of input rows. `run` puts
+    the missing rows of installed entries there, `INPUTS_TOGETHER` at once. The body of the rare id that is read before
+    its row is there runs again, with the row.
     """
 
     def __init__(self, model: Model, cache: Sequence[Any]) -> None:
@@ -59,13 +64,12 @@ class Ahead:
     def follow(self, h: mx.array, ids: mx.array) -> mx.array:
         """Reads ids [B] and returns their logits [B, 1, W]; h [B, 1, D] is what `run(ids)` returned.
 
-        The body runs a second time if a sequence's id is a hypertoken that is installed by being read (LZW's KwKwK),
-        because it had no row during `run`; `state.second_bodies` counts that. Raises what `Model.__call__` raises.
+        The body runs a second time if a sequence's id is a hypertoken that had no input row during `run`;
+        `state.second_bodies` counts that. Raises what `Model.__call__` raises.
         """
         model, kv, state = self.model, self.cache[:-1], self.cache[-1]
         host_ids = read_ids(ids, state)
-        model.session.settle()
-        had_rows = self._are_installed(state, host_ids)
+        had_rows = self._had_rows(state, host_ids)
         advance = state.advance(host_ids)
         model.fill_outputs(state)
         if not had_rows:
@@ -76,21 +80,22 @@ class Ahead:
         return model.joint_head(h, state, advance, causal=False)
 
     def _fill_inputs(self, state: ZipState) -> None:
-        """Puts the missing input rows of all installed entries into the table of input rows."""
+        """Puts the missing input rows of installed entries into the table of input rows, if they are enough."""
         if state.places is not None:
             self.model.fill_outputs(state)  # gives new entries their places
         places = state.missing_installed_inputs()
-        if len(places):
+        if len(places) >= (1 if self.model.sides_are_one else INPUTS_TOGETHER):
             self.model.fill_outputs(state)
             state.read_in_turns()
             self.model.session.fill_inputs(state, self.model.input_side, places)
 
-    def _are_installed(self, state: ZipState, ids: HostIds) -> bool:
-        """Returns whether every hypertoken among ids [B, 1] is installed before the state reads the ids."""
+    def _had_rows(self, state: ZipState, ids: HostIds) -> bool:
+        """Returns whether the body had the input row of every hypertoken among ids [B, 1], which the state is yet to
+        read. One that is installed by being read (LZW's KwKwK) never has a row.
+        """
         end = self.model.layout.vocab_size
-        if isinstance(ids, int):
-            return ids < end + len(state.books[0])
-        return all(one < end + len(book) for one, book in zip(ids[:, 0].tolist(), state.books, strict=True))
+        column = [ids] if isinstance(ids, int) else ids[:, 0].tolist()
+        return all(one < end or state.has_input(b, one - end) for b, one in enumerate(column))
 
 
 @partial(mx.compile, shapeless=True)

@@ -81,16 +81,26 @@ class Session:
 
     # ---- the store
 
-    def settle(self) -> None:
-        """Lets the store keep the rows that the last call encoded. Call it after the id that the call chose was read:
-        the rows' values exist by then, so nothing has to wait for them.
+    def submit_rows(self) -> list[mx.array]:
+        """Returns the rows that were encoded for a step, to be computed along with the id that the step chooses."""
+        return [] if self.store is None else self.store.submit()
+
+    def settle_submitted(self) -> None:
+        """Lets the store keep the rows that `submit_rows` returned. Call it when the ids computed with them were read:
+        rows that the running step encodes are not among them, so nothing waits for its body.
         """
         if self.store is not None:
-            self.store.settle()
+            self.store.settle_submitted()
 
-    def pending_rows(self) -> list[mx.array]:
-        """Returns the rows that the store will keep at the next `settle`, to be evaluated along with the next id."""
-        return [] if self.store is None else self.store.pending
+    def settle_unsubmitted(self) -> None:
+        """Lets the store keep the rows of earlier calls that no loop has submitted."""
+        if self.store is not None:
+            self.store.settle_unsubmitted()
+
+    def settle(self) -> None:
+        """Lets the store keep all rows encoded so far, and waits for those that are still being computed."""
+        if self.store is not None:
+            self.store.settle()
 
     def rows(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Returns rows [N, D] of N > 0 entries, from the store or encoded: base_ids [N, merge_size], lengths [N]."""

@@ -98,7 +98,7 @@ class Model(nn.Module):
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
         host_ids, before = read_ids(ids, state), state.offset
-        self.session.settle()
+        self.session.settle_unsubmitted()
         self.bind_tuned(state)
         try:
             advance = state.advance(host_ids)

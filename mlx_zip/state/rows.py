@@ -114,12 +114,19 @@ class SequenceRows:
         A -1 in slots stands for no hypertoken. The entries must have their output rows.
         """
         if slots.shape[1] == 1:  # a step: a few ids take no numpy
-            read = ((b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0)
-            places = {slot if self.places is None else int(self.places.index[b, slot]) for b, slot in read}
+            places = {self._place(b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0}
             return np.array([place for place in sorted(places) if not self.encoded_inputs[0, place]], np.int64)
         sequence, column = np.nonzero(slots >= 0)
         places = np.unique(self.places_of(sequence, slots[sequence, column]))
         return places[~self.encoded_inputs[0, places]]
+
+    def has_input(self, b: int, slot: int) -> bool:
+        """Returns whether a slot of sequence b holds an entry whose input row is in the table."""
+        return slot < len(self.books[b]) and bool(self.encoded_inputs[0, self._place(b, slot)])
+
+    def _place(self, b: int, slot: int) -> int:
+        """Returns the place of the entry in a slot of sequence b."""
+        return slot if self.places is None else int(self.places.index[b, slot])
 
     def missing_installed_inputs(self) -> np.ndarray:
         """Returns the places of installed entries that have no input row yet: [N]."""
@@ -155,10 +162,14 @@ class SequenceRows:
         return mx.take_along_axis(values, mx.broadcast_to(index, (*values.shape[:2], index.shape[2])), axis=-1)
 
     def at_slots(self, slots: mx.array) -> mx.array:
-        """Returns the places [B, 1] of slots [B, 1], which are below `slots_covered()`."""
+        """Returns the places [B, 1] of slots [B, 1], which are below `slots_covered()`.
+
+        Of an entry without an input row, any place of the table of input rows may be returned.
+        """
         if self.places is None:
             return slots
-        return mx.take_along_axis(mx.array(self.places.index[:, : self.slots_covered()]), slots, axis=1)
+        index = np.minimum(self.places.index[:, : self.slots_covered()], max(0, self.inputs.capacity - 1))
+        return mx.take_along_axis(mx.array(index), slots, axis=1)
 
     def entries(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries at places [N], N > 0, as base_ids [N, merge_size], padded, and lengths [N]."""

@@ -14,11 +14,12 @@ from mlx_zip.codec import compress
 from mlx_zip.decode import decode_steps
 from mlx_zip.hyper import HeadTable, RowStore, RowTable, TurningTable
 from mlx_zip.models import Model, ModelArgs
-from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.launches import added_launches, gpu_forms
 from support import tiny
 
 WARM, PER_SIDE, BASE_TOKEN_END, CANONICAL = 10, 30, 3, 6  # launches that a step may add to mlx-lm's
+TOGETHER = 50  # launches that encode `INPUTS_TOGETHER` rows of one side
 STEPS = 24
 
 
@@ -39,12 +40,14 @@ def chosen(logits):
     return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
 
 
-def zip_steps(model, ids, cache, canonical):
+def zip_steps(model, ids, cache, canonical, twice):
+    """The steps of a request; `twice` gets how many bodies have run twice after each."""
     ahead, processor = Ahead(model, cache), CanonicalDecoding(cache[-1].books[0])
     processor(None, mx.zeros((1, model.layout.width)))
     for one in ids:
         y = mx.array([one])
         logits = ahead.follow(ahead.run(y), y)[:, -1]
+        twice.append(cache[-1].second_bodies)
         yield chosen(processor(None, logits) if canonical else logits)
 
 
@@ -67,7 +70,9 @@ def quantized(model):
 
 
 def counted(model, warm, canonical=False):
-    """Launches that each step adds to mlx-lm's, from the second on, and whether the step installs an entry."""
+    """Launches that each step adds to mlx-lm's, from the second on, and whether the step installs an entry; without the
+    steps whose body runs twice.
+    """
     model.eval()
     model.session.store = RowStore() if warm else None
     emitted = [
@@ -91,9 +96,10 @@ def counted(model, warm, canonical=False):
     for one in emitted:
         installs.append(len(book.push(one)) > 0)
     with gpu_forms():
-        ours = added_launches(zip_steps(model, emitted, cache, canonical))
+        ours = added_launches(zip_steps(model, emitted, cache, canonical, twice := []))
         plain = added_launches(plain_steps(model, emitted))
-    return [one - other for one, other in zip(ours, plain, strict=True)][1:], installs[1:]
+    once = [i for i in range(1, len(ours)) if twice[i] == twice[i - 1]]
+    return [ours[i] - plain[i] for i in once], [installs[i] for i in once]
 
 
 SHAPES = [("llama", "res_latent_attn"), ("llama", "transformer"), ("qwen3", "transformer"), ("gemma", "transformer")]
@@ -110,7 +116,7 @@ def test_a_warm_step_adds_few_launches_to_mlx_lms(family, encoder, mode):
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("encoder", ["res_latent_attn", "transformer"])
-def test_a_cold_step_adds_few_launches_per_side(encoder, bits):
+def test_a_cold_step_encodes_one_row_and_seldom_several(encoder, bits):
     sizes = {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
     if encoder == "res_latent_attn":
         sizes |= {"hidden_size": 32, "model_hidden_size": 64}
@@ -122,7 +128,8 @@ def test_a_cold_step_adds_few_launches_per_side(encoder, bits):
         tiny.quantize(model)
     more, installs = counted(model, warm=False)
     assert any(installs)
-    assert WARM < max(more) <= WARM + 2 * PER_SIDE
+    assert WARM < max(more) <= WARM + PER_SIDE + TOGETHER
+    assert np.mean(more) <= WARM + PER_SIDE + TOGETHER / INPUTS_TOGETHER
 
 
 def test_canonical_decoding_adds_few_launches():

@@ -1,0 +1,114 @@
+"""Steps of bodies that run ahead, with a store without rows: nothing waits for what the running body encodes."""
+
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_zip.codec import compress
+from mlx_zip.decode import decode_steps
+from mlx_zip.decode_batch import BatchLoop
+from mlx_zip.hyper import RowStore
+from mlx_zip.models import Model
+from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
+from support import tiny
+from support.serving import ask, at_once, tiny_engine
+
+STEPS, LENGTHS = 40, (40, 25, 33)
+
+
+class Watched(RowStore):
+    """A store that notes, for all rows that it keeps, how many bodies were begun since they were encoded."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ages, self._born = 0, [], {}
+
+    def note_body(self, call):
+        """Calls `call`, which begins a body, and counts it; the rows that it encodes belong to this body."""
+        self.begun += 1
+        found = call()
+        self._born.update({id(one.rows): self.begun for one in self._fresh if id(one.rows) not in self._born})
+        return found
+
+    def _keep(self, encoded):
+        self.ages += [self.begun - self._born.pop(id(one.rows), -1) for one in encoded]
+        return super()._keep(encoded)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    made, run = Watched(), Ahead.run
+    monkeypatch.setattr(Ahead, "run", lambda self, ids: made.note_body(lambda: run(self, ids)))
+    return made
+
+
+def prompts_of(model):
+    return [compress(model.config.codec_params, tiny.base_ids(n, seed))[0] for seed, n in enumerate(LENGTHS)]
+
+
+def single(model):
+    options = {"sampler": make_sampler(0), "prefill_step_size": 64, "ahead": True}
+    list(decode_steps(model, prompts_of(model)[0], model.make_cache(), max_steps=STEPS, **options))
+
+
+def batch(model):
+    prompts = prompts_of(model)
+    width = max(map(len, prompts))
+    ids = np.array([[tiny.PAD] * (width - len(prompt)) + prompt.tolist() for prompt in prompts], np.int32)
+    cache = model.make_cache(left_padding=[width - len(prompt) for prompt in prompts])
+    options = {"sampler": make_sampler(0), "processors": [[] for _ in prompts], "pad_id": tiny.PAD, "chunk": 64}
+    loop = BatchLoop(model, cache, ids, prompts=[one.tolist() for one in prompts], ahead=True, **options)
+    for _ in zip(range(STEPS), loop, strict=False):
+        pass
+
+
+@pytest.mark.parametrize("loop", [single, batch])
+def test_no_row_is_read_before_the_body_that_encodes_it_has_ended(loop, store):
+    model = tiny.tiny_model().eval()
+    model.session.store = store
+    loop(model)
+    assert len([age for age in store.ages if age <= store.begun]) > STEPS // INPUTS_TOGETHER
+    assert min(store.ages) >= 1
+
+
+@pytest.mark.parametrize("running", [1, 3])
+def test_no_step_of_the_engine_reads_a_row_of_a_running_body(running, store):
+    def with_store(model):
+        model.session.store = store
+
+    with tiny_engine(change=with_store, run={"ahead": True}) as engine:
+        prompts = [tiny.base_ids(n, seed) for seed, n in enumerate(LENGTHS[:running])]
+        for watch in at_once(engine, lambda: [ask(engine, prompt, max_tokens=STEPS)[1] for prompt in prompts]):
+            watch.wait()
+        ages = list(store.ages)
+    assert len([age for age in ages if age <= store.begun]) > STEPS // INPUTS_TOGETHER
+    assert min(ages) >= 1
+
+
+def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
+    model, run_layers = tiny.tiny_model().eval(), Model.run_layers
+    single(model)  # makes the encoders of single entries, which takes one wait per model
+    model.session.store, slow = RowStore(), mx.random.normal((1100, 1100))
+    cache = model.make_cache()
+    y = mx.argmax(model(mx.array(prompts_of(model)[0].astype(np.int32))[None], cache=cache)[:, -1], axis=-1)
+    mx.eval(y, *model.session.submit_rows())
+    assert len(cache[-1].missing_installed_inputs()) >= INPUTS_TOGETHER
+
+    def with_a_slow_end(self, *args):
+        h = run_layers(self, *args)
+        return h + 0 * (slow @ (slow + h.sum())).sum()
+
+    monkeypatch.setattr(Model, "run_layers", with_a_slow_end)
+    ahead, ended, before = Ahead(model, cache), threading.Event(), model.session.store.encoded
+    h = ahead.run(y)
+    mx.async_eval(h)
+    waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
+    waiter.start()
+    ahead.follow(h, y)
+    model.session.settle_submitted()
+    assert not ended.is_set()
+    assert model.session.store.encoded > before + INPUTS_TOGETHER  # the input rows of `run`, the output row of `follow`
+    waiter.join()
