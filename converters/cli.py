@@ -98,7 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pack file (.json, .npz or .npy) whose entries every codebook of the written model begins with; repeat the "
         "flag to merge packs; tuned rows must belong to the written weights (default: the checkpoint's own pack, if it "
         "has one)",
-        aliases=["--codebook"],
     )
     add(
         "--policy",

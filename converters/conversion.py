@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -45,7 +44,6 @@ def convert(
     policy: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
-    codebook: Sequence[str | Path] | None = None,
     base: str | None = None,
     q_half: bool = False,
 ) -> Path:
@@ -61,7 +59,7 @@ def convert(
     (`mlx_zip.canonical`), None for what the source says. pack: a pack, or several that are merged, with which every
     request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they were tuned
     for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what the source
-    says. codebook: the old name of `pack`. base: base model to use in place of the one that the checkpoint names, a
+    says. base: base model to use in place of the one that the checkpoint names, a
     folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`. q_half:
     with 8 bits, scales such that every value is a float16, so that a CPU can keep the matrices in it.
 
@@ -69,9 +67,6 @@ def convert(
     that cannot be read or does not fit, and `ModelError` for tuned rows that are not this model's. Each message names
     the file, tensor or key at fault, and nothing has been written then. To check a tuned pack, all weights are read.
     """
-    if codebook is not None:
-        warnings.warn("convert(codebook=) is called pack= now", DeprecationWarning, stacklevel=2)
-        pack = codebook if pack is None else pack
     if quantize and dequantize:
         raise ConversionError("quantize (-q) and dequantize (-d) exclude each other: choose one")
     if dtype is not None and dtype not in DTYPES:

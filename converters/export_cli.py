@@ -12,7 +12,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="mlx_zip model to export: folder, hub id or bundled model")
     add("--out", default="zip2zip_model", help="folder to write; it must not exist yet (default: %(default)s)")
-    add("--save-path", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # --out's old name
     add(
         "--dtype",
         choices=["float16", "bfloat16", "float32"],

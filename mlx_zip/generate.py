@@ -6,7 +6,6 @@ and these become text. Limits, counts and penalties are in base tokens. For a pl
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
@@ -75,7 +74,6 @@ def stream_generate(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
     pack: PackLike | Sequence[Sequence[int]] | None = None,
-    start: Sequence[Sequence[int]] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -92,7 +90,7 @@ def stream_generate(
     always given whole: the cache is trimmed to what both have in common, and only the rest is read; an answer that the
     model gave is read as the ids that the model emitted. pack: the pack (a path, a `Pack`, or entries of base ids) that
     a new cache begins with in place of the model's own. With a prompt_cache that was saved and loaded, give the pack
-    that the cache began with, because the file does not hold the pack's rows. start: former name of `pack`. sampling:
+    that the cache began with, because the file does not hold the pack's rows. sampling:
     fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given.
     logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
     with the number of prompt ids read so far and of all. kv_bits, kv_group_size, quantized_kv_start: KV cache
@@ -109,7 +107,7 @@ def stream_generate(
         sampler=sampler, logits_processors=logits_processors, prompt_progress_callback=prompt_progress_callback
     )
     tokenizer = as_tokenizer(tokenizer)
-    start = _start_entries(pack, start, tokenizer)
+    start = _start_of(pack, tokenizer)
     cache = _new_cache(model, start)
     if prompt_cache is not None:
         if (
@@ -238,7 +236,6 @@ def stream_batch(
     stop: str | Sequence[str] | None = None,
     sampler: Sampler | None = None,
     pack: PackLike | Sequence[Any] | None = None,
-    start: Sequence[Any] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[tuple[int, GenerationResponse]]:
@@ -251,7 +248,7 @@ def stream_batch(
     options = Sampling.of(sampling, signature(stream_batch).parameters)
     _check_functions(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
-    start = _start_entries(pack, start, tokenizer)
+    start = _start_of(pack, tokenizer)
     check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     starts = split_packs(start, len(prompts))
     requests = [
@@ -301,18 +298,10 @@ def _batch_responses(
             return
 
 
-def _start_entries(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> Any:
-    """Returns what a new cache begins with, given as `pack` or by its former name `start`.
-
-    Raises `DataError` for a pack of another tokenizer.
-    """
-    if start is not None:
-        warnings.warn("start= is called pack= now; it takes a path or a Pack too", DeprecationWarning, stacklevel=3)
-        if pack is not None:
-            raise GenerationError("pack and start: give one of them; start is the former name of pack")
-        return start
+def _start_of(pack: Any, tokenizer: Any) -> Any:
+    """Returns what a new cache begins with. Raises `DataError` for a pack of another tokenizer."""
     if isinstance(pack, list | tuple) and any(isinstance(one, PackLike) for one in pack):
-        return [_start_entries(one, None, tokenizer) for one in pack]
+        return [_start_of(one, tokenizer) for one in pack]
     if not isinstance(pack, PackLike):
         return pack
     found = as_pack(pack)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,17 @@ DATA = (
 )
 
 
-def add_actions(
-    parser: argparse.ArgumentParser,
-    actions: Mapping[str, Action],
-    examples: str,
-    aliases: Mapping[str, Sequence[str]] = {},
-) -> None:
+def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], examples: str) -> None:
     """Declares a method's actions as subcommands.
 
     actions: name -> (function that declares the action's flags, purpose for --help, function that runs the action).
-    examples: text at the end of each --help. aliases: other names of an action. The parsed arguments hold the function
-    that runs the action as `do`, and the action's name as `action`.
+    examples: text at the end of each --help. The parsed arguments hold the function that runs the action as `do`.
     """
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (declare, purpose, do) in actions.items():
         action = found.add_parser(
             name,
-            aliases=aliases.get(name, ()),
             help=purpose,
             description=purpose[0].upper() + purpose[1:] + ".",
             epilog=examples,

@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engines.add_flag(add)
     add("--out", metavar="FILE", help="JSON file to write with all figures, settings and versions (default: none)")
-    add("--json", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # --out's old name
     add(
         "--trust-remote-code",
         action="store_true",
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="number of windows, conversations or task requests that one model call handles (default: 8)",
     )
-    packs.add_flags(add, filled_windows=True)
+    packs.add_flags(add)
     rows.add_flags(add)
     add(
         "--seed",

@@ -28,7 +28,7 @@ _TABLE = "patch table, as written by `mlx_zip vocab hbpe learn`"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the actions and their flags."""
-    add_actions(parser, ACTIONS, EXAMPLES, aliases={"learn": ["train"]})
+    add_actions(parser, ACTIONS, EXAMPLES)
 
 
 def _learn_flags(parser: argparse.ArgumentParser) -> None:

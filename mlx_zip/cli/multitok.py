@@ -36,7 +36,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the actions and their flags."""
-    add_actions(parser, ACTIONS, EXAMPLES, aliases={"train": ["learn"], "stats": ["show"]})
+    add_actions(parser, ACTIONS, EXAMPLES)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,9 +12,9 @@ from mlx_zip.chosen_packs import Packs, check, is_plain, record
 __all__ = ["Packs", "add_flags", "check", "is_plain", "load_options", "read", "record"]
 
 
-def add_flags(add: Any, filled_windows: bool = False) -> None:
+def add_flags(add: Any) -> None:
     """Declares --pack (see `mlx_zip.arguments.add_pack`) and --codebook-size."""
-    add_pack(add, filled_windows=filled_windows)
+    add_pack(add)
     add(
         "--codebook-size",
         type=int,

@@ -44,15 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add,
         "pack (.json, .npz or .npy) whose entries the codebook begins with (default: the model's own pack, if it has "
         "one)",
-        aliases=["--start"],
-        filled_windows=True,
     )
     add(
         "--empty-start",
         action="store_true",
         help="begin codebooks without entries, even if the model has a pack of its own (default: off)",
     )
-    add("--no-start", dest="empty_start", action="store_true", help=argparse.SUPPRESS)
     add(
         "--start-draw",
         type=int,

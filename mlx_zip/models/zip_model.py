@@ -7,7 +7,6 @@ Source: arXiv 2506.01084 §2, zip2zip 0.2.0.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -114,15 +113,13 @@ class Model(nn.Module):
         self,
         left_padding: Sequence[int] | None = None,
         pack: PackLike | Sequence[Any] | None = None,
-        *,
-        start: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Returns the cache of a new request: one KV cache per layer, then the `ZipState`.
 
         left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
         one sequence. pack: what the codebook begins with in place of the model's own entries: the path of a pack, a
         `Pack`, entries (sequences of base ids), or a list of B of these, None among them for the model's own; `()`
-        begins with nothing. Rows of a tuned pack are used. start: the former name of `pack`.
+        begins with nothing. Rows of a tuned pack are used.
 
         Every layer gets a full KV cache, also under a sliding window, so that every cache can be trimmed and
         quantized. Raises `ModelError` for an empty or negative left_padding, for packs that are not one per sequence,
@@ -131,11 +128,6 @@ class Model(nn.Module):
         """
         from mlx_lm.models.cache import BatchKVCache, KVCache  # importing it takes a second, so only when needed
 
-        if start is not None:
-            warnings.warn("make_cache: the argument start is called pack now", DeprecationWarning, stacklevel=2)
-            if pack is not None:
-                raise ModelError("make_cache: start is the former name of pack; give one of the two")
-            pack = start
         padding = [0] if left_padding is None else [int(n) for n in left_padding]
         if not padding or min(padding) < 0:
             raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")

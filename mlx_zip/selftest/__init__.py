@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="mlx_zip_selftest.md",
         help="Markdown report to write; a file of this name ending in .json gets the figures (default: %(default)s)",
     )
-    add("--output", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # its old name
 
 
 def run(args: argparse.Namespace) -> int:

@@ -122,7 +122,7 @@ def test_evaluate_scores_and_generates_with_it(turning: Path, tmp_path: Path, ca
         8,
         "--max-tokens",
         8,
-        "--json",
+        "--out",
         tmp_path / "report.json",
     ]
     assert run(capsys, *words)[0] == 0

@@ -99,15 +99,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_checks(monkeypatc
     assert capsys.readouterr().err == f"error: --out {tmp_path}: is a folder or device, not a file\n"
 
 
-def test_the_old_name_of_out_still_works(monkeypatch, tmp_path):
-    only(monkeypatch)
-    assert main(["selftest", "--output", str(tmp_path / "report.md")]) == 0
-    assert (tmp_path / "report.md").is_file()
-
-
-# ---- steps
-
-
 def test_the_json_file_has_the_checks_the_machine_and_the_steps(figures):
     assert figures["selftest"] == selftest.SCHEMA
     assert {"name", "passed", "figure"} == set(figures["checks"][0])

@@ -222,12 +222,5 @@ def test_an_adapter_alone_takes_no_codebook(tmp_path: Path) -> None:
         convert(CHECKPOINT, tmp_path / "out", lora_only=True, pack=["x.npz"])
 
 
-def test_the_old_name_of_pack_still_works_and_warns(converted: Path, tmp_path: Path) -> None:
-    save_pack(tmp_path / "a.npz", Pack(ENTRIES[:1]))
-    with pytest.warns(DeprecationWarning, match="called pack="):
-        out = convert(converted, tmp_path / "out", codebook=[tmp_path / "a.npz"])
-    assert config_of(out)["zip2zip"]["start"] == [[10, 11]]
-
-
 def test_a_pack_may_be_given_as_an_object(converted: Path, tmp_path: Path) -> None:
     assert config_of(convert(converted, tmp_path / "out", pack=Pack(ENTRIES[:1])))["zip2zip"]["start"] == [[10, 11]]

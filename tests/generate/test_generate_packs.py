@@ -1,7 +1,5 @@
 """Packs and options of a request by name: a path or a `Pack`, and a clear error for what is misspelled or missing."""
 
-import warnings
-
 import pytest
 
 from mlx_zip import DataError, GenerationError, Pack, batch_generate, generate, load_pack, stream_generate
@@ -25,11 +23,7 @@ def ids(**options):
 @pytest.mark.parametrize("given", ["path", "text", "pack", "entries"])
 def test_a_request_begins_with_a_pack_given_as_a_path_or_a_pack(file, given):
     pack = {"path": file, "text": str(file), "pack": load_pack(file), "entries": PACK.entries}[given]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = ids(pack=pack)
-    with pytest.warns(DeprecationWarning, match="pack="):
-        assert found == ids(start=PACK.entries)
+    found = ids(pack=pack)
     cache = MODEL.make_cache(pack=PACK.entries)
     assert found == ids(prompt_cache=cache)
     assert [entry for _, entry in find_state(cache).books[0].entries][:2] == list(PACK.entries)
@@ -39,11 +33,6 @@ def test_prompts_of_a_batch_may_begin_with_packs_of_their_own(file):
     one, other = batch_generate(MODEL, ENDLESS, [PROMPT, PROMPT], 20, pack=[file, None])
     assert [one] == batch_generate(MODEL, ENDLESS, [PROMPT], 20, pack=file)
     assert [other] == batch_generate(MODEL, ENDLESS, [PROMPT], 20)
-
-
-def test_a_pack_and_its_former_name_together_are_refused():
-    with pytest.warns(DeprecationWarning, match="pack="), pytest.raises(GenerationError, match="give one of them"):
-        ids(pack=PACK, start=PACK.entries)
 
 
 def test_a_pack_that_is_missing_is_named():

@@ -54,14 +54,6 @@ def test_a_file_that_is_no_pack_is_named(tmp_path):
         state_of(pack=tmp_path / "none.npz")
 
 
-def test_the_former_name_of_pack_still_works_and_warns():
-    with pytest.warns(DeprecationWarning, match="start is called pack now"):
-        state = state_of(start=START)
-    assert state.params.start == START
-    with pytest.warns(DeprecationWarning, match="pack"), pytest.raises(ModelError, match="give one of the two"):
-        state_of(start=START, pack=START)
-
-
 def test_a_model_takes_a_pack_from_a_file(path):
     model = tiny_model()
     model.take_pack(path)

@@ -133,11 +133,7 @@ def test_source_files_and_folders_of_them_are_texts(tmp_path):
     assert [ids[1:-1] for ids in one] == wanted[:1]
 
 
-def test_windows_are_filled_by_their_own_flag_and_a_pack_needs_its_file(tmp_path, capsys):
-    data = texts(tmp_path / "d.jsonl", ["the cat"])
-    model = write_plain(tmp_path / "plain")
-    for flag in ("--pack", "--no-pack"):
-        with pytest.raises(SystemExit):
-            main(["prepare", "--model", str(model), "--data", data, "--out", str(tmp_path / "out"), flag])
-        assert "--fill-windows" in capsys.readouterr().err
-    assert main(["prepare", "--model", str(model), "--data", data, "--out", str(tmp_path / "out"), "--no-start"]) == 0
+def test_codebooks_may_begin_empty(tmp_path):
+    data, model = texts(tmp_path / "d.jsonl", ["the cat"]), write_plain(tmp_path / "plain")
+    words = ["prepare", "--model", str(model), "--data", data, "--out", str(tmp_path / "out"), "--empty-start"]
+    assert main(words) == 0

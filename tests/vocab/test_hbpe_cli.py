@@ -31,7 +31,7 @@ def run(capsys):
 
 def test_a_table_is_learned_shown_and_used(run, tmp_path, tokenizer, text):
     table = tmp_path / "t.npz"
-    status, out, _ = run("train", "--out", table, "--tokenizer", tokenizer, "--patch-size", 3)
+    status, out, _ = run("learn", "--out", table, "--tokenizer", tokenizer, "--patch-size", 3)
     assert status == 0
     assert "merges were learned from 3 tokens that did not fit" in out  # "the", " the" and "123"
     status, out, _ = run("show", table)
@@ -45,7 +45,7 @@ def test_a_table_is_learned_shown_and_used(run, tmp_path, tokenizer, text):
 
 def test_json_holds_what_the_library_gives(run, tmp_path, tokenizer, text):
     path, tokens = tmp_path / "t.npz", read_tokens(tokenizer)
-    _, out, _ = run("train", "--out", path, "--tokenizer", tokenizer, "--patch-size", 3, "--mode", "full", "--json")
+    _, out, _ = run("learn", "--out", path, "--tokenizer", tokenizer, "--patch-size", 3, "--mode", "full", "--json")
     trained, table = json.loads(out), PatchTable.load(path)
     learned = learn(tokens, 3)
     assert trained["merges"] == [list(pair) for pair in learned.merges.pairs]
@@ -64,7 +64,7 @@ def test_json_holds_what_the_library_gives(run, tmp_path, tokenizer, text):
 
 def test_a_table_of_another_tokenizer_is_refused(run, tmp_path, tokenizer, text):
     table = tmp_path / "t.npz"
-    run("train", "--out", table, "--tokenizer", tokenizer)
+    run("learn", "--out", table, "--tokenizer", tokenizer)
     status, out, err = run("encode", table, "--data", text, "--tokenizer", write_pair(tmp_path).with_name("vocab.bpe"))
     assert (status, out) == (2, "")
     assert "another tokenizer" in err
@@ -75,15 +75,15 @@ def test_a_table_of_another_tokenizer_is_refused(run, tmp_path, tokenizer, text)
     [
         (("learn", "--out", "t.npz"), "learn needs --tokenizer"),
         (("learn", "--tokenizer", "mini"), "learn needs --out"),
-        (("train", "text.txt", "--out", "t.npz", "--tokenizer", "mini"), "'text.txt' belongs to no flag"),
+        (("learn", "text.txt", "--out", "t.npz", "--tokenizer", "mini"), "'text.txt' belongs to no flag"),
         (("encode", "t.npz", "--tokenizer", "mini"), "encode needs --data"),
         (("encode", "t.npz", "--data", "text.txt"), "encode needs --tokenizer"),
         (("show", "t.npz", "--show", "-1"), "--show"),
         (("show", "none.npz"), "none.npz"),
-        (("train", "--out", "t.npz", "--tokenizer", "mini", "--patch-size", "1"), "from 2 to 256, got 1"),
-        (("train", "--out", "t.bin", "--tokenizer", "mini"), "t.bin"),
-        (("train", "--out", "none/t.npz", "--tokenizer", "mini"), "--out none/t.npz: no such folder"),
-        (("train", "--out", "t.npz", "--tokenizer", "text.txt"), "text.txt: merge 0"),
+        (("learn", "--out", "t.npz", "--tokenizer", "mini", "--patch-size", "1"), "from 2 to 256, got 1"),
+        (("learn", "--out", "t.bin", "--tokenizer", "mini"), "t.bin"),
+        (("learn", "--out", "none/t.npz", "--tokenizer", "mini"), "--out none/t.npz: no such folder"),
+        (("learn", "--out", "t.npz", "--tokenizer", "text.txt"), "text.txt: merge 0"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_writes_nothing(run, tmp_path, monkeypatch, tokenizer, text, flags, message):

@@ -11,33 +11,15 @@ from mlx_zip.vocab.packs import Pack, as_pack, load_pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows
 
 
-def packs(*words, **options):
+def packs(*words):
     parser = argparse.ArgumentParser()
-    add_pack(parser.add_argument, **options)
+    add_pack(parser.add_argument)
     return parser.parse_args(words).pack
 
 
-@pytest.mark.parametrize("filled_windows", [False, True])
-def test_packs_are_listed_in_the_order_given_under_new_names_and_old(filled_windows):
-    words = ("--codebook", "a.npz", "--pack", "b.npz", "--start-codebook", "c.npz")
-    assert packs(*words, filled_windows=filled_windows) == ["a.npz", "b.npz", "c.npz"]
-    assert packs(filled_windows=filled_windows) is None
-
-
-def test_help_shows_one_name():
-    parser = argparse.ArgumentParser()
-    add_pack(parser.add_argument, filled_windows=True)
-    told = parser.format_help()
-    assert "--pack [FILE]" in told or "--pack FILE" in told
-    assert "--codebook" not in told
-    assert "--no-pack" not in told
-
-
-@pytest.mark.parametrize("words", [["--pack"], ["--no-pack"], ["--pack", "a.npz", "--no-pack"]])
-def test_where_pack_meant_filled_windows_it_names_that_flag(words, capsys):
-    with pytest.raises(SystemExit):
-        packs(*words, filled_windows=True)
-    assert "--fill-windows" in capsys.readouterr().err
+def test_packs_are_listed_in_the_order_given():
+    assert packs("--pack", "a.npz", "--pack", "b.npz") == ["a.npz", "b.npz"]
+    assert packs() is None
 
 
 def test_an_argument_takes_a_pack_or_its_file(tmp_path, monkeypatch):
