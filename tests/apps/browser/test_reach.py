@@ -114,6 +114,12 @@ def test_a_screen_reader_finds_nothing_serious(app, open_tab, theme):
     assert found == []
 
 
+def test_the_narrowest_screen_shows_the_figures_without_scrolling_sideways(app, open_tab):
+    tab = open_tab(app, viewport={"width": 320, "height": 640}).send("Tell me a story about a goose.")
+    assert tab["live-saved"].is_visible()
+    assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 @pytest.mark.parametrize("theme", THEMES)
 def test_a_narrow_screen_shows_everything_without_scrolling_sideways(app, open_tab, theme):
     tab = open_tab(app, viewport=NARROW, color_scheme=theme).send("Tell me a story about a duck.")
