@@ -1,4 +1,4 @@
-"""README: its example runs and its tree is the tree."""
+"""README and CONTRIBUTING: the example runs, the tree is the tree, and every make target exists."""
 
 import re
 import subprocess
@@ -6,7 +6,8 @@ import sys
 
 from support.places import REPO
 
-README = (REPO / "README.md").read_text(encoding="utf-8")
+README, CONTRIBUTING = ((REPO / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+MOST_WORDS = 1_100  # of the README, so that it stays a first page
 
 
 def test_the_example_generates_text(tmp_path):
@@ -18,7 +19,7 @@ def test_the_example_generates_text(tmp_path):
 
 def tree() -> set[str]:
     """Paths named in the annotated tree, relative to the repository."""
-    section = README.split("## The tree")[1].split("\n## ")[0]
+    section = CONTRIBUTING.split("## The tree")[1].split("\n## ")[0]
     paths, folder = set(), ""
     for indent, name in re.findall(r"^    ( *)([\w./]+)", section, re.MULTILINE):
         folder = folder if indent else name
@@ -39,4 +40,8 @@ def test_every_room_of_the_package_is_in_the_tree():
 
 def test_every_make_target_in_the_text_exists():
     targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^make (\w+)", README, re.MULTILINE)) <= targets
+    assert set(re.findall(r"^make ([a-z]+)\b", README + CONTRIBUTING, re.MULTILINE)) <= targets
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= MOST_WORDS
