@@ -162,7 +162,8 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
             if row["merge_size"] == INSTALLS_OF["merge_size"] and same:
                 windows = line["base_ids"] / row["window"]
                 points.append((row["ids"] / windows, min(size, row["entries"] / windows)))
-        found[line["domain"]] = float(np.interp(ids, *zip(*points, strict=True))) / ids
+        at, entries = np.array(points).T
+        found[line["domain"]] = float(np.interp(ids, at, entries)) / ids
     return found
 
 
@@ -359,9 +360,9 @@ def steps_table(records: Records) -> str:
             plain = [step.plain_ms(chip, us) for us in chip.kind.launch_us]
             cells = [_range(plain, ".1f")]
             for how in (BEFORE, NOW):
-                for ours in (step.warm_ms, lambda *args, step=step: step.cold_ms(*args, share)):
-                    ratios = [ours(chip, us, how) / ms for us, ms in zip(chip.kind.launch_us, plain, strict=True)]
-                    cells.append(_range(ratios, ".2f"))
+                for encoded in (0.0, share):  # of the steps: none if rows are warm
+                    ours = [step.cold_ms(chip, us, how, encoded) for us in chip.kind.launch_us]
+                    cells.append(_range([a / b for a, b in zip(ours, plain, strict=True)], ".2f"))
             rows.append([name, model, bits, *cells])
     heads = ["chip", "model", "bits", "mlx-lm, ms", "warm, before", "cold, before", "warm, now", "cold, now"]
     return table(heads, rows)

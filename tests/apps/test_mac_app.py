@@ -101,6 +101,27 @@ def test_briefcase_takes_the_chosen_macos_in_place_of_the_one_in_the_settings():
     assert APP["macOS"]["requirement_installer_args"] == ["--find-links", f"./{build.WHEELS.name}"]
 
 
+def test_wheels_and_app_are_built_for_one_macos_after_what_was_there_before_is_gone(monkeypatch, tmp_path):
+    ran, old = [], tmp_path / "wheels/mlx_zip-0.0.9-py3-none-any.whl"
+    old.parent.mkdir()
+    old.touch()
+    done = types.SimpleNamespace(returncode=0)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: ran.append((command, options)) or done)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(build.platform, "mac_ver", lambda: ("15.6", ("", "", ""), "arm64"))
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "WHEELS", old.parent)
+    assert build.main([]) == 0
+    assert not old.exists()
+    (wheels, made), (briefcase, options) = ran
+    assert {str(REPO), *build.LOCAL} < set(wheels)
+    assert made["env"]["MACOSX_DEPLOYMENT_TARGET"] == "14.0"
+    assert made["env"]["_PYTHON_HOST_PLATFORM"] == "macosx-14.0-arm64"  # or a Python for a newer macOS names its own
+    assert (briefcase, options["cwd"]) == (build.briefcase_command("14.0"), tmp_path)
+    build.main(["--macos", "26.0"])
+    assert ran[-1][0] == build.briefcase_command("26.0")
+
+
 def test_an_app_is_built_on_a_mac_only(monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(SystemExit):

@@ -12,7 +12,7 @@ from mlx_zip.bench.engines import MlxZip
 from mlx_zip.bench.profile_hooks import CPU
 from mlx_zip.bench.step_parts import PARTS
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.session import Session
+from mlx_zip.state import ZipState
 from support import tiny_bench
 
 PROMPT, TEXT = tuple(range(5, 25)), (5, 6, 7, 8) * 10
@@ -26,20 +26,21 @@ def models():
 
 @pytest.fixture
 def stalled(monkeypatch):
-    """Makes `settle` wait for the body that has just been handed over, and for everything before it."""
-    bodies, run = [], Ahead.run
+    """Makes `follow` settle everything before it learns the id: the body that was just handed over, and all tables."""
+    bodies, run, advance = [], Ahead.run, ZipState.advance
 
     def running(self, ids):
         bodies.append(run(self, ids))
         return bodies[-1]
 
-    def settling(self):
+    def settling(self, ids):
         if bodies:
-            mx.eval(bodies.pop())
+            mx.eval(bodies.pop(), *(table.array for table in (self.inputs, self.outputs) if table.array is not None))
             time.sleep(WAIT_S)  # this model's body is computed at once; a larger one takes its time
+        return advance(self, ids)
 
     monkeypatch.setattr(Ahead, "run", running)
-    monkeypatch.setattr(Session, "settle", settling)
+    monkeypatch.setattr(ZipState, "advance", settling)
 
 
 def test_a_loop_that_waits_in_follow_is_named(models, stalled):
