@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 TIMEOUT_S = 5.0
@@ -23,6 +24,7 @@ LINUX = {  # name of a figure: files with one value each
     "governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
     "load": "proc/loadavg",
 }
+METAL = "mlx-metal"  # the package with MLX's kernels for Macs; each macOS may have a wheel of its own
 _BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery, which no report needs
 
 
@@ -35,8 +37,22 @@ def machine_state(root: Path = Path("/")) -> dict[str, str]:
         found = {name: _lines(command, kept) for name, (command, kept) in MAC.items()}
     else:
         found = {name: _values(root, pattern) for name, pattern in LINUX.items()}
+    found["metal wheel"] = metal_wheel()
     found["processors"] = str(os.cpu_count())
     return {name: text for name, text in found.items() if text}
+
+
+def metal_wheel() -> str:
+    """Returns version and platform tags of the wheel with MLX's kernels for Macs, "" where it is not installed.
+
+    Only kernels built for macOS 26 use the neural accelerators of an M5.
+    """
+    try:
+        found = distribution(METAL)
+    except PackageNotFoundError:
+        return ""
+    tags = re.findall(r"^Tag: (\S+)", found.read_text("WHEEL") or "", re.MULTILINE)
+    return " ".join([found.version, *(tag.rpartition("-")[2] for tag in tags)])
 
 
 def _lines(command: tuple[str, ...], kept: str) -> str:

@@ -111,14 +111,18 @@ ZIP_HOOKS = (
 )
 
 
+STEP = Hook("loop", "mlx_zip.bench.runs:Run", "step")  # is called once per emitted id
+
+
 class Tracer:
     """While open, adds up seconds by part in `totals`, and appends a copy of them to `marks` at each emitted id.
 
-    apart: evaluate the arrays of each part before the next part begins.
+    A mark also holds both clocks themselves, as `at` and `at` + CPU. apart: evaluate the arrays of each part before the
+    next part begins. mark: the function whose calls are the emitted ids; it is called in the thread that is timed.
     """
 
-    def __init__(self, hooks: tuple[Hook, ...], apart: bool = False) -> None:
-        self.hooks, self.apart = hooks, apart
+    def __init__(self, hooks: tuple[Hook, ...], apart: bool = False, mark: Hook = STEP) -> None:
+        self.hooks, self.apart, self.mark = hooks, apart, mark
         self.totals: Seconds = defaultdict(float)
         self.marks: list[Seconds] = []
         # for each wrapped call that runs: (wall, processor) seconds of the wrapped calls inside it
@@ -126,12 +130,11 @@ class Tracer:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:
-        mark = Hook("loop", "mlx_zip.bench.runs:Run", "step")
-        hooks = [(hook, hook.home()) for hook in (*self.hooks, mark)]  # all are found before any is wrapped
+        hooks = [(hook, hook.home()) for hook in (*self.hooks, self.mark)]  # all are found before any is wrapped
         for hook, home in hooks:
             before = getattr(home, hook.name)
             self._undo.append((home, hook.name, before))
-            setattr(home, hook.name, self._marking(before) if hook is mark else self._timed(hook, before))
+            setattr(home, hook.name, self._marking(before) if hook is self.mark else self._timed(hook, before))
         return self
 
     def __exit__(
@@ -165,10 +168,12 @@ class Tracer:
         return call
 
     def _marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `Run.step` so that each call first appends a copy of the totals to the marks."""
+        """Wraps a function so that each call first appends a copy of the totals to the marks."""
 
         def call(*args: Any) -> Any:
-            self.marks.append(self.totals.copy())
+            mark = self.totals.copy()
+            mark["at"], mark["at" + CPU] = time.perf_counter(), time.thread_time()
+            self.marks.append(mark)
             return function(*args)
 
         return call

@@ -17,7 +17,7 @@ from mlx_zip import named
 from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
 
-from . import machine
+from . import machine, step_parts
 from .engines import MlxLm, MlxZip, settle
 from .machine_state import memory_bytes
 from .profile import running_ahead
@@ -31,6 +31,7 @@ TRIALS, TOKENS = 5, 96  # timed rounds at most; base tokens that a run writes
 SHAPE, PROMPT = "llama-3.2-1b", 64  # of random weights; base ids that it reads
 NEEDED = 6 << 30  # bytes of memory below which the shape is left out
 PRODUCTS = 8  # matrix-vector products per evaluation when the bandwidth is measured
+REST_S = 2.0  # the shorter rest before a first id
 WAYS = [(rows, ahead) for ahead in (False, True) for rows in ("cold", "warm")]  # a warm run repeats the one before it
 
 
@@ -64,13 +65,37 @@ def smollm2_steps(limit_s: float) -> dict[str, Any]:
 
 def shape_steps(limit_s: float) -> dict[str, Any]:
     """Returns `step_figures` of a model of 1B size with random 4-bit weights, or why it is left out."""
+    if (why := _too_small()) is not None:
+        return {"skipped": why}
+    models, prompt, text = _shape()
+    return step_figures(models, prompt, text, limit_s)
+
+
+def _too_small() -> str | None:
+    """Returns why the shape is left out on this machine, None if it is not."""
     if not on_gpu():
-        return {"skipped": "on a CPU a step of this size takes too long"}
-    if memory_bytes() < NEEDED:
-        return {"skipped": f"it needs a machine with {NEEDED >> 30} GB of memory"}
+        return "on a CPU a step of this size takes too long"
+    return None if memory_bytes() >= NEEDED else f"it needs a machine with {NEEDED >> 30} GB of memory"
+
+
+def _shape() -> tuple[Models, list[int], list[int]]:
+    """Returns the shape, and base ids that it reads and writes."""
     models = from_shape(SHAPE, "4", read_tokenizer("stories"), ZipOptions(encoder_bits=8))
     ids = synthetic_ids(PROMPT + TOKENS, len(models.tokenizer))
-    return step_figures(models, ids[:PROMPT], ids[PROMPT:], limit_s)
+    return models, ids[:PROMPT], ids[PROMPT:]
+
+
+def host_figures(rest_s: float, limit_s: float) -> dict[str, Any]:
+    """Returns `step_parts.host_figures` of the shape, or of the bundled model where the shape is left out.
+
+    rest_s: the longest rest before a first id, in seconds.
+    """
+    rests = sorted({0.0, min(REST_S, rest_s), rest_s})
+    if _too_small() is None:
+        return step_parts.host_figures(*_shape(), True, rests, limit_s)
+    models = from_folders("stories", "stories-base")
+    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
+    return step_parts.host_figures(models, prompt, synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s)
 
 
 def synthetic_ids(count: int, vocab_size: int) -> list[int]:

@@ -6,9 +6,11 @@ not weighed: a small addition counts as much as a large product.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from itertools import pairwise
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -17,9 +19,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.decode import decode_steps
+from mlx_zip.errors import MlxZipError
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.launches import added_launches, gpu_forms
+from mlx_zip.models.launches import added_launches, gpu_forms, launches
 
 from .engines import Forced
 from .runs import zip_ids
@@ -47,6 +50,48 @@ def step_launches(models: Models, base_ids: Sequence[int], rows: str) -> Launche
     models: with hypertokens; new model objects are made, so that the timed ones keep their own graphs. rows: "warm", if
     a request of the same text has filled the row store, or "cold".
     """
+    found = _prepared(models, base_ids, rows)
+    if found is None:
+        return None
+    model, cache, emitted, installs = found
+    with gpu_forms():
+        ours = added_launches(_zip_steps(model, cache, emitted))
+        plain = added_launches(_plain_steps(models.plain(), base_ids))
+    return Launches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
+
+
+def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[list[float], list[float], list[bool]]:
+    """Returns the processor time in which the host builds the graphs of the steps that `step_launches` counts.
+
+    In mlx_zip, in mlx-lm, and whether the step installs an entry. Text and the work of MLX's own threads are left out.
+    Raises `MlxZipError` if the steps are too few.
+    """
+    found = _prepared(models, base_ids, rows)
+    if found is None:
+        raise MlxZipError(f"{len(base_ids)} base ids are too few to time steps with")
+    model, cache, emitted, installs = found
+    with gpu_forms():
+        ours = _clocked(_zip_steps(model, cache, emitted))
+        plain = _clocked(_plain_steps(models.plain(), base_ids))
+    return ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:]
+
+
+def _clocked(steps: Iterator[mx.array]) -> list[float]:
+    """Returns the processor time of this thread in which each step was made."""
+    arrays, clocks = [], [time.thread_time()]
+    for array in steps:
+        clocks.append(time.thread_time())
+        arrays.append(array)  # its graph is not to be torn down within the next step
+    return [after - before for before, after in pairwise(clocks)]
+
+
+def _prepared(
+    models: Models, base_ids: Sequence[int], rows: str
+) -> tuple[Any, list[Any], list[int], list[bool]] | None:
+    """Returns a model, a cache that holds the prompt, the ids of the steps, and whether each installs an entry.
+
+    None if there are too few steps. models, base_ids, rows: as in `step_launches`.
+    """
     assert models.zipped is not None
     model = copy(models.zipped())
     model.eval()
@@ -63,11 +108,20 @@ def step_launches(models: Models, base_ids: Sequence[int], rows: str) -> Launche
     if rows == "cold":
         model = copy(model)  # without the compiled encoders of this device
     book = cache[-1].books[0].copy()
-    installs = [len(book.push(one)) > 0 for one in emitted]
+    return model, cache, emitted, [len(book.push(one)) > 0 for one in emitted]
+
+
+def encoder_launches(models: Models, side: str, entries: int) -> int:
+    """Returns the launches of a pass that encodes the rows of entries on one side, "input" or "output"."""
+    assert models.zipped is not None
+    model = copy(models.zipped())
+    model.eval()
+    size = model.config.merge_size
+    base_ids = np.arange(3, 3 + entries * size, dtype=np.uint32).reshape(entries, size)
     with gpu_forms():
-        ours = added_launches(_zip_steps(model, cache, emitted))
-        plain = added_launches(_plain_steps(models.plain(), base_ids))
-    return Launches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
+        return sum(
+            launches(model.session.encode(model.side(side), base_ids, np.full(entries, size, np.uint32))).values()
+        )
 
 
 def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:

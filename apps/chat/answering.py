@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from mlx_zip.apps.chat.awake import awake
 from mlx_zip.apps.chat.frames import frame_of, piece_of
 from mlx_zip.apps.chat.opening import StoreError
 from mlx_zip.apps.chat.store import Store, extend, new_id
@@ -254,10 +255,11 @@ def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 async def as_bytes(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Yields frames as an event stream has them."""
-    async with aclosing(frames):
-        async for frame in frames:
-            yield event_bytes(frame)
+    """Yields frames of an answer as an event stream has them; meanwhile a Mac stays at work."""
+    with awake("writing an answer"):
+        async with aclosing(frames):
+            async for frame in frames:
+                yield event_bytes(frame)
 
 
 def failed(failure: Failure) -> bytes:

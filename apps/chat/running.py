@@ -12,6 +12,7 @@ import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mlx_zip.apps.chat.app import guarded, make_chat_app
@@ -31,10 +32,14 @@ PREFERRED_PORT = 7437  # of each start, so that the browser finds what it keeps 
 
 @dataclass(frozen=True)
 class Showing:
-    """How the page is shown. browser: opened in the browser. window: in a window of its own."""
+    """How the page is shown. browser: opened in the browser. window: in a window of its own.
+
+    kept: the folder in which the window keeps what the page keeps in a browser, None to keep nothing.
+    """
 
     browser: bool = True
     window: bool = False
+    kept: Path | None = None
 
 
 def listening(port: int | None) -> socket.socket:
@@ -90,7 +95,7 @@ def run_app(
     server = Server(models.main, "warning", say, app)
     try:
         if showing.window:
-            _in_window(server, listener, address)
+            _in_window(server, listener, address, showing.kept)
         else:
             server.run([listener])
     finally:
@@ -104,8 +109,12 @@ def _open_browser(address: str) -> None:
         webbrowser.open(address)
 
 
-def _in_window(server: Server, listener: socket.socket, address: str) -> None:
-    """Serves while a window shows the page; windows belong to the main thread."""
+def _in_window(server: Server, listener: socket.socket, address: str, kept: Path | None) -> None:
+    """Serves while a window shows the page; windows belong to the main thread. kept: as in `Showing`.
+
+    pywebview's own default, its private mode, deletes what the page kept at every start. On a Mac, WebKit keeps it in
+    a folder of its own choice.
+    """
     webview: Any = import_module("webview")
     serving = threading.Thread(target=server.run, args=([listener],), daemon=True)
     serving.start()
@@ -115,7 +124,7 @@ def _in_window(server: Server, listener: socket.socket, address: str) -> None:
             time.sleep(0.02)
         webview.create_window("mlx_zip", address, width=1180, height=820, min_size=(360, 480))
         ended.start()
-        webview.start()
+        webview.start(private_mode=kept is None, storage_path=None if kept is None else str(kept))
     finally:
         server.should_exit = True
         serving.join()

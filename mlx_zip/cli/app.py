@@ -19,7 +19,7 @@ from mlx_zip.cli.engines import choose, open_row_store
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
-from mlx_zip.files import at_home
+from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.progress import counted
 from mlx_zip.sampling_options import Sampling
 
@@ -107,10 +107,20 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
         ceiling = engine.ceiling()
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
-        showing = running.Showing(browser=not args.no_open, window=args.window)
+        kept = None if args.no_history or not args.window else _window_folder()
+        showing = running.Showing(browser=not args.no_open, window=args.window, kept=kept)
         hypertokens = {} if rival is None else {rival: not packs.is_plain(rival)}
         engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
+
+
+def _window_folder() -> Path | None:
+    """Returns the folder of what the window keeps, such as drafts; None, with a note, if it cannot be used."""
+    folder = data_folder() / "window"
+    problem = make_private(folder)
+    if problem is not None:
+        print(f"note: {folder} {problem}", file=sys.stderr)
+    return folder if problem is None else None
 
 
 def _offered(main: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import writable
 from mlx_zip.files import whole_file
 from mlx_zip.selftest.checks import PACKAGES, Check
@@ -36,10 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="mlx_zip_selftest.md",
         help="Markdown report to write; a file of this name ending in .json gets the figures (default: %(default)s)",
     )
+    add(
+        "--rest",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="longest rest before a first id is timed; the others are 0 and 2 seconds (default: %(default)g)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
+    check_at_least(args, 0, "rest")
     full_precision()  # the recorded results are float32; before MLX computes anything
     limit = Limit(time.monotonic() + TOTAL_S)
     out = writable("--out", args.out)
@@ -48,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     data: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         checks = [*check_codec(golden), *check_models(golden, Path(folder)), *measure(golden, Path(folder))]
-    checks += measure_steps(limit, data)
+    checks += measure_steps(limit, data, args.rest)
     failed = [check for check in checks if check.passed is False]
     with whole_file(out) as partial:
         partial.write_text(report(checks), encoding="utf-8")

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ TOTAL_S, STORIES_S, SMOLLM2_S, SHAPE_S = (
     20.0,
     40.0,
 )  # limits of the whole command and of its long parts, in seconds
+HOST_S = 40.0  # for what the host does in a step, which comes on top
 AT_LEAST_S = 10.0  # a long part is left out when less time is left
 
 
@@ -114,10 +116,10 @@ def _step_time(folder: Path) -> str:
 # ---- steps
 
 
-def measure_steps(limit: Limit, data: dict[str, Any]) -> list[Check]:
-    """Measures steps of three models over mlx-lm's, bandwidth, and the machine's state.
+def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Check]:
+    """Measures steps of three models over mlx-lm's, bandwidth, what the host does in a step, and the machine's state.
 
-    data: is filled with all figures, by part.
+    data: is filled with all figures, by part. rest_s: the longest rest before a first id, in seconds.
     """
     bench, state = import_module("mlx_zip.bench.selftest"), import_module("mlx_zip.bench.machine_state").machine_state
     data["state_before"] = state()
@@ -126,11 +128,12 @@ def measure_steps(limit: Limit, data: dict[str, Any]) -> list[Check]:
         *_steps_part("stories", bench.stories_steps, bench.lines, limit.left(STORIES_S), data),
         *_steps_part("smollm2", bench.smollm2_steps, bench.lines, limit.left(SMOLLM2_S), data),
         *_steps_part("1B, 4 bit", bench.shape_steps, bench.lines, limit.left(SHAPE_S), data),
+        *_steps_part("host", partial(bench.host_figures, rest_s), bench.step_parts.part_lines, HOST_S, data),
     ]
     data["state_after"] = state()
     data["surroundings"] = import_module("mlx_zip.bench.record").surroundings(*PACKAGES)
-    reported = [Check(f"machine: {name}", None, text[:200]) for name, text in data["state_after"].items()]
-    return [*parts, *reported]
+    reported = "; ".join(f"{name}: {text[:200]}" for name, text in data["state_after"].items())
+    return [*parts, Check("machine", None, reported)]
 
 
 def _bandwidth_part(bench: Any, data: dict[str, Any]) -> Check:

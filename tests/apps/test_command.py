@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import types
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from mlx_zip.apps.chat import running
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine.engines import Engines
+from mlx_zip.files import data_folder
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine
 from support.http_server import events, post, read_all, until
@@ -201,8 +201,7 @@ def test_a_window_shows_the_page_and_the_app_ends_when_it_is_closed(monkeypatch)
         with urllib.request.urlopen(address.partition("#")[0], timeout=10) as page:
             shown.extend([title, address, page.headers["content-type"]])
 
-    window = types.SimpleNamespace(create_window=create_window, start=lambda: None, windows=[])
-    monkeypatch.setitem(sys.modules, "webview", window)
+    monkeypatch.setitem(sys.modules, "webview", FakeWebview(create_window))
     store = Store(None)
     with running.listening(0) as listener:
         engine, options = FakeEngine(), Options(api_key=running.new_token())
@@ -212,3 +211,38 @@ def test_a_window_shows_the_page_and_the_app_ends_when_it_is_closed(monkeypatch)
     assert shown[0] == "mlx_zip"
     assert shown[1].endswith(f"/app/#token={options.api_key}")
     assert shown[2] == "text/html; charset=utf-8"
+
+
+class FakeWebview:
+    """Stands in for pywebview. started: what `start` was called with."""
+
+    def __init__(self, create_window: Any = lambda *_, **__: None) -> None:
+        self.create_window, self.windows, self.started = create_window, [], {}
+
+    def start(self, **options: Any) -> None:
+        self.started = options
+
+
+@pytest.mark.parametrize("kept", [None, "window"])
+def test_a_window_keeps_what_the_page_keeps_unless_nothing_is_kept(tmp_path, monkeypatch, kept):
+    webview, folder = FakeWebview(), kept and tmp_path / kept
+    monkeypatch.setitem(sys.modules, "webview", webview)
+    store = Store(None)
+    with running.listening(0) as listener:
+        options, showing = Options(api_key=running.new_token()), running.Showing(window=True, kept=folder)
+        running.run_app(Engines(FakeEngine()), options, listener, store, Settings(), showing)
+    store.close()
+    assert webview.started == {"private_mode": kept is None, "storage_path": kept and str(folder)}
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-history"]])
+def test_the_command_gives_the_window_a_private_folder_unless_there_is_no_history(run, home, monkeypatch, flags):
+    shown = []
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
+    monkeypatch.setattr(running, "run_app", lambda *args: shown.append(args[5]))
+    monkeypatch.setattr("mlx_zip.cli.app.find_spec", lambda name: name)
+    assert run("app", "--window", "--port", "0", *flags)[0] == 0
+    folder = data_folder() / "window"
+    assert shown[0].kept == (None if flags else folder)
+    assert folder.exists() != bool(flags)
+    assert flags or folder.stat().st_mode & 0o077 == 0

@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
 from mlx_zip import selftest
-from mlx_zip.bench import machine_state, shapes
+from mlx_zip.bench import machine_state, shapes, step_parts
 from mlx_zip.bench import selftest as steps
 from mlx_zip.cli import main
 from mlx_zip.selftest import checks, recorded, speed
@@ -25,7 +26,9 @@ def page(tmp_path_factory):
         patch.setattr(speed, "TRIALS", 1)  # speed is not what these tests are about
         patch.setattr(steps, "TRIALS", 1)
         patch.setattr(steps, "TOKENS", 32)
-        assert main(["selftest", "--out", str(file)]) == 0
+        patch.setattr(step_parts, "TOKENS", 24)
+        patch.setattr(step_parts, "ROUNDS", 1)
+        assert main(["selftest", "--out", str(file), "--rest", "0"]) == 0
     return file.read_text()
 
 
@@ -56,7 +59,7 @@ def only(monkeypatch, *found):
     monkeypatch.setattr(selftest, "check_codec", lambda golden: list(found))
     monkeypatch.setattr(selftest, "check_models", lambda golden, folder: [])
     monkeypatch.setattr(selftest, "measure", lambda golden, folder: [])
-    monkeypatch.setattr(selftest, "measure_steps", lambda limit, data: [])
+    monkeypatch.setattr(selftest, "measure_steps", lambda limit, data, rest_s: [])
 
 
 def test_a_failed_check_is_in_the_report_with_its_figure():
@@ -238,3 +241,63 @@ def test_a_mac_reports_what_pmset_prints_without_the_batterys_number(monkeypatch
     assert found["thermal"] == "Note: No thermal warning level has been recorded"
     assert found["power"] == "Now drawing from 'AC Power'; -InternalBattery-0 100%; charged"
     assert "chip" not in found
+
+
+def test_a_mac_reports_its_gpu_cores_power_mode_and_which_wheel_of_kernels_it_has(monkeypatch, tmp_path):
+    printed = {  # as macOS 26 prints it
+        "SPDisplaysDataType": "Graphics/Displays:\n    Apple M4 Pro:\n      Chipset Model: Apple M4 Pro\n"
+        "      Total Number of Cores: 20\n      Vendor: Apple (0x106b)\n      Metal Support: Metal 4\n",
+        "-g": " standby              1\n lowpowermode         1\n womp                 0\n",
+        "therm": "CPU Power notify\n\tCPU_Scheduler_Limit\t= 100\n\tCPU_Speed_Limit\t\t= 87\n",
+    }
+
+    def run(command, **options):
+        if command[-1] not in printed:
+            raise FileNotFoundError(command[0])
+        return subprocess.CompletedProcess(command, 0, printed[command[-1]], "")
+
+    info = tmp_path / "mlx_metal-0.32.4.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-metal\nVersion: 0.32.4\n")
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nTag: py3-none-macosx_26_0_arm64\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(subprocess, "run", run)
+    found = machine_state.machine_state()
+    assert found["gpu"] == "Chipset Model: Apple M4 Pro; Total Number of Cores: 20; Metal Support: Metal 4"
+    assert found["low power mode"] == "lowpowermode 1"
+    assert found["thermal"].endswith("CPU_Speed_Limit = 87")
+    assert found["metal wheel"] == "0.32.4 macosx_26_0_arm64"
+
+
+def test_a_machine_without_metal_names_no_wheel(monkeypatch):
+    monkeypatch.setattr(machine_state, "METAL", "not-installed-anywhere")
+    assert "metal wheel" not in machine_state.machine_state()
+
+
+# ---- the parts of a step
+
+
+def test_the_report_has_the_parts_of_a_step_and_the_file_has_every_sample(figures, page):
+    ways = figures["host"]["ways"]
+    assert set(ways) == {"cold", "warm", "engine"}
+    for way in ways.values():
+        assert set(way["parts_ms"]) == set(step_parts.PARTS)
+        assert {len(samples) for samples in way["samples_us"].values()} == {way["steps"]}
+        assert way["parts_ms"]["graph"].keys() == step_parts.QUANTILES.keys()
+        assert way["steps"] > 1
+    assert "host: parts of a step, engine | stalls: " in page
+    assert set(figures["host"]["plain"]["over"]) == {"stream_generate", "engine"}
+    assert set(figures["host"]["kernels"]) == {"launch_us", "buffer_us"}
+
+
+def test_first_ids_are_timed_after_rests_of_which_the_longest_is_chosen(monkeypatch):
+    slept, given = [], []
+    monkeypatch.setattr(step_parts, "host_figures", lambda *args: given.append(args[4]))
+    for rest_s in (30.0, 1.0, 0.0):
+        steps.host_figures(rest_s, 40.0)
+    assert given == [[0.0, 2.0, 30.0], [0.0, 1.0], [0.0]]
+    monkeypatch.setattr(step_parts.time, "sleep", slept.append)
+    engine = types.SimpleNamespace(run=lambda *_: types.SimpleNamespace(times=[0.25]))
+    assert step_parts.first_ids(engine, [1], given[0]) == {"0": 250.0, "2": 250.0, "30": 250.0}
+    assert slept == given[0]

@@ -1,0 +1,121 @@
+"""The parts of a step: a stall is named, a slow kernel is none, copies are found."""
+
+import time
+from itertools import accumulate
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_zip.bench import step_parts
+from mlx_zip.bench.engines import MlxZip
+from mlx_zip.bench.profile_hooks import CPU
+from mlx_zip.bench.step_parts import PARTS
+from mlx_zip.models.ahead import Ahead
+from mlx_zip.state import ZipState
+from support import tiny_bench
+
+PROMPT, TEXT = tuple(range(5, 25)), (5, 6, 7, 8) * 10
+WAIT_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_bench.models()
+
+
+@pytest.fixture
+def stalled(monkeypatch):
+    """Makes `follow` settle everything before it learns the id: the body that was just handed over, and all tables."""
+    bodies, run, advance = [], Ahead.run, ZipState.advance
+
+    def running(self, ids):
+        bodies.append(run(self, ids))
+        return bodies[-1]
+
+    def settling(self, ids):
+        if bodies:
+            mx.eval(bodies.pop(), *(table.array for table in (self.inputs, self.outputs) if table.array is not None))
+            time.sleep(WAIT_S)  # this model's body is computed at once; a larger one takes its time
+        return advance(self, ids)
+
+    monkeypatch.setattr(Ahead, "run", running)
+    monkeypatch.setattr(ZipState, "advance", settling)
+
+
+def test_a_loop_that_waits_in_follow_is_named(models, stalled):
+    found = step_parts.part_figures([step_parts.loop_marks(MlxZip(models, models.zipped), PROMPT, len(TEXT), TEXT)])
+    assert found["stalls"][0]["part"] == "follow"
+    assert found["stalls"][0]["share"] == 1
+    assert "stalls: follow (100% of steps" in step_parts._way_text(found)
+
+
+def test_an_engine_that_waits_in_follow_is_named(models, stalled):
+    found = step_parts.part_figures([step_parts.engine_marks(models.zipped, models, PROMPT, 12)])
+    assert found["stalls"][0]["part"] == "follow"
+
+
+def marks(wall, cpu, steps=20):
+    """The clocks of steps that all take these seconds in these parts; what is not named takes none."""
+    rows = [{"at": 0.0, "at" + CPU: 0.0, **{part + end: 0.0 for part in PARTS for end in ("", CPU)}}]
+    added = {**wall, **{part + CPU: value for part, value in cpu.items()}}
+    added |= {"at": sum(wall.values()), "at" + CPU: sum(cpu.values())}
+    rows += [added] * steps
+    return list(accumulate(rows, lambda a, b: {name: a[name] + b.get(name, 0.0) for name in a}))
+
+
+def test_a_slow_kernel_is_no_stall():
+    slow = step_parts.part_figures([marks({"graph": 1e-3, "id": 50e-3}, {"graph": 1e-3})])
+    assert slow["stalls"] == []
+    assert slow["parts_ms"]["id"] == {"p50": 50.0, "p90": 50.0, "p99": 50.0}
+
+
+def test_a_slow_host_is_no_stall():
+    assert step_parts.part_figures([marks({"graph": 9e-3, "id": 1e-3}, {"graph": 9e-3})])["stalls"] == []
+
+
+def test_the_part_that_waits_most_is_named_first():
+    found = step_parts.part_figures([marks({"follow": 3e-3, "head": 1e-3, "id": 1e-3}, {"head": 0.2e-3})])
+    assert [one["part"] for one in found["stalls"]] == ["follow", "head"]
+    assert found["stalls"][0]["ms"] == pytest.approx(3.0)
+
+
+def test_a_rare_wait_is_no_stall_but_a_part_of_the_steps_is():
+    once, often = (
+        step_parts.stalls(
+            {part: [3e-3 if part == "follow" and i < count else 1e-3 for i in range(100)] for part in PARTS},
+            {part: [1e-3] * 100 for part in PARTS},
+        )
+        for count in (5, 20)
+    )
+    assert once == []
+    assert [(one["part"], one["share"]) for one in often] == [("follow", 0.2)]
+
+
+def test_what_no_part_holds_is_the_rest():
+    steps = marks({"graph": 1e-3, "rest": 4e-3}, {"graph": 1e-3})
+    found = step_parts.part_figures([[{**mark, "rest": 0.0} for mark in steps]])
+    assert found["parts_ms"]["rest"]["p50"] == pytest.approx(4.0)
+    assert found["step_ms"]["p50"] == pytest.approx(5.0)
+
+
+def test_a_cache_that_is_copied_at_each_step_is_found(models, monkeypatch):
+    kept = step_parts.copies(models.zipped(), PROMPT, TEXT, 24)
+    assert kept["moved"]["KV cache"] == {"windows": 0, "bytes": 0}
+    update, held = KVCache.update_and_fetch, []
+
+    def copying(self, keys, values):
+        found = update(self, keys, values)
+        held.append(self.keys[:, :, :1])  # so MLX may not write into the buffer
+        return found
+
+    monkeypatch.setattr(KVCache, "update_and_fetch", copying)
+    found = step_parts.copies(models.zipped(), PROMPT, TEXT, 24)
+    held.clear()
+    assert found["windows"] == kept["windows"] > 3
+    assert found["moved"]["KV cache"]["windows"] == found["windows"]
+    assert found["moved"]["KV cache"]["bytes"] > 0
+
+
+def test_a_table_that_is_not_there_yet_has_no_place(models):
+    assert step_parts._places(models.zipped().make_cache())["output rows"] == []
