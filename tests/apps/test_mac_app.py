@@ -37,14 +37,14 @@ def test_briefcase_reads_the_settings():
 def test_the_app_has_the_version_and_the_oldest_system_of_the_package():
     oldest = PROJECT["tool"]["cibuildwheel"]["macos"]["environment"]["MACOSX_DEPLOYMENT_TARGET"]
     assert BRIEFCASE["version"] == PROJECT["project"]["version"]
+    assert build.requirements() == [f"mlx_zip[serve,window]=={PROJECT['project']['version']}"]
     assert APP["macOS"]["min_os_version"] == oldest
 
 
 def test_what_the_app_asks_for_is_an_extra_of_the_package():
     (asked,) = [line for line in APP["macOS"]["requires"] if line.startswith("mlx_zip")]
-    assert (
-        set(asked.removeprefix("mlx_zip[").rstrip("]").split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
-    )
+    extras = asked.removeprefix("mlx_zip[").partition("]")[0].split(",")
+    assert set(extras) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 def recorded_wheels(macos: str, folder: Path) -> list[str]:
