@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mlx_zip.device import choose_device
 from mlx_zip.tf32 import full_precision
@@ -23,6 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before any library that counts cores 
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton reads this when it is first imported, by whichever test
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 gc.disable()  # while tests are collected: half a million objects are made, and all of them stay
 

@@ -3,14 +3,11 @@
 import random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
 from mlx_zip.codec import twin
-
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
-settings.load_profile("untimed")
 
 WHERE = st.integers(0, 10**6)  # a place in a sequence, taken modulo its length
 

@@ -65,7 +65,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(OPTIONS, st.integers(0, 50), st.floats(0.3, 4))
 def test_whatever_the_options_each_id_has_the_probability_that_mlx_lm_gives_it(chosen, seed, sharpness):
     options, logprobs = Sampling(seed=1, **chosen), some_logprobs(seed, sharpness)

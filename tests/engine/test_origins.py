@@ -55,7 +55,7 @@ def replayed(params, ids, prompt_ids):
     return out[prompt_ids:]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PARAMS, st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 40), st.integers(0, 20))
 def test_origins_are_those_of_a_replay_by_the_plain_python_codec(params, seed, prompt, answer, rewound):
     ids = legal_ids(params, seed, prompt + answer)

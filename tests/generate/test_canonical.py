@@ -7,7 +7,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
@@ -55,7 +55,6 @@ few = st.lists(st.integers(0, 5), min_size=2, max_size=60)
 
 
 @given(codecs(), few)
-@settings(deadline=None)
 def test_no_id_of_canonical_text_is_excluded(params, base_ids):
     book = Codebook(params)
     written = book.compress(base_ids)
@@ -64,7 +63,6 @@ def test_no_id_of_canonical_text_is_excluded(params, base_ids):
 
 
 @given(codecs(), st.lists(few, min_size=1, max_size=3))
-@settings(deadline=None)
 def test_excluded_are_exactly_the_ids_that_would_have_been_merged(params, texts):
     """By brute force: y may stand after x1 .. xn of its part if compressing all of it anew writes x1 .. xn first."""
     book, written, ends = Codebook(params), [], []

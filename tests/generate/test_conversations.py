@@ -108,7 +108,7 @@ def edited(edit, n, cache, messages):
 EDITS = ("ask", "write", "drop", "branch", "system", "copy", "trim")
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     kind=st.sampled_from(list(NAMES)),
     edits=st.lists(st.tuples(st.sampled_from(EDITS), st.integers(0, 9)), min_size=2, max_size=5),

@@ -123,7 +123,5 @@ def test_a_request_in_any_order_gives_the_logits_of_one_call(name, tmp_path):
     machine = type("Machine", (Requests,), {"model": MODELS[name](), "folder": tmp_path})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=8, stateful_step_count=8, deadline=None, derandomize=True, phases=[Phase.generate]
-        ),
+        settings=settings(max_examples=8, stateful_step_count=8, derandomize=True, phases=[Phase.generate]),
     )

@@ -92,7 +92,7 @@ def message_turn(body):
 def test_a_body_of_any_shape_is_a_turn_or_an_error_that_names_its_place(turn_of, body):
     assert isinstance(turn_of(body), Turn)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(changed(body) | VALUES)
     def check(given_body):
         try:

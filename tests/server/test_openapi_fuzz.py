@@ -48,7 +48,7 @@ def cases():
 @pytest.mark.parametrize(("name", "mode"), cases(), ids=[f"{name} {mode.value}" for name, mode in cases()])
 def test_answers_to_requests_made_from_the_description_conform_to_it(served, name, mode):
     @seed(1)
-    @settings(max_examples=10, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operations()[name].as_strategy(generation_mode=mode))
     def check(case):
         case.call_and_validate(base_url=served.url, checks=CHECKS, timeout=20)

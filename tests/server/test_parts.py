@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.server import parts
@@ -179,7 +179,6 @@ PIECES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(PIECES.map("".join), st.lists(st.integers(0, 400)), st.sampled_from(KINDS), st.sampled_from([(), OPEN, CLOSED]))
 def test_the_parts_do_not_depend_on_how_the_text_was_cut(text, cuts, kind, prompt_ids):
     whole = split(text, kind, prompt_ids=prompt_ids)
@@ -187,7 +186,6 @@ def test_the_parts_do_not_depend_on_how_the_text_was_cut(text, cuts, kind, promp
     assert split(text, kind, prompt_ids=prompt_ids, cuts=range(1, len(text))) == whole
 
 
-@settings(deadline=None)
 @given(PIECES.map("".join), st.lists(st.integers(0, 400)))
 def test_a_bound_on_calls_does_not_depend_on_how_the_text_was_cut(text, cuts):
     with pytest.MonkeyPatch.context() as patch:
@@ -195,7 +193,6 @@ def test_a_bound_on_calls_does_not_depend_on_how_the_text_was_cut(text, cuts):
         assert split(text, cuts=[min(cut, len(text)) for cut in cuts]) == split(text)
 
 
-@settings(deadline=None)
 @given(PIECES.map("".join), st.sampled_from(KINDS))
 def test_no_text_is_lost_but_marks_calls_and_white_space(text, kind):
     reasoning, shown, calls, _ = split(text, kind)

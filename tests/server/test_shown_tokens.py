@@ -82,7 +82,7 @@ def check(deltas, vocab, expansions):
     return tokens, ids
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=8),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
@@ -102,7 +102,7 @@ def test_tokens_joined_are_the_text(pieces, sizes, stop, with_tool, ends):
     assert [d.text for d in deltas if isinstance(d, same)] == [d.text for d in plain if isinstance(d, same)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_random_ids_make_up_their_text_with_incomplete_characters(data):
     vocab = tokenizer()

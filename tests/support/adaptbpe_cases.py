@@ -19,7 +19,7 @@ TEXT = "<|user|>the cat sat on the mat, the cat<|end|><|bos|> it's 12345 caf√© Ê
 GPT2 = SHARED / "golden" / "gpt2_vocab.bpe"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="needs the larger shared data (golden/gpt2_vocab.bpe)")
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.register_profile("untimed")  # a busy machine is no failure
 settings.load_profile("untimed")
 
 

@@ -1,16 +1,13 @@
 """How text is cut before merges apply: our C against the pre-tokenizers of the `tokenizers` library."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from mlx_zip.vocab.adaptbpe.encoder import cut
 from mlx_zip.vocab.adaptbpe.text import PATTERNS, pieces_of
 from mlx_zip.vocab.first_stage import BYTE_OF, CHAR_OF, to_bytes, to_text
-
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 SPLITTERS = {name: pre_tokenizers.Split(Regex(pattern), "isolated") for name, pattern in PATTERNS.items()}
 kinds = pytest.mark.parametrize("kind", PATTERNS)

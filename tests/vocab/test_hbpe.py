@@ -5,7 +5,7 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.codec._native import ffi, lib
@@ -21,8 +21,6 @@ MERGE_LIST = SHARED / "golden" / "gpt2_vocab.bpe"
 needs_gpt2 = pytest.mark.skipif(not MERGE_LIST.is_file(), reason="needs the larger shared data (golden/gpt2_vocab.bpe)")
 MERGES = {4: 5095, 6: 1149, 8: 466, 10: 240, 12: 143, 16: 79}  # V' by S for GPT-2's tokens
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 # Small alphabets, so that pairs recur, tie and overlap.
 TOKENS = st.lists(st.lists(st.sampled_from(b"abc"), max_size=14).map(bytes), max_size=12)

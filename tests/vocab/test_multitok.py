@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import CodecError
@@ -23,9 +23,6 @@ from mlx_zip.vocab.multitok import (
 )
 from mlx_zip.vocab.multitok.settings import NO_ID
 from support.multitok_cases import DRAWS, WHERE, WINDOWS, corpora, state, trained
-
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
-settings.load_profile("untimed")
 
 
 def as_the_twin(made, samples):

@@ -3,15 +3,12 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.multitok import PRUNINGS, Dictionary, Samples, Settings, Tokens, Words, prune
 from support.multitok_cases import DRAWS, corpora, state, trained
-
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
-settings.load_profile("untimed")
 
 
 @given(corpora(), st.sampled_from([None, *PRUNINGS]))

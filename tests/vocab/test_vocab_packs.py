@@ -58,7 +58,7 @@ def test_a_pack_helps_with_text_that_it_was_not_learned_from():
     assert with_pack < 0.9 * without
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=60), min_size=1, max_size=4), st.integers(1, 12), st.data())
 def test_any_text_gives_a_lawful_pack_and_the_same_again(texts, size, data):
     params = CodecParams(10, 16, data.draw(st.integers(2, 5)), disabled_ids=data.draw(st.sets(st.integers(0, 9))))
@@ -74,7 +74,7 @@ def test_any_text_gives_a_lawful_pack_and_the_same_again(texts, size, data):
     assert learn(params, texts, size, window=window) == found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=60), min_size=1, max_size=4), st.floats(1e-4, 0.2), st.data())
 def test_no_entry_of_a_pack_costs_more_than_it_saves(texts, head_cost, data):
     params, window = CodecParams(6, 16, data.draw(st.integers(2, 4))), 20
