@@ -143,7 +143,7 @@ def open_torch(name: Any, engine: str, **options: Any) -> Any:
     not installed, and `ModelError` if there is no card for it.
     """
     module = torch_module("engine", engine)
-    for alone in ("adapter_path", "kv_bits", "kv_group_size", "quantized_kv_start", "row_cache"):
+    for alone in ("adapter_path", "kv_bits", "kv_group_size", "quantized_kv_start", "row_cache", "keep_wired_s"):
         options.pop(alone, None)
     device = module.chosen_device(needs_card=engine == CUDA)  # before anything is downloaded
     return module.open_cuda_engine(name, device=device, **options)

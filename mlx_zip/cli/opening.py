@@ -56,6 +56,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,
         "prefill_step_size": args.prefill_step_size,
+        "keep_wired_s": args.keep_wired,
         "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
         **packs.load_options(args, chosen, plain),
     }

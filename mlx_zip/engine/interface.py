@@ -351,6 +351,13 @@ class Engine(ABC):
         """
         raise EngineError(f"{self.info.name} cannot be run without its hypertokens")
 
+    def unwire(self) -> bool:
+        """Lets a Mac move the memory of an idle model as any other, until the next request.
+
+        Returns False, with nothing done, while requests run. True where nothing is wired.
+        """
+        return True
+
     @abstractmethod
     def figures(self) -> Figures:
         """Returns the engine's figures."""

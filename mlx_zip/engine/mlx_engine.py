@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_zip.engine.engine_thread import MlxEngine
 from mlx_zip.engine.mlx_caches import open_store
-from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.options import KEEP_WIRED_S, RunOptions, ServeOptions
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.session_store import SessionStore
@@ -39,6 +39,7 @@ def open_engine(
     max_prompt_tokens: int | None = None,
     max_kv_bytes: int | None = None,
     prefill_step_size: int = 512,
+    keep_wired_s: float = KEEP_WIRED_S,
     sessions: SessionOptions | None = DEFAULT_SESSIONS,
     row_cache: RowStore | None = None,
     group: Group | None = None,
@@ -47,9 +48,9 @@ def open_engine(
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.load` raises.
 
     Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
-    max_*: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps. sessions: bounds of
-    the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for
-    `open_split_engine`, which takes a model on several machines.
+    max_*, keep_wired_s: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps.
+    sessions: bounds of the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept. group,
+    make: for `open_split_engine`, which takes a model on several machines.
     """
 
     def load_model() -> tuple[Any, Any]:
@@ -66,7 +67,7 @@ def open_engine(
         )
 
     run = RunOptions(kv_bits, kv_group_size, quantized_kv_start, prefill_step_size)
-    options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
+    options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run, keep_wired_s)
     make = make or MlxEngine
     if sessions is None:
         return make(load_model, str(model_name), options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+KEEP_WIRED_S = 600.0
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -26,7 +28,8 @@ class ServeOptions:
 
     max_running: requests at a time. max_waiting: requests that may wait. max_prompt_tokens: base tokens of a prompt,
     None for no bound but the context. max_kv_bytes: KV caches of all running requests, None for half of the memory
-    where its size is known. run: how the model is run.
+    where its size is known. run: how the model is run. keep_wired_s: seconds for which an idle engine keeps its memory
+    wired on a Mac.
     """
 
     max_running: int = 8
@@ -34,3 +37,4 @@ class ServeOptions:
     max_prompt_tokens: int | None = None
     max_kv_bytes: int | None = None
     run: RunOptions = field(default_factory=RunOptions)
+    keep_wired_s: float = KEEP_WIRED_S

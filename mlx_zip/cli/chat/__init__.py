@@ -12,6 +12,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import colours, engines, packs
 from mlx_zip.cli.chat.flags import MAX_TOKENS, REFUSED, add_arguments
 from mlx_zip.cli.generation_flags import NUMBERS
+from mlx_zip.cli.serving_flags import check_wired
 from mlx_zip.errors import GenerationError, missing_library
 
 __all__ = ["REFUSED", "add_arguments", "run"]
@@ -58,6 +59,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     check_at_least(args, 1, *COUNTS)
+    check_wired(args.keep_wired)
 
 
 def _settings(args: argparse.Namespace) -> Any:

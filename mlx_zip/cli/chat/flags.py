@@ -6,7 +6,7 @@ import argparse
 
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.generation_flags import NUMBERS
-from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions
+from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions, add_wired
 
 REFUSED = {  # flags of mlx_lm.chat that cannot work here, and why
     "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
     )
     add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
+    add_wired(add)
     add_sessions(add)
     packs.add_flags(add)
     add_kv(add)
