@@ -17,6 +17,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.canonical import CanonicalDecoding, without_in_rows
+from mlx_zip.decode import read_again
 from mlx_zip.device import on_gpu
 from mlx_zip.layout import is_zip
 from mlx_zip.models.ahead import Ahead
@@ -99,10 +100,15 @@ class BatchLoop:
     def _prefill(self) -> mx.array:
         """Reads the prompts, and returns the logits [B, W] after their last ids."""
         last = self.ids.shape[1] - 1
+        factors = self._factors(self.ids)
         for begin in range(0, last, self.chunk):
-            self.model(mx.array(self.ids[:, begin : min(begin + self.chunk, last)]), cache=self.cache)
+            self.model(mx.array(self.ids[:, begin : min(begin + self.chunk, last)]), cache=self.cache, **factors)
             mx.eval([entry.state for entry in self.cache])
         return self.model(mx.array(self.ids[:, last:]), cache=self.cache)[:, -1]
+
+    def _factors(self, ids: np.ndarray) -> dict[str, bool]:
+        """Returns further arguments of the calls that read ids [B, L] next; see `read_again`."""
+        return read_again(self.model, self.cache, ids, self.chunk) if self._zip else {}
 
     def _step(self, y: mx.array) -> tuple[list[int], tuple[mx.array, mx.array]]:
         """Runs the step that reads y [B]; returns y as numbers, and the next y with its logprobs, still computed.
@@ -128,6 +134,7 @@ class BatchLoop:
             if logits is None and h is not None and self._ahead is not None:
                 logits = self._ahead.follow(h, y)[:, -1]
             elif logits is None:
+                self._factors(np.array(tokens)[:, None])
                 logits = self.model(y[:, None], cache=self.cache)[:, -1]
             for row, token in zip(self._rows, tokens, strict=True):
                 self._read[row].append(token)

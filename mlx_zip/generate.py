@@ -95,7 +95,8 @@ def stream_generate(
     that the cache began with, because the file does not hold the pack's rows. start: former name of `pack`. sampling:
     fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given.
     logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
-    with the number of prompt ids read so far and of all. kv_bits, kv_group_size, quantized_kv_start: KV cache
+    with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
+    read again. kv_bits, kv_group_size, quantized_kv_start: KV cache
     quantization as in mlx-lm.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),

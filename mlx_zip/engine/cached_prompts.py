@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_zip.decode import read_again
 from mlx_zip.engine.interface import SessionInfo
 from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.session_options import SessionOptions
@@ -59,9 +60,10 @@ def cache_prompt(
     request = Request(model, tokenizer, base_ids, cache, max_tokens=1, stop=None)
     state = find_state(cache)
     progress(0)
+    factors = read_again(model, cache, request.prompt_ids[None], PREFILL_STEP_SIZE) if state is not None else {}
     for begin in range(0, len(request.prompt_ids), PREFILL_STEP_SIZE):
         ids = request.prompt_ids[begin : begin + PREFILL_STEP_SIZE].astype(np.int32)
-        model(mx.array(ids)[None], cache=cache)
+        model(mx.array(ids)[None], cache=cache, **factors)
         maybe_quantize_kv_cache(cache, quantized_kv_start=kv.start, kv_group_size=kv.group_size, kv_bits=kv.bits)
         mx.eval([entry.state for entry in cache if not isinstance(entry, ZipState)])
         progress(begin + len(ids) if state is None else state.books[0].base_length)

@@ -114,7 +114,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Progress:
-    """How many of the prompt's ids have been read so far, and of how many."""
+    """How many of the prompt's ids have been read so far, and of how many.
+
+    Comes again in the middle of an answer when the context is read again (LongRoPE).
+    """
 
     read: int
     total: int

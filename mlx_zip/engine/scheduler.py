@@ -211,7 +211,9 @@ class Scheduler:
         for group in list(self.groups):
             jobs = list(group.jobs)
             if rows := group.switching():
-                self.groups += self._guarded(jobs, partial(group.split, rows), (), group) or ()
+                for job in self._guarded(jobs, partial(group.split, rows), (), group):
+                    reading = self._guarded([job], partial(self._make_reading, job))
+                    self.readings += [] if reading is None else [reading]
         self.groups = [group for group in self.groups if group.jobs]
         by_key: dict[bool, list[Group]] = {}
         for group in self.groups:
