@@ -26,6 +26,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.machines import check_equal
+from mlx_zip.models.batching import batches
 from mlx_zip.models.sharding import chosen_by_first, machines_of
 from mlx_zip.request import Request, base_config
 from mlx_zip.response import RULE, GenerationResponse, footer
@@ -335,12 +336,18 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
 
 
 def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
-    """Makes the cache of a batch. Raises `GenerationError` for a plain model whose caches do not batch."""
+    """Makes the cache of a batch, [] if its prompts must be read one by one.
+
+    Raises `GenerationError` for a plain model whose caches do not batch.
+    """
     if is_zip(model):
         return model.make_cache(left_padding=left_padding, pack=starts)
-    if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
+    kv = make_prompt_cache(model)
+    if not batches(kv):
         raise GenerationError("this model's caches do not batch; generate the prompts one by one")
-    return [BatchKVCache(left_padding) for _ in model.layers]
+    if any(type(entry) is not KVCache for entry in kv):
+        return []
+    return [BatchKVCache(left_padding) for _ in kv]
 
 
 def _pad_id(model: Any, tokenizer: Any) -> int:
