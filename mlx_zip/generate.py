@@ -40,6 +40,7 @@ __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_g
 
 T = TypeVar("T")
 PREFILL_STEP_SIZE = 2048
+KEPT = 4  # ids that a bounded KV cache always keeps, as in mlx-lm
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
@@ -59,6 +60,7 @@ class GenerateOptions(BatchOptions, total=False):
     max_tokens: int
     logits_processors: Sequence[LogitsProcessor] | None
     prompt_cache: list[Any] | None
+    max_kv_size: int | None
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
@@ -78,6 +80,7 @@ def stream_generate(
     pack: PackLike | Sequence[Sequence[int]] | None = None,
     start: Sequence[Sequence[int]] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
+    max_kv_size: int | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
@@ -97,8 +100,8 @@ def stream_generate(
     fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given.
     logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
     with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
-    read again. kv_bits, kv_group_size, quantized_kv_start: KV cache
-    quantization as in mlx-lm.
+    read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
+    cache quantization as in mlx-lm.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.
@@ -112,8 +115,10 @@ def stream_generate(
     )
     tokenizer = as_tokenizer(tokenizer)
     start = _start_entries(pack, start, tokenizer)
-    cache = _new_cache(model, start)
+    cache = _new_cache(model, start, max_kv_size)
     if prompt_cache is not None:
+        if max_kv_size is not None:
+            raise GenerationError("max_kv_size (--max-kv-size): the prompt cache given keeps the size that it has")
         if (
             not isinstance(prompt_cache, Sequence)
             or len(prompt_cache) != len(cache)
@@ -323,8 +328,33 @@ def _start_entries(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> An
     return found.start
 
 
-def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
+def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
+    """Makes a plain model's cache of one request, whose layers keep the first four ids and the latest ones.
+
+    max_kv_size: ids per layer in all, as in mlx-lm. mlx-lm ignores it for models that make their caches themselves;
+    here it also bounds those of them that make full KV caches. Raises `GenerationError` for a number below 5, a model
+    with hypertokens, and one whose layers have windows or states.
+    """
+    if is_zip(model):
+        raise GenerationError(
+            "max_kv_size (--max-kv-size): a rotating KV cache forgets ids that the codebook still knows; only models "
+            "without hypertokens can have one"
+        )
+    if not isinstance(max_kv_size, Integral) or isinstance(max_kv_size, bool) or max_kv_size <= KEPT:
+        raise GenerationError(
+            f"max_kv_size (--max-kv-size) must be an integer of at least {KEPT + 1}, got {max_kv_size!r}"
+        )
+    cache = make_prompt_cache(model)
+    if any(type(entry) is not KVCache for entry in cache):
+        kinds = ", ".join(sorted({type(entry).__name__ for entry in cache}))
+        raise GenerationError(f"max_kv_size (--max-kv-size): this model bounds its caches itself ({kinds})")
+    return [RotatingKVCache(max_size=int(max_kv_size), keep=KEPT) for _ in cache]
+
+
+def _new_cache(model: Any, start: Sequence[Any] | None, max_kv_size: int | None = None) -> list[Any]:
     """Makes the cache of one request. Raises `GenerationError` for a pack if the model has no hypertokens."""
+    if max_kv_size is not None:
+        return bounded_cache(model, max_kv_size)
     if start is None:
         return make_prompt_cache(model)
     if not is_zip(model):
@@ -406,7 +436,9 @@ def check_kv(
     if group_size not in KV_GROUP_SIZES:
         raise GenerationError(f"kv_group_size (--kv-group-size) must be one of {KV_GROUP_SIZES}, got {group_size}")
     if any(isinstance(entry, RotatingKVCache) for entry in cache):
-        raise GenerationError("kv_bits (--kv-bits): this model's sliding-window caches cannot be quantized")
+        raise GenerationError(
+            "kv_bits (--kv-bits): rotating caches (--max-kv-size, sliding windows) cannot be quantized"
+        )
     config = base_config(model)
     heads = config.get("num_attention_heads")
     width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)

@@ -28,7 +28,7 @@ _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go t
     "decode_concurrency": 4,
     "max_waiting": 16,
     "max_prompt_tokens": None,
-    "prefill_step_size": 512,
+    "prefill_step_size": None,
     "prompt_cache_bytes": 4 << 30,
     "session_cache": None,
     "session_disk_bytes": 16 << 30,

@@ -52,6 +52,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
         "kv_bits": args.kv_bits,
         "kv_group_size": args.kv_group_size,
         "quantized_kv_start": args.quantized_kv_start,
+        "max_kv_size": getattr(args, "max_kv_size", None),  # the server's flags have no such one
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,

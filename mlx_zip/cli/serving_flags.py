@@ -137,8 +137,8 @@ def _add_bounds(add: Any) -> None:
     add(
         "--prefill-step-size",
         type=int,
-        default=512,
-        help="maximum number of prompt ids that one model call reads, between steps of other answers (default: 512)",
+        help="maximum number of prompt ids that one model call reads, between steps of other answers (default: 512, "
+        "and 2048 while a request is alone)",
     )
 
 

@@ -11,14 +11,17 @@ KEEP_WIRED_S = 600.0
 class RunOptions:
     """How a model is run. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
 
-    prefill_step_size: ids of prompts per round. ahead: whether a step begins before the host has read its id; None for
-    on a GPU only.
+    prefill_step_size: ids of prompts per round. alone_step_size: the same while one request is alone, None for no other
+    number. max_kv_size: bound on a plain model's ids in the KV cache of a request, None for none. ahead: whether a step
+    begins before the host has read its id; None for on a GPU only.
     """
 
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
     prefill_step_size: int = 512
+    alone_step_size: int | None = None
+    max_kv_size: int | None = None
     ahead: bool | None = None
 
 

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_zip.engine.draws import Draws
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
-from mlx_zip.generate import check_kv
+from mlx_zip.generate import bounded_cache, check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
 from mlx_zip.models.batching import batches
@@ -66,6 +66,8 @@ class Served:
 
     def new_cache(self, start: Any) -> list[Any]:
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
+        if self.options.max_kv_size is not None:
+            return bounded_cache(self.model, self.options.max_kv_size)
         return self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
 
     def state_of(self, cache: list[Any]) -> ZipState | None:
