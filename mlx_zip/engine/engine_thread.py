@@ -47,6 +47,7 @@ class MlxEngine(ThreadedEngine):
         return Reading(served, job)
 
     def _scores(self, served: Served, row: Compressed, top: int) -> Iterator[Scored]:
+        self._wake()
         return score_in_parts(served.model, row, top, self._options.run.prefill_step_size)
 
     def _kv_bound(self, served: Any) -> int | None:

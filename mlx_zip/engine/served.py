@@ -17,7 +17,7 @@ from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.generate import bounded_cache, check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
-from mlx_zip.models.batching import batches
+from mlx_zip.models.batching import batches, entries_of
 from mlx_zip.models.refill import Refill
 from mlx_zip.models.sharding import machines_of
 from mlx_zip.request import base_config
@@ -114,7 +114,7 @@ class Served:
         check_kv(self.model, cache, run.kv_bits, run.kv_group_size, run.prefill_step_size, run.quantized_kv_start)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         kv = cache[:-1] if self.hyper else cache
-        plain = [entry for entry in kv if type(entry) is KVCache]
+        plain = [entry for entry in entries_of(kv) if type(entry) is KVCache]
         per_id = sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
         return per_id, batches(kv) and self.options.kv_bits is None
 

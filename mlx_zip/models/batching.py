@@ -7,6 +7,7 @@ batch is read as any other cache.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,12 +32,18 @@ _SINGLE = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` hol
 _BATCH = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
 
 
+def entries_of(cache: Sequence[Any]) -> Iterator[Any]:
+    """Yields the entries of a cache, with those in mlx-lm's `CacheList`s in place of the lists."""
+    for entry in cache:
+        yield from entries_of(entry.caches) if isinstance(entry, CacheList) else (entry,)
+
+
 def batches(kv: Sequence[Any]) -> bool:
     """Returns whether all KV caches, of one sequence, are of kinds that batch.
 
     A rotating cache that always keeps its first ids (`max_kv_size`) does not: mlx-lm's batch of such caches loses them.
     """
-    return all(_batches(entry) for entry in _flat(kv))
+    return all(_batches(entry) for entry in entries_of(kv))
 
 
 def _batches(entry: Any) -> bool:
@@ -68,7 +75,7 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
     `merge_caches` does, with nothing changed.
     """
     kv, more = _checked_kv(model, batch), _checked_kv(model, cache)
-    if any(isinstance(layer, _SINGLE) for layer in _flat(kv)):
+    if any(isinstance(layer, _SINGLE) for layer in entries_of(kv)):
         raise ModelError("the cache to add to is one of a single request: merge it first")
     state, other = find_state(batch), find_state(cache)
     with _all_or_nothing(batch):
@@ -88,7 +95,7 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
     _check_indices(kv, indices)
     held = _left_padding(kv) if state is None else state.left_padding
     padding = [held[i] for i in indices]
-    read = next((kv_length(layer) for layer in _flat(kv) if type(layer) is BatchKVCache), min(padding))
+    read = next((kv_length(layer) for layer in entries_of(kv) if type(layer) is BatchKVCache), min(padding))
     if min(padding) > read:
         raise ModelError(f"the cache has {min(padding)} columns of left padding, and has not read them all yet")
     with _all_or_nothing(batch):
@@ -113,7 +120,7 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
 @contextmanager
 def _all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
     """If something raises inside, an interrupt for example, the cache is as before: all attributes get their values."""
-    entries = list(_flat(batch))
+    entries = list(entries_of(batch))
     before = [dict(vars(entry)) for entry in entries]
     try:
         yield
@@ -123,16 +130,10 @@ def _all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def _flat(entries: Sequence[Any]) -> Iterator[Any]:
-    """Yields the entries of a cache, with those in mlx-lm's `CacheList`s in place of the lists."""
-    for entry in entries:
-        yield from _flat(entry.caches) if isinstance(entry, CacheList) else (entry,)
-
-
 def _checked_kv(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     """Returns the KV caches of a cache of this model. Raises `ModelError` for those that do not batch."""
     kv = model.check_cache(cache)[0] if is_zip(model) else cache
-    for layer in _flat(kv):
+    for layer in entries_of(kv):
         if not _batches(layer):
             raise ModelError(f"KV caches of the kind {type(layer).__name__} do not batch")
     count = len(model.layers) if is_zip(model) else len(make_prompt_cache(model))
@@ -145,7 +146,7 @@ def _parts(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
     """Returns a batch's KV caches and its `ZipState`, None for a plain model's. Raises `ModelError` for others."""
     state = find_state(batch)
     kv = batch if state is None else batch[:-1]
-    if not kv or not all(isinstance(layer, _BATCH) for layer in _flat(kv)):
+    if not kv or not all(isinstance(layer, _BATCH) for layer in entries_of(kv)):
         raise ModelError("this is no cache of a batch")
     return kv, state
 
@@ -157,15 +158,15 @@ def _size(layer: Any) -> int:
 
 def _left_padding(kv: Sequence[Any]) -> list[int]:
     """Returns the left padding of a plain model's batch, 0 where no layer's keys are padded."""
-    for layer in _flat(kv):
+    for layer in entries_of(kv):
         if type(layer) is BatchKVCache:
             return layer.left_padding.tolist()  # type: ignore[return-value]
-    return [0] * _size(next(_flat(kv)))
+    return [0] * _size(next(entries_of(kv)))
 
 
 def _check_indices(kv: Sequence[Any], indices: Sequence[int]) -> None:
     """Raises `ModelError` unless indices name at least one sequence of a batch, each once."""
-    size = _size(next(_flat(kv)))
+    size = _size(next(entries_of(kv)))
     if not len(indices) or len(set(indices)) < len(indices) or not all(0 <= i < size for i in indices):
         raise ModelError(f"indices must name sequences of the batch of {size}, each once, got {list(indices)}")
 
@@ -189,9 +190,7 @@ def _as_batch(layer: Any) -> Any:
         return CacheList(*map(_as_batch, layer.caches))
     if isinstance(layer, _SINGLE):
         return type(layer).merge([layer])
-    twin = type(layer).__new__(type(layer))
-    vars(twin).update(vars(layer))
-    return twin
+    return copy.copy(layer)
 
 
 def _extracted(layer: Any, index: int) -> Any:

@@ -112,6 +112,13 @@ def test_bounded_caches_take_turns_and_give_mlx_lm_s_ids(name):
         assert again.events[0].cached_tokens == len(held) - 1
 
 
+@pytest.mark.parametrize(("name", "layers"), [("llama", 4), ("gemma3", 2), ("falcon_h1", 4), ("mamba2", 0)])
+def test_bytes_per_id_are_those_of_caches_that_grow(name, layers):
+    heads = 1 if name == "gemma3" else 2
+    with engine_of(name) as engine:
+        assert engine._scheduler.served.kv_bytes_per_id == layers * 2 * heads * 16 * 4
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mamba2"])
 def test_caches_that_are_bounded_themselves_are_not_bounded_again(name):
     with pytest.raises(GenerationError, match="bounds its caches itself"):

@@ -107,6 +107,13 @@ def test_memory_is_free_on_request_unless_requests_run(limits):
         assert limits == [BEFORE, RECOMMENDED, BEFORE, RECOMMENDED]
 
 
+def test_scoring_a_prompt_wires_it_too(limits):
+    with tiny_engine() as engine:
+        engine.unwire()
+        assert list(engine.prompt_ids(PROMPT))
+        assert limits == [BEFORE, RECOMMENDED, BEFORE, RECOMMENDED]
+
+
 def test_it_stays_wired_until_the_last_of_several_engines_is_closed(limits):
     with tiny_engine() as first:
         second, plain = tiny_engine(), first.without_hypertokens("plain")
