@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.device import on_gpu
 from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.refill import Refill
 from mlx_zip.state import submitting
 
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
@@ -43,7 +44,8 @@ def decode_steps(
 
     max_steps: -1 for no limit. processors: logits processors; the ids that they get include hypertokens. after_call:
     called with the cache after every model call, for example to quantize KV caches. progress: called with the number of
-    prompt ids read so far and of all. ahead: whether a step's body runs before the host has read the step's id; None
+    prompt ids read so far and of all; also with ids of the context, when it is read again because LongRoPE's factors
+    change. ahead: whether a step's body runs before the host has read the step's id; None
     means on a GPU only. (The CPU backend keeps ten operations in flight at most, so there is nothing to gain.)
 
     When an id is yielded, the cache holds the prompt and every emitted id, that one included, because the next step has
@@ -61,6 +63,34 @@ def decode_steps(
                 mx.clear_cache()
             y, logprobs = following
             n += 1
+
+
+def read_again(
+    model: Any,
+    cache: list[Any],
+    ids: np.ndarray,
+    chunk: int,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, bool]:
+    """Makes a cache ready for calls that read ids [B, L] next: fills it again, `chunk` ids at a time, if it must be.
+
+    It must if LongRoPE's factors change with these ids. report: called with the number of ids read again, and of all.
+    Returns further arguments of these calls: which factors to use, {} for a model without LongRoPE. Raises `CodecError`
+    for ids that the model would not take.
+    """
+    if model.traits.long_context is None:
+        return {}
+    kv, state = model.check_cache(cache)
+    long = model.needs_long(state, ids)
+    if state.offset and long != state.long_rope:
+        refill = Refill(model, kv, state, long)
+        while refill.left:
+            refill.read(chunk)
+            mx.eval([entry.state for entry in refill.filled])
+            report(refill.done, refill.total)
+            mx.clear_cache()
+        refill.finish()
+    return {"long": long}
 
 
 class _Steps:
@@ -83,6 +113,7 @@ class _Steps:
         self.ahead = Ahead(model, cache) if ahead else None
         self.sampler, self.processors = sampler, processors
         self.tokens = mx.zeros(0, mx.int32)
+        self._chunk, self._report = 1, lambda done, total: None
 
     def prefill(
         self, prompt: np.ndarray, chunk: int, progress: Callable[[int, int], None] | None
@@ -94,11 +125,13 @@ class _Steps:
         ids = mx.array(prompt.astype(np.int32))
         last = len(prompt) - 1
         report = progress or (lambda done, total: None)
-        report(0, len(prompt))
+        self._chunk, self._report = chunk, report
         with mx.stream(generation_stream):
+            factors = read_again(self.model, self.cache, prompt[None], chunk, report)
+            report(0, len(prompt))
             for begin in range(0, last, chunk):
                 end = min(begin + chunk, last)
-                self.model(ids[None, begin:end], cache=self.cache)
+                self.model(ids[None, begin:end], cache=self.cache, **factors)
                 self.after_call(self.cache)
                 mx.eval([entry.state for entry in self.cache[:-1]])
                 report(end, len(prompt))
@@ -132,6 +165,8 @@ class _Steps:
         """Returns logits [1, 1, W] of one id, y [1]; enqueues the body first where `ahead` allows it."""
         h = None if self.ahead is None else self.ahead.run(y)
         if self.ahead is None or h is None:
+            if self.model.traits.long_context is not None:
+                read_again(self.model, self.cache, np.array([[y.item()]]), self._chunk, self._report)
             return self.model(y[:, None], cache=self.cache)
         mx.async_eval(h)
         return self.ahead.follow(h, y)

@@ -14,13 +14,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.canonical import CanonicalDecoding, without_in_rows
+from mlx_zip.decode import read_again
 from mlx_zip.device import on_gpu
 from mlx_zip.layout import is_zip
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.batching import filter_cache
+from mlx_zip.models.batching import filter_cache, merge_caches
 from mlx_zip.sampling import BasePenalties
 from mlx_zip.state import submitting
 
@@ -31,8 +33,10 @@ class BatchLoop:
     Iterating yields (ids [B] as numbers, row -> logprobs [W] of the sequences that have not ended). Sequences that have
     ended leave the batch, so that the others' steps cost less; their number in `ids` is the pad id.
 
-    ids [B, L]: the prompts, left-padded, for `cache`. processors: logits processors per sequence; the ids that they get
-    are those that the sequence has read. chunk: ids of the prompts per model call. ahead: as in `decode_steps`.
+    ids [B, L]: the prompts, left-padded, for `cache`. cache: [] for a plain model whose prompts are read one by one,
+    because not all of its caches take left padding (sliding windows, states). processors: logits processors per
+    sequence; the ids that they get are those that the sequence has read. chunk: ids of the prompts per model call.
+    ahead: as in `decode_steps`.
 
     When ids are yielded, the next step has begun, which reads them, also those of a sequence that ends with them.
     """
@@ -98,18 +102,38 @@ class BatchLoop:
 
     def _prefill(self) -> mx.array:
         """Reads the prompts, and returns the logits [B, W] after their last ids."""
+        if not self.cache:
+            return self._prefill_alone()
         last = self.ids.shape[1] - 1
+        factors = self._factors(self.ids)
         for begin in range(0, last, self.chunk):
-            self.model(mx.array(self.ids[:, begin : min(begin + self.chunk, last)]), cache=self.cache)
+            self.model(mx.array(self.ids[:, begin : min(begin + self.chunk, last)]), cache=self.cache, **factors)
             mx.eval([entry.state for entry in self.cache])
         return self.model(mx.array(self.ids[:, last:]), cache=self.cache)[:, -1]
+
+    def _prefill_alone(self) -> mx.array:
+        """Does what `_prefill` does, one prompt after the other, and merges their caches."""
+        caches, logits = [], []
+        for prompt in self._read:
+            cache, ids = make_prompt_cache(self.model), mx.array(prompt)[None]
+            for begin in range(0, len(prompt) - 1, self.chunk):
+                self.model(ids[:, begin : min(begin + self.chunk, len(prompt) - 1)], cache=cache)
+                mx.eval([entry.state for entry in cache])
+            logits.append(self.model(ids[:, -1:], cache=cache)[:, -1])
+            caches.append(cache)
+        self.cache = merge_caches(self.model, caches)
+        return mx.concatenate(logits)
+
+    def _factors(self, ids: np.ndarray) -> dict[str, bool]:
+        """Returns further arguments of the calls that read ids [B, L] next; see `read_again`."""
+        return read_again(self.model, self.cache, ids, self.chunk) if self._zip else {}
 
     def _step(self, y: mx.array) -> tuple[list[int], tuple[mx.array, mx.array]]:
         """Runs the step that reads y [B]; returns y as numbers, and the next y with its logprobs, still computed.
 
         If something raises, the cache of a zip2zip model is as before.
         """
-        before = self.cache[-1].offset
+        before = self.cache[-1].offset if self._zip else 0
         try:
             return self._run(y)
         except BaseException:
@@ -130,6 +154,7 @@ class BatchLoop:
             if logits is None and h is not None and self._ahead is not None:
                 logits = self._ahead.follow(h, y)[:, -1]
             elif logits is None:
+                self._factors(np.array(tokens)[:, None])
                 logits = self.model(y[:, None], cache=self.cache)[:, -1]
             for row, token in zip(self._rows, tokens, strict=True):
                 self._read[row].append(token)

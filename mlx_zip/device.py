@@ -1,11 +1,12 @@
-"""The device to compute on, MLX's default or the one that MLX_ZIP_DEVICE names; how fast its memory is."""
+"""The device to compute on, MLX's default or what MLX_ZIP_DEVICE names; how fast its memory is, and wiring it."""
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +17,8 @@ DEVICES = ("cpu", "gpu")
 BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more than any cache
 BANDWIDTH_TRIALS = 5
 SUMMED, SUMS = 16 << 20, 4  # floats of the array that numbers are added to, and additions per evaluation
+_wiring = threading.Lock()
+_holders: dict[WiredMemory, int] = {}  # MLX's limit is the process's: with whom it was set, and what it was before
 
 
 def choose_device() -> None:
@@ -44,6 +47,68 @@ def on_gpu() -> bool:
     import mlx.core as mx
 
     return mx.default_device() == mx.Device(mx.gpu)
+
+
+class WiredMemory:
+    """Memory that a Mac keeps wired for its GPU, so that work after a pause does not wait for it to be wired again.
+
+    MLX has one limit for the whole process: the first owner that holds memory sets it to what the device recommends,
+    and the last one that frees it sets it back. Each owner has an object of this class and uses it in one thread. Does
+    nothing on a device that recommends no number. keep_s: how many seconds an idle owner holds the memory. streams:
+    what the owner computes on, because MLX's limit must not change while something is computed.
+
+    Source: MLX 0.32 `mlx/backend/metal/resident.h`, mlx-lm 0.32 `mlx_lm.generate.wired_limit`.
+    """
+
+    def __init__(self, keep_s: float, streams: Sequence[Any]) -> None:
+        self.keep_s, self._streams = keep_s, streams
+        self._idle_since: float | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether the owner holds the memory."""
+        return self in _holders
+
+    def hold(self) -> None:
+        """Wires the process's memory, what is allocated later included, unless it is wired already."""
+        import mlx.core as mx
+
+        self._idle_since = None
+        with _wiring:
+            limit = mx.device_info().get("max_recommended_working_set_size")
+            if self.held or not isinstance(limit, int):
+                return
+            _holders[self] = next(iter(_holders.values())) if _holders else mx.set_wired_limit(limit)
+
+    def free(self) -> None:
+        """Lets the system move the memory as any other, unless another owner holds it."""
+        import mlx.core as mx
+
+        if not self.held:
+            return
+        try:
+            for stream in self._streams:
+                mx.synchronize(stream)
+        finally:
+            with _wiring:
+                before = _holders.pop(self)
+                if not _holders:
+                    mx.set_wired_limit(before)
+
+    def rest(self) -> float | None:
+        """Frees the memory if the owner has been idle for `keep_s` seconds; the first call after `hold` begins a pause.
+
+        Returns after how many seconds to call again, None if the memory is free.
+        """
+        if not self.held:
+            return None
+        now = time.monotonic()
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        left = self._idle_since + self.keep_s - now
+        if left <= 0:
+            self.free()
+            return None
+        return left
 
 
 def bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, limit_s: float = math.inf) -> float:

@@ -25,6 +25,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.machines import check_equal
+from mlx_zip.models.batching import batches
 from mlx_zip.models.sharding import chosen_by_first, machines_of
 from mlx_zip.request import Request, base_config
 from mlx_zip.response import RULE, GenerationResponse, footer
@@ -38,6 +39,7 @@ __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_g
 
 T = TypeVar("T")
 PREFILL_STEP_SIZE = 2048
+KEPT = 4  # ids that a bounded KV cache always keeps, as in mlx-lm
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
@@ -57,6 +59,7 @@ class GenerateOptions(BatchOptions, total=False):
     max_tokens: int
     logits_processors: Sequence[LogitsProcessor] | None
     prompt_cache: list[Any] | None
+    max_kv_size: int | None
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
@@ -75,6 +78,7 @@ def stream_generate(
     prompt_cache: list[Any] | None = None,
     pack: PackLike | Sequence[Sequence[int]] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
+    max_kv_size: int | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
@@ -93,8 +97,9 @@ def stream_generate(
     that the cache began with, because the file does not hold the pack's rows. sampling:
     fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given.
     logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
-    with the number of prompt ids read so far and of all. kv_bits, kv_group_size, quantized_kv_start: KV cache
-    quantization as in mlx-lm.
+    with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
+    read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
+    cache quantization as in mlx-lm.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.
@@ -108,8 +113,10 @@ def stream_generate(
     )
     tokenizer = as_tokenizer(tokenizer)
     start = _start_of(pack, tokenizer)
-    cache = _new_cache(model, start)
+    cache = _new_cache(model, start, max_kv_size)
     if prompt_cache is not None:
+        if max_kv_size is not None:
+            raise GenerationError("max_kv_size (--max-kv-size): the prompt cache given keeps the size that it has")
         if (
             not isinstance(prompt_cache, Sequence)
             or len(prompt_cache) != len(cache)
@@ -310,8 +317,33 @@ def _start_of(pack: Any, tokenizer: Any) -> Any:
     return found.start
 
 
-def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
+def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
+    """Makes a plain model's cache of one request, whose layers keep the first four ids and the latest ones.
+
+    max_kv_size: ids per layer in all, as in mlx-lm. mlx-lm ignores it for models that make their caches themselves;
+    here it also bounds those of them that make full KV caches. Raises `GenerationError` for a number below 5, a model
+    with hypertokens, and one whose layers have windows or states.
+    """
+    if is_zip(model):
+        raise GenerationError(
+            "max_kv_size (--max-kv-size): a rotating KV cache forgets ids that the codebook still knows; only models "
+            "without hypertokens can have one"
+        )
+    if not isinstance(max_kv_size, Integral) or isinstance(max_kv_size, bool) or max_kv_size <= KEPT:
+        raise GenerationError(
+            f"max_kv_size (--max-kv-size) must be an integer of at least {KEPT + 1}, got {max_kv_size!r}"
+        )
+    cache = make_prompt_cache(model)
+    if any(type(entry) is not KVCache for entry in cache):
+        kinds = ", ".join(sorted({type(entry).__name__ for entry in cache}))
+        raise GenerationError(f"max_kv_size (--max-kv-size): this model bounds its caches itself ({kinds})")
+    return [RotatingKVCache(max_size=int(max_kv_size), keep=KEPT) for _ in cache]
+
+
+def _new_cache(model: Any, start: Sequence[Any] | None, max_kv_size: int | None = None) -> list[Any]:
     """Makes the cache of one request. Raises `GenerationError` for a pack if the model has no hypertokens."""
+    if max_kv_size is not None:
+        return bounded_cache(model, max_kv_size)
     if start is None:
         return make_prompt_cache(model)
     if not is_zip(model):
@@ -323,12 +355,18 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
 
 
 def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
-    """Makes the cache of a batch. Raises `GenerationError` for a plain model whose caches do not batch."""
+    """Makes the cache of a batch, [] if its prompts must be read one by one.
+
+    Raises `GenerationError` for a plain model whose caches do not batch.
+    """
     if is_zip(model):
         return model.make_cache(left_padding=left_padding, pack=starts)
-    if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
+    kv = make_prompt_cache(model)
+    if not batches(kv):
         raise GenerationError("this model's caches do not batch; generate the prompts one by one")
-    return [BatchKVCache(left_padding) for _ in model.layers]
+    if any(type(entry) is not KVCache for entry in kv):
+        return []
+    return [BatchKVCache(left_padding) for _ in kv]
 
 
 def _pad_id(model: Any, tokenizer: Any) -> int:
@@ -387,7 +425,9 @@ def check_kv(
     if group_size not in KV_GROUP_SIZES:
         raise GenerationError(f"kv_group_size (--kv-group-size) must be one of {KV_GROUP_SIZES}, got {group_size}")
     if any(isinstance(entry, RotatingKVCache) for entry in cache):
-        raise GenerationError("kv_bits (--kv-bits): this model's sliding-window caches cannot be quantized")
+        raise GenerationError(
+            "kv_bits (--kv-bits): rotating caches (--max-kv-size, sliding windows) cannot be quantized"
+        )
     config = base_config(model)
     heads = config.get("num_attention_heads")
     width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)

@@ -13,7 +13,7 @@ plain model's cache all ids are read again, and past answers are tokenized like 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import GenerationError
+from mlx_zip.models.batching import entries_of
 from mlx_zip.state import find_state
 
 
@@ -65,19 +66,13 @@ def held_ids(cache: Sequence[Any]) -> int:
     state = find_state(cache)
     if state is not None:
         return len(state.books[0].ids)
-    offsets = [int(entry.offset) for entry in _entries(cache) if hasattr(entry, "offset")]
+    offsets = [int(entry.offset) for entry in entries_of(cache) if hasattr(entry, "offset")]
     return max(offsets, default=len(notes_on(cache).ids) if cache else 0)
 
 
 def is_begun(cache: Sequence[Any]) -> bool:
     """Returns whether a cache holds anything, even where it is not known how many ids."""
-    return held_ids(cache) > 0 or any(not hasattr(entry, "offset") and not entry.empty() for entry in _entries(cache))
-
-
-def _entries(cache: Sequence[Any]) -> Iterator[Any]:
-    """Yields the entries of a cache, with those in mlx-lm's `CacheList`s in place of the lists."""
-    for entry in cache:
-        yield from _entries(entry.caches) if hasattr(entry, "caches") else (entry,)
+    return held_ids(cache) > 0 or any(not hasattr(entry, "offset") and not entry.empty() for entry in entries_of(cache))
 
 
 def answers_in(cache: Sequence[Any]) -> dict[str, tuple[int, ...]]:

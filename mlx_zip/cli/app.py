@@ -17,7 +17,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.engines import choose, open_row_store
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
-from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
+from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.progress import counted
@@ -28,7 +28,7 @@ _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go t
     "decode_concurrency": 4,
     "max_waiting": 16,
     "max_prompt_tokens": None,
-    "prefill_step_size": 512,
+    "prefill_step_size": None,
     "prompt_cache_bytes": 4 << 30,
     "session_cache": None,
     "session_disk_bytes": 16 << 30,
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, default, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
     packs.add_flags(add)
+    add_wired(add)
     add_kv(add)
     rows.add_flags(add)
     parser.set_defaults(**_OF_SERVE)
@@ -147,6 +148,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     check_at_least(args, 1, "max_tokens")
+    check_wired(args.keep_wired)
     if args.port is not None and not 0 <= args.port <= 65535:
         raise GenerationError(f"--port must be from 0 to 65535, got {args.port}")
     Sampling(**{name: getattr(args, name) for name in SAMPLING})

@@ -26,6 +26,7 @@ LIBRARIES = ("torch", "triton")
 SMALL_MB = 32  # of weights: for a smaller model PyTorch takes longer to be imported than MLX to answer
 REFUSED = {  # flags that PyTorch has no use for, and what to do
     "adapter_path": "merge the adapter with mlx_zip convert",
+    "max_kv_size": "its KV caches do not rotate",
     "kv_bits": "its KV caches are not quantized",
     "kv_group_size": "its KV caches are not quantized",
     "quantized_kv_start": "its KV caches are not quantized",
@@ -143,7 +144,15 @@ def open_torch(name: Any, engine: str, **options: Any) -> Any:
     not installed, and `ModelError` if there is no card for it.
     """
     module = torch_module("engine", engine)
-    for alone in ("adapter_path", "kv_bits", "kv_group_size", "quantized_kv_start", "row_cache"):
+    for alone in (
+        "adapter_path",
+        "kv_bits",
+        "kv_group_size",
+        "quantized_kv_start",
+        "row_cache",
+        "keep_wired_s",
+        "max_kv_size",
+    ):
         options.pop(alone, None)
     device = module.chosen_device(needs_card=engine == CUDA)  # before anything is downloaded
     return module.open_cuda_engine(name, device=device, **options)

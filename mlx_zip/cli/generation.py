@@ -13,14 +13,14 @@ from typing import Any, TextIO
 
 from mlx_zip import bundled
 from mlx_zip.cli import colours, engines, packs, rows
-from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments
+from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_kv_size
 from mlx_zip.cli.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 
 __all__ = ["REFUSED", "add_arguments", "read_prompt", "run"]
 
-PASSED_ON = ("max_tokens", "stop", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+PASSED_ON = ("max_tokens", "stop", "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,6 +54,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
     options["logit_bias"] = as_logit_bias(biases)
     chosen, saved = packs.read(args), _saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
+    check_kv_size(args, name)
     with rows.open_store(args) as store:
         model, tokenizer = load(
             name,

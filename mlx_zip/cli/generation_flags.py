@@ -6,9 +6,10 @@ import argparse
 from typing import Any
 
 from mlx_zip.cli import engines, packs, rows
+from mlx_zip.errors import GenerationError
 
+ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
-    "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
     "draft_model": "a draft model proposes base ids, and hypertokens cannot be verified against them",
     "num_draft_tokens": "it has a meaning only together with --draft-model",
     "image": "the supported models read text only",
@@ -147,6 +148,7 @@ def _add_cache(add: Any) -> None:
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
     )
     packs.add_flags(add)
+    add_kv_size(add)
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
     add(
         "--kv-group-size",
@@ -183,11 +185,26 @@ def _add_output(add: Any) -> None:
 
 def _add_refused(add: Any) -> None:
     """Declares the flags of mlx_lm.generate that are refused, with the reasons as help."""
-    add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
+
+
+def add_kv_size(add: Any) -> None:
+    """Declares --max-kv-size."""
+    add(
+        "--max-kv-size",
+        type=int,
+        help="maximum number of ids in the KV cache of a plain model, of which the first 4 are always kept; refused "
+        f"for a model with hypertokens, because {ROTATES} (default: no maximum)",
+    )
+
+
+def check_kv_size(args: argparse.Namespace, model: str) -> None:
+    """Raises `GenerationError` for --max-kv-size with a model of this name, if it has hypertokens."""
+    if args.max_kv_size is not None and not packs.is_plain(model, getattr(args, "revision", None)):
+        raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
 
 
 class _Given(argparse.Action):

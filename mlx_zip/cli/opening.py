@@ -52,10 +52,12 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
         "kv_bits": args.kv_bits,
         "kv_group_size": args.kv_group_size,
         "quantized_kv_start": args.quantized_kv_start,
+        "max_kv_size": getattr(args, "max_kv_size", None),  # the server's flags have no such one
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,
         "prefill_step_size": args.prefill_step_size,
+        "keep_wired_s": args.keep_wired,
         "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
         **packs.load_options(args, chosen, plain),
     }

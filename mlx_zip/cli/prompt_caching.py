@@ -10,7 +10,7 @@ from mlx_zip import bundled
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.engines import MLX, NAMES, is_torch
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.cli.generation_flags import REFUSED
+from mlx_zip.cli.generation_flags import add_kv_size, check_kv_size
 from mlx_zip.errors import GenerationError
 from mlx_zip.files import at_home, check_out
 
@@ -52,21 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=MLX,
         help=f"mlx or auto; torch and cuda are refused: {NO_FILES} (default: mlx)",
     )
-    add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
+    add_kv_size(add)
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads the prompt, writes the file, and prints figures; returns 0. Raises `MlxZipError`."""
     if is_torch(args):
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
-    if args.max_kv_size is not None:
-        raise GenerationError(f"--max-kv-size cannot be used: {REFUSED['max_kv_size']}; mlx_lm.cache_prompt has it")
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     file = at_home(args.prompt_cache_file)
     check_out(file)
     prompt, chosen = read_prompt(args.prompt), packs.read(args)
     name = args.model or str(bundled.bundled_model(bundled.DEFAULT))
+    check_kv_size(args, name)
 
     import mlx.core as mx
 
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             pack=None if chosen is None else chosen.merged,
             codebook_size=args.codebook_size,
         )
-        kv = KvOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start)
+        kv = KvOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.max_kv_size)
         options = SessionOptions(model_name=name, tokenizer_config=config)
         sessions, info = cache_prompt(model, tokenizer, prompt_ids(tokenizer, prompt), options, kv, _Progress())
         print(file=sys.stderr)

@@ -16,7 +16,7 @@ from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import engines, packs
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack, session_folder
-from mlx_zip.cli.serving_flags import API_KEY, REFUSED, SAMPLING, add_arguments
+from mlx_zip.cli.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
 
@@ -25,7 +25,6 @@ __all__ = ["REFUSED", "add_arguments", "run"]
 log = logging.getLogger("mlx_zip.server")
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
-MOST_DRAIN_S = 1_000_000
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -98,8 +97,9 @@ def _check(args: argparse.Namespace) -> None:
     check_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")
     if args.port > 65535:
         raise GenerationError(f"--port must be at most 65535, got {args.port}")
-    if not args.drain < MOST_DRAIN_S:
-        raise GenerationError(f"--drain must be below {MOST_DRAIN_S}, got {args.drain}")
+    if not args.drain < MOST_S:
+        raise GenerationError(f"--drain must be below {MOST_S}, got {args.drain}")
+    check_wired(args.keep_wired)
 
     from mlx_zip.sampling_options import Sampling
 

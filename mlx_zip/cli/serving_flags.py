@@ -6,9 +6,11 @@ import argparse
 from typing import Any
 
 from mlx_zip.cli import engines, packs, rows
+from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
 API_KEY = "MLX_ZIP_API_KEY"
+MOST_S = 1_000_000  # a thread can wait that long
 REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
     "draft_model": "a draft model proposes base ids, and hypertokens cannot be verified against them",
     "num_draft_tokens": "it has a meaning only together with --draft-model",
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag = "--" + name.replace("_", "-")
         add(flag, type=kind, default=default, help=f"{text}; for requests without this field (default: {default:g})")
     _add_bounds(add)
+    add_wired(add)
     add_sessions(add)
     add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
     packs.add_flags(add)
@@ -134,8 +137,8 @@ def _add_bounds(add: Any) -> None:
     add(
         "--prefill-step-size",
         type=int,
-        default=512,
-        help="maximum number of prompt ids that one model call reads, between steps of other answers (default: 512)",
+        help="maximum number of prompt ids that one model call reads, between steps of other answers (default: 512, "
+        "and 2048 while a request is alone)",
     )
 
 
@@ -154,6 +157,24 @@ def add_kv(add: Any) -> None:
         default=5000,
         help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
     )
+
+
+def add_wired(add: Any) -> None:
+    """Declares the flag of how long an idle model stays in wired memory."""
+    add(
+        "--keep-wired",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="on a Mac, time without requests after which the system may move the model out of the GPU's memory, so "
+        "that the next answer begins later; 0: after each answer (default: 600)",
+    )
+
+
+def check_wired(seconds: float) -> None:
+    """Raises `GenerationError` for a time of --keep-wired that cannot be."""
+    if not 0 <= seconds < MOST_S:
+        raise GenerationError(f"--keep-wired must be from 0 to below {MOST_S}, got {seconds:g}")
 
 
 def add_sessions(add: Any) -> None:

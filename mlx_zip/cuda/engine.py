@@ -98,7 +98,7 @@ def open_cuda_engine(
     max_waiting: int = 64,
     max_prompt_tokens: int | None = None,
     max_kv_bytes: int | None = None,
-    prefill_step_size: int = 512,
+    prefill_step_size: int | None = None,
     sessions: SessionOptions | None = DEFAULT_SESSIONS,
     make: Callable[..., CudaEngine] = CudaEngine,
 ) -> CudaEngine:
@@ -115,7 +115,7 @@ def open_cuda_engine(
         model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
         return model, tokenizer_of(model, tokenizer_config or {}, trust_remote_code)
 
-    run = RunOptions(prefill_step_size=prefill_step_size)
+    run = RunOptions() if prefill_step_size is None else RunOptions(prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
     if sessions is None:
         return make(load, str(model_name), options)

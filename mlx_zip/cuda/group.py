@@ -158,8 +158,8 @@ class CudaGroup:
         """Returns no rows: all of them can go on together."""
         return []
 
-    def split(self, rows: Sequence[int]) -> list[CudaGroup]:
-        """Returns no groups."""
+    def split(self, rows: Sequence[int]) -> list[Job]:
+        """Returns no requests."""
         return []
 
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
@@ -175,21 +176,21 @@ class Group:
 
     def switching(self) -> list[int]:
         """Returns the rows whose next step uses other factors of LongRoPE than the last one."""
-        if self.served.long_context is None or len(self.jobs) == 1:
+        if self.served.long_context is None or self._logits is not None:  # the latter after a step that began early
             return []
         long = find_state(self.cache).long_rope  # type: ignore[union-attr]
         rows = enumerate(zip(self.jobs, self.tokens, strict=True))
         return [row for row, (job, token) in rows if job.needs_long(token) != long]
 
-    def split(self, rows: Sequence[int]) -> list[Group]:
-        """Takes rows out, each into a group of its own, and returns these groups. Ids have been read, nothing more."""
-        out = []
-        for row in rows:
-            made = Group(self.served, [self.jobs[row]], extract_cache(self.cache, row), None)
-            made.tokens = [self.tokens[row]]
-            made._bind()
-            out.append(made)
-        self._keep([row for row in range(len(self.jobs)) if row not in rows], extract=False)
+    def split(self, rows: Sequence[int]) -> list[Job]:
+        """Takes rows out and returns their requests, each with a cache of its own, which is to read the id just taken.
+
+        Ids have been read, nothing more.
+        """
+        out = [self.jobs[row] for row in rows]
+        for row, job in zip(rows, out, strict=True):
+            job.next_ids = np.array(self.tokens[row : row + 1], np.uint32)
+        self._keep([row for row in range(len(self.jobs)) if row not in rows])
         return out
 
     def join(self, others: Sequence[Group]) -> None:
@@ -206,11 +207,11 @@ class Group:
         self._ahead = None
         self._bind()
 
-    def _keep(self, stay: Sequence[int], extract: bool = True) -> None:
-        """Keeps these rows only. extract: whether the rows that leave get a cache of their own."""
+    def _keep(self, stay: Sequence[int]) -> None:
+        """Keeps these rows only; those that leave get a cache of their own."""
         batch, jobs = len(self.jobs) > 1, self.jobs
         for row, job in enumerate(jobs):
-            if row not in stay and extract:
+            if row not in stay:
                 job.cache = extract_cache(self.cache, row) if batch else self.cache
                 job.bind(find_state(job.cache), 0)
         self.jobs, self.tokens = [jobs[row] for row in stay], [self.tokens[row] for row in stay]

@@ -114,7 +114,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Progress:
-    """How many of the prompt's ids have been read so far, and of how many."""
+    """How many of the prompt's ids have been read so far, and of how many.
+
+    Comes again in the middle of an answer when the context is read again (LongRoPE).
+    """
 
     read: int
     total: int
@@ -350,6 +353,13 @@ class Engine(ABC):
         run the model.
         """
         raise EngineError(f"{self.info.name} cannot be run without its hypertokens")
+
+    def unwire(self) -> bool:
+        """Lets a Mac move the memory of an idle model as any other, until the next request.
+
+        Returns False, with nothing done, while requests run. True where nothing is wired.
+        """
+        return True
 
     @abstractmethod
     def figures(self) -> Figures:

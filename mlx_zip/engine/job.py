@@ -69,7 +69,8 @@ class Job:
     cache: what the request owns, None while it is a row of a batch. reason: why it ends, None while it goes on.
     error: what made it fail. whole: False if nobody knows what its cache holds after an error. draws: its sampler.
     penalties: its logits processors but canonical decoding. outgrown: whether the KV caches have no room for more of
-    it. ended: whether its last event was delivered. keep: whether its session is kept, False after a purge.
+    it. ended: whether its last event was delivered. keep: whether its session is kept, False after a purge. next_ids:
+    those that its cache reads next when a `Reading` is made of it.
     """
 
     def __init__(self, checked: Checked, deliver: Deliver) -> None:
@@ -80,6 +81,7 @@ class Job:
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.prompt_ids: Any = np.zeros(0, np.uint32)
+        self.next_ids: Any = self.prompt_ids
         self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = 0
         self._firsts = np.zeros(0, np.uint32)
         self._read: list[int] = []  # ids that a plain model's cache holds
@@ -107,7 +109,7 @@ class Job:
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
         rest = base_ids[found.base_tokens :]
-        self.prompt_ids = rest if self._state is None else compress_next(self.book, rest)
+        self.prompt_ids = self.next_ids = np.asarray(rest if self._state is None else compress_next(self.book, rest))
         self._read = [] if self.book is not None else base_ids[: found.base_tokens].tolist()
         used = len(base_ids) if served.by_base else found.ids + len(self.prompt_ids)
         context = served.context

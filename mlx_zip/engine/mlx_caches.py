@@ -29,10 +29,12 @@ from mlx_zip.state import find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
-def open_store(model: Any, tokenizer: Any, options: SessionOptions | None = None) -> SessionStore:
-    """Returns a new store of a model's sessions."""
+def open_store(
+    model: Any, tokenizer: Any, options: SessionOptions | None = None, max_kv_size: int | None = None
+) -> SessionStore:
+    """Returns a new store of a model's sessions. max_kv_size: see `MlxCaches`."""
     options = options or SessionOptions()
-    return SessionStore(MlxCaches(model, tokenizer, options.share), options)
+    return SessionStore(MlxCaches(model, tokenizer, options.share, max_kv_size), options)
 
 
 def positions_of(model: Any) -> str:
@@ -43,13 +45,15 @@ def positions_of(model: Any) -> str:
 class MlxCaches:
     """The caches of one model. share: name of the part of the model that is here, "" for a whole model.
 
+    max_kv_size: bound on the ids in a plain model's caches, None for none.
+
     See `mlx_zip.engine.caches`. A request's cache and a kept one are of the same type: a list of mlx-lm's entries.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, share: str = "") -> None:
+    def __init__(self, model: Any, tokenizer: Any, share: str = "", max_kv_size: int | None = None) -> None:
         self.model, self.tokenizer, self._share = model, tokenizer, share
         self.reach = model.config.merge_size if is_zip(model) else 1
-        self._checks = CacheChecks(model)
+        self._checks = CacheChecks(model, max_kv_size)
 
     @cached_property
     def marks(self) -> Marks:

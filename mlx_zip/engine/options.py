@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+KEEP_WIRED_S = 600.0
+
 
 @dataclass(frozen=True)
 class RunOptions:
     """How a model is run. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
 
-    prefill_step_size: ids of prompts per round. ahead: whether a step begins before the host has read its id; None for
-    on a GPU only.
+    prefill_step_size: ids of prompts per round. alone_step_size: the same while one request is alone, None for no other
+    number. max_kv_size: bound on a plain model's ids in the KV cache of a request, None for none. ahead: whether a step
+    begins before the host has read its id; None for on a GPU only.
     """
 
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
     prefill_step_size: int = 512
+    alone_step_size: int | None = None
+    max_kv_size: int | None = None
     ahead: bool | None = None
 
 
@@ -26,7 +31,8 @@ class ServeOptions:
 
     max_running: requests at a time. max_waiting: requests that may wait. max_prompt_tokens: base tokens of a prompt,
     None for no bound but the context. max_kv_bytes: KV caches of all running requests, None for half of the memory
-    where its size is known. run: how the model is run.
+    where its size is known. run: how the model is run. keep_wired_s: seconds for which an idle engine keeps its memory
+    wired on a Mac.
     """
 
     max_running: int = 8
@@ -34,3 +40,4 @@ class ServeOptions:
     max_prompt_tokens: int | None = None
     max_kv_bytes: int | None = None
     run: RunOptions = field(default_factory=RunOptions)
+    keep_wired_s: float = KEEP_WIRED_S

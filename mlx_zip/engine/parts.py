@@ -48,7 +48,9 @@ class Group(Protocol):
 
     def switching(self) -> list[int]: ...
 
-    def split(self, rows: Sequence[int]) -> Sequence[Any]: ...
+    def split(self, rows: Sequence[int]) -> Sequence[Any]:
+        """Takes rows out and returns their requests, which a `Reading` goes on with."""
+        ...
 
     def join(self, others: Sequence[Any]) -> None: ...
 
@@ -56,7 +58,7 @@ class Group(Protocol):
 
 
 class Reading(Protocol):
-    """A request whose prompt is being read. left: how many ids of the prompt are still to be read."""
+    """A request whose cache reads its `next_ids`. left: how many ids are still to be read."""
 
     job: Any
 

@@ -154,8 +154,13 @@ class Scheduler:
     # ---- prompts
 
     def _read_prompts(self) -> None:
-        """Reads chunks of prompts in turn, at least one, together up to `prefill_step_size` ids."""
-        left = chunk = self.served.options.prefill_step_size
+        """Reads chunks of prompts in turn, at least one, together up to `prefill_step_size` ids.
+
+        A request that nobody waits for is read `alone_step_size` ids at a time: fewer and larger products.
+        """
+        options = self.served.options
+        alone = len(self.readings) == 1 and not self.groups and not self.waiting
+        left = chunk = (alone and options.alone_step_size) or options.prefill_step_size
         while self.readings and (left == chunk or min(chunk, self.readings[0].left) <= left):
             reading = self.readings.popleft()
             if reading.job.handle.cancelled:
@@ -211,7 +216,9 @@ class Scheduler:
         for group in list(self.groups):
             jobs = list(group.jobs)
             if rows := group.switching():
-                self.groups += self._guarded(jobs, partial(group.split, rows), (), group) or ()
+                for job in self._guarded(jobs, partial(group.split, rows), (), group):
+                    reading = self._guarded([job], partial(self._make_reading, job))
+                    self.readings += [] if reading is None else [reading]
         self.groups = [group for group in self.groups if group.jobs]
         by_key: dict[bool, list[Group]] = {}
         for group in self.groups:

@@ -14,9 +14,11 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_zip.engine.draws import Draws
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
-from mlx_zip.generate import check_kv
+from mlx_zip.generate import bounded_cache, check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
+from mlx_zip.models.batching import batches, entries_of
+from mlx_zip.models.refill import Refill
 from mlx_zip.models.sharding import machines_of
 from mlx_zip.request import base_config
 from mlx_zip.sampling import Sampling, make_processors
@@ -64,11 +66,24 @@ class Served:
 
     def new_cache(self, start: Any) -> list[Any]:
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
+        if self.options.max_kv_size is not None:
+            return bounded_cache(self.model, self.options.max_kv_size)
         return self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
 
     def state_of(self, cache: list[Any]) -> ZipState | None:
         """Returns the `ZipState` of a cache, None for a plain model's."""
         return find_state(cache)
+
+    def factors(self, cache: list[Any], ids: Any) -> tuple[dict[str, bool], Refill | None]:
+        """Returns arguments of the calls that read ids [L] next, which say what factors of LongRoPE to use.
+
+        Also returns what reads again the ids that the cache holds, if these were read with other factors. Only for a
+        model with LongRoPE.
+        """
+        kv, state = self.model.check_cache(cache)
+        long = self.model.needs_long(state, ids[None])
+        again = state.offset and long != state.long_rope
+        return {"long": long}, Refill(self.model, kv, state, long) if again else None
 
     def make_draws(self, options: Sampling, state: mx.array | None) -> Draws:
         """Returns a request's sampler. state: random state to go on from if the options have no seed."""
@@ -99,9 +114,9 @@ class Served:
         check_kv(self.model, cache, run.kv_bits, run.kv_group_size, run.prefill_step_size, run.quantized_kv_start)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         kv = cache[:-1] if self.hyper else cache
-        plain = [entry for entry in kv if type(entry) is KVCache]
+        plain = [entry for entry in entries_of(kv) if type(entry) is KVCache]
         per_id = sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
-        return per_id, len(plain) == len(kv) and self.options.kv_bits is None
+        return per_id, batches(kv) and self.options.kv_bits is None
 
     def _facts(self) -> ModelFacts:
         model = self.model

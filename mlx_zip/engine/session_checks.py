@@ -14,6 +14,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_from_json
 from mlx_zip.engine.session_format import BadFileError
+from mlx_zip.generate import bounded_cache
 from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config
 from mlx_zip.state import ZipState
@@ -25,17 +26,20 @@ OTHER_SHAPE = "the arrays of its cache are not those of this model"
 
 
 class CacheChecks:
-    """What a model's caches consist of."""
+    """What a model's caches consist of. max_kv_size: bound on a plain model's ids in them, None for none."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, max_kv_size: int | None = None) -> None:
+        self.model, self._max_kv_size = model, max_kv_size
 
     @cached_property
     def _like(self) -> list[Any]:
         """A cache that has read one id; its arrays have types and shapes, but are never computed."""
         model = self.model
         own = {} if not is_zip(model) or model.is_plain else {"pack": ()}
-        cache = model.make_cache(**own) if is_zip(model) else make_prompt_cache(model)
+        if self._max_kv_size is not None:
+            cache = bounded_cache(model, self._max_kv_size)
+        else:
+            cache = model.make_cache(**own) if is_zip(model) else make_prompt_cache(model)
         model(mx.array([[0]]), cache=cache)
         return cache
 

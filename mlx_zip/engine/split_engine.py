@@ -7,7 +7,6 @@ all machines sum in the same order. Each has its own codebooks, KV caches and se
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -141,14 +140,15 @@ class SplitEngine(MlxEngine):
         scheduler, going = self._scheduler, True
         with lost_machines_as_errors():
             while going:
-                with self._wired() if scheduler.busy else contextlib.nullcontext():
+                going = self._exchange()
+                if going and scheduler.busy:
+                    self._wake()
+                while going and scheduler.busy:
+                    scheduler.work()
+                    self._running = len(scheduler.running)
                     going = self._exchange()
-                    while going and scheduler.busy:
-                        scheduler.work()
-                        self._running = len(scheduler.running)
-                        going = self._exchange()
                 if not scheduler.busy:
-                    self._store.tend()
+                    self._idle()
 
     def _exchange(self) -> bool:
         """Sends or receives what has happened since the last round, and does it. Returns whether there is a next round.

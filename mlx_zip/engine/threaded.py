@@ -5,7 +5,6 @@ It knows neither MLX nor PyTorch: `mlx_zip.engine.parts` says what it needs of e
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -263,9 +262,15 @@ class ThreadedEngine(Engine):
     def _memory(self) -> dict[str, int]:
         """Returns `memory_bytes` and `peak_memory_bytes` of `Figures`. Called from any thread."""
 
-    def _wired(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which requests run."""
-        return contextlib.nullcontext()
+    def _wake(self) -> None:
+        """Prepares the device for requests; called before they run."""
+
+    def _rest(self) -> float | None:
+        """Gives up what only requests need, if the engine has been idle long enough; called while it is idle.
+
+        Returns after how many seconds to call it again, None if nothing is left to give up.
+        """
+        return None
 
     def _left(self) -> None:
         """Frees what belongs to the engine's thread, which ends."""
@@ -276,16 +281,22 @@ class ThreadedEngine(Engine):
         while going:
             going = not self._closing  # what was submitted before that is in the inbox now
             if not scheduler.busy:
-                self._inbox.take(0 if not going else TEND_S if self._store.tend() else None)
+                self._inbox.take(self._idle() if going else 0)
             going = going or scheduler.busy
-            with self._wired() if scheduler.busy else contextlib.nullcontext():
-                while scheduler.busy:
-                    if self._closing and time.monotonic() >= self._deadline:
-                        scheduler.cancel_all()
-                    scheduler.work()
-                    self._running = len(scheduler.running)
-                    self._inbox.take(0)
+            if scheduler.busy:
+                self._wake()
+            while scheduler.busy:
+                if self._closing and time.monotonic() >= self._deadline:
+                    scheduler.cancel_all()
+                scheduler.work()
+                self._running = len(scheduler.running)
+                self._inbox.take(0)
             scheduler.served.free_unused()
+
+    def _idle(self) -> float | None:
+        """Does what is due without requests; returns after how many seconds there may be more, None for never."""
+        due = self._rest()
+        return TEND_S if self._store.tend() else due
 
     def _ended(self, job: Job) -> None:
         """Forgets a request that has ended."""

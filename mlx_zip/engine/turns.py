@@ -191,6 +191,9 @@ class InTurn(Engine):
     def without_hypertokens(self, name: str) -> Engine:
         return self.inner.without_hypertokens(name)
 
+    def unwire(self) -> bool:
+        return self.inner.unwire()
+
     def ceiling(self) -> Ceiling | None:
         return self.inner.ceiling()
 

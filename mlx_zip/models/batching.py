@@ -1,22 +1,55 @@
 """Sequences that join and leave a batch between two steps: caches of single requests are merged and taken apart again.
 
-A batch's cache has a `BatchKVCache` per layer and, for a model with hypertokens, a `ZipState` of all sequences. All
-functions also take a plain model's caches. Between two calls of these functions the batch is read as any other cache.
+A batch's cache has a batch's entry per layer and, for a model with hypertokens, a `ZipState` of all sequences. All
+functions also take a plain model's caches, of the kinds that mlx-lm can batch. Between two calls of these functions the
+batch is read as any other cache.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlx_zip.errors import ModelError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.inputs import kv_length
 from mlx_zip.state import ZipState, find_state
+
+_SINGLE = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
+_BATCH = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
+
+
+def entries_of(cache: Sequence[Any]) -> Iterator[Any]:
+    """Yields the entries of a cache, with those in mlx-lm's `CacheList`s in place of the lists."""
+    for entry in cache:
+        yield from entries_of(entry.caches) if isinstance(entry, CacheList) else (entry,)
+
+
+def batches(kv: Sequence[Any]) -> bool:
+    """Returns whether all KV caches, of one sequence, are of kinds that batch.
+
+    A rotating cache that always keeps its first ids (`max_kv_size`) does not: mlx-lm's batch of such caches loses them.
+    """
+    return all(_batches(entry) for entry in entries_of(kv))
+
+
+def _batches(entry: Any) -> bool:
+    if type(entry) is RotatingKVCache:
+        return entry.keep == 0
+    return type(entry) in (*_SINGLE, *_BATCH)
 
 
 def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
@@ -25,7 +58,7 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
     caches: of one sequence each, as `make_cache` of this model makes them, or batches. Codebooks go over to the batch
     (logits processors stay bound to them), so the given caches must not be used any more. Raises `ModelError`, with
     nothing changed, for no caches, a cache of another model, one that was filled with other factors of LongRoPE than
-    the first, and kinds of KV caches that do not batch (quantized or of a fixed size).
+    the first, and kinds of KV caches that do not batch (see `batches`).
     """
     if not caches:
         raise ModelError("there are no caches to merge")
@@ -42,7 +75,7 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
     `merge_caches` does, with nothing changed.
     """
     kv, more = _checked_kv(model, batch), _checked_kv(model, cache)
-    if not all(isinstance(layer, BatchKVCache) for layer in kv):
+    if any(isinstance(layer, _SINGLE) for layer in entries_of(kv)):
         raise ModelError("the cache to add to is one of a single request: merge it first")
     state, other = find_state(batch), find_state(cache)
     with _all_or_nothing(batch):
@@ -60,9 +93,10 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
     """
     kv, state = _parts(batch)
     _check_indices(kv, indices)
-    held = kv[0].left_padding.tolist() if state is None else state.left_padding
+    held = _left_padding(kv) if state is None else state.left_padding
     padding = [held[i] for i in indices]
-    if min(padding) > kv_length(kv[0]):
+    read = next((kv_length(layer) for layer in entries_of(kv) if type(layer) is BatchKVCache), min(padding))
+    if min(padding) > read:
         raise ModelError(f"the cache has {min(padding)} columns of left padding, and has not read them all yet")
     with _all_or_nothing(batch):
         if state is not None:
@@ -80,17 +114,18 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
     kv, state = _parts(batch)
     _check_indices(kv, [index])
     last = [] if state is None else [state.extract(index)]
-    return [*(KVCache() if layer.empty() else layer.extract(index) for layer in kv), *last]
+    return [*(_extracted(layer, index) for layer in kv), *last]
 
 
 @contextmanager
 def _all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
     """If something raises inside, an interrupt for example, the cache is as before: all attributes get their values."""
-    before = [dict(vars(entry)) for entry in batch]
+    entries = list(entries_of(batch))
+    before = [dict(vars(entry)) for entry in entries]
     try:
         yield
     except BaseException:
-        for entry, attributes in zip(batch, before, strict=True):
+        for entry, attributes in zip(entries, before, strict=True):
             vars(entry).update(attributes)
         raise
 
@@ -98,11 +133,12 @@ def _all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
 def _checked_kv(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     """Returns the KV caches of a cache of this model. Raises `ModelError` for those that do not batch."""
     kv = model.check_cache(cache)[0] if is_zip(model) else cache
-    for layer in kv:
-        if type(layer) not in (KVCache, BatchKVCache):
+    for layer in entries_of(kv):
+        if not _batches(layer):
             raise ModelError(f"KV caches of the kind {type(layer).__name__} do not batch")
-    if len(kv) != len(model.layers):
-        raise ModelError(f"the cache has {len(kv)} KV caches, the model {len(model.layers)} layers")
+    count = len(model.layers) if is_zip(model) else len(make_prompt_cache(model))
+    if len(kv) != count:
+        raise ModelError(f"the cache has {len(kv)} KV caches, this model's have {count}")
     return kv
 
 
@@ -110,41 +146,75 @@ def _parts(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
     """Returns a batch's KV caches and its `ZipState`, None for a plain model's. Raises `ModelError` for others."""
     state = find_state(batch)
     kv = batch if state is None else batch[:-1]
-    if not kv or not all(isinstance(layer, BatchKVCache) for layer in kv):
+    if not kv or not all(isinstance(layer, _BATCH) for layer in entries_of(kv)):
         raise ModelError("this is no cache of a batch")
     return kv, state
 
 
+def _size(layer: Any) -> int:
+    """Returns the number of sequences of one entry of a batch's cache."""
+    return layer.batch_size if isinstance(layer, ArraysCache) else layer.left_padding.size
+
+
+def _left_padding(kv: Sequence[Any]) -> list[int]:
+    """Returns the left padding of a plain model's batch, 0 where no layer's keys are padded."""
+    for layer in entries_of(kv):
+        if type(layer) is BatchKVCache:
+            return layer.left_padding.tolist()  # type: ignore[return-value]
+    return [0] * _size(next(entries_of(kv)))
+
+
 def _check_indices(kv: Sequence[Any], indices: Sequence[int]) -> None:
     """Raises `ModelError` unless indices name at least one sequence of a batch, each once."""
-    size = kv[0].left_padding.size
+    size = _size(next(entries_of(kv)))
     if not len(indices) or len(set(indices)) < len(indices) or not all(0 <= i < size for i in indices):
         raise ModelError(f"indices must name sequences of the batch of {size}, each once, got {list(indices)}")
 
 
-def _merged(layers: Sequence[Any]) -> BatchKVCache:
+def _merged(layers: Sequence[Any]) -> Any:
     """Returns one layer's KV caches of several requests as one."""
-    if all(isinstance(layer, KVCache) for layer in layers):
-        return BatchKVCache.merge(layers)
+    if isinstance(layers[0], CacheList):
+        inner = zip(*(layer.caches for layer in layers), strict=True)
+        return CacheList(*(_merged(parts) for parts in inner))
+    if all(isinstance(layer, _SINGLE) for layer in layers):
+        return type(layers[0]).merge(layers)
     made = _as_batch(layers[0])
     for layer in layers[1:]:
         made.extend(_as_batch(layer))
     return made
 
 
-def _as_batch(layer: Any) -> BatchKVCache:
+def _as_batch(layer: Any) -> Any:
     """Returns a KV cache as one of a batch, which other sequences can be added to without changing the given one."""
-    if isinstance(layer, KVCache):
-        return BatchKVCache.merge([layer])
-    twin = BatchKVCache([])
-    vars(twin).update(vars(layer))
-    return twin
+    if isinstance(layer, CacheList):
+        return CacheList(*map(_as_batch, layer.caches))
+    if isinstance(layer, _SINGLE):
+        return type(layer).merge([layer])
+    return copy.copy(layer)
 
 
-def _filter(layer: BatchKVCache, indices: Sequence[int], padding: Sequence[int]) -> None:
+def _extracted(layer: Any, index: int) -> Any:
+    """Returns one sequence's part of one layer's KV cache."""
+    if isinstance(layer, CacheList):
+        return CacheList(*(_extracted(one, index) for one in layer.caches))
+    if isinstance(layer, ArraysCache):
+        made = ArraysCache(len(layer.cache))
+        made.cache = [None if one is None else mx.contiguous(one[index : index + 1]) for one in layer.cache]
+        return made
+    if layer.empty():
+        return RotatingKVCache(layer.max_size) if isinstance(layer, BatchRotatingKVCache) else KVCache()
+    return layer.extract(index)
+
+
+def _filter(layer: Any, indices: Sequence[int], padding: Sequence[int]) -> None:
     """Keeps some sequences of one layer's KV cache. If nothing changes, nothing is copied.
 
     padding: the left padding of the sequences that stay.
     """
-    if min(padding) or list(indices) != list(range(layer.left_padding.size)):
+    if isinstance(layer, CacheList):
+        for one in layer.caches:
+            _filter(one, indices, padding)
+        return
+    shifts = type(layer) is BatchKVCache and min(padding) > 0
+    if shifts or list(indices) != list(range(_size(layer))):
         layer.filter(mx.array(list(indices)))

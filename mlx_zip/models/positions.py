@@ -7,7 +7,10 @@ or a later one uses the long factors; None for ropes without long factors.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
+import numpy as np
 
 from mlx_zip.models.inputs import length_of
 from mlx_zip.models.rope import Positions
@@ -23,6 +26,29 @@ def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) 
         return Positions(start=last, long=_is_long(last, context))
     index = state.base_positions(ids)
     return Positions(index=mx.array(index), long=_is_long(int(index.max()), context))
+
+
+def positions_of_log(state: ZipState, log: np.ndarray, begin: int, end: int, mode: str, long: bool) -> Positions:
+    """Returns the positions of columns `begin` to `end` - 1 of `log` [B, offset]. long: as in `Positions`."""
+    if mode == "compressed":
+        return replace(_compressed(state, begin, end, None), long=long)
+    return Positions(index=mx.array(state.base_positions(log)[:, begin:end]), long=long)
+
+
+def needs_long(state: ZipState, ids: np.ndarray, mode: str, context: int | None, merge_size: int) -> bool:
+    """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors.
+
+    merge_size: the most base ids of an id. Raises `CodecError` for ids that such a call would not take.
+    """
+    if context is None:
+        return False
+    length = ids.shape[1]
+    if mode == "compressed":
+        return _is_long(state.offset + length - min(state.left_padding) - 1, context)
+    done = int(state.base_lengths().max())
+    if _is_long(done, context) == _is_long(done + merge_size * length - 1, context):
+        return _is_long(done, context)
+    return _is_long(int(state.base_lengths_after(ids).max()) - 1, context)
 
 
 def positions_ahead(

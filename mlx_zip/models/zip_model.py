@@ -22,7 +22,8 @@ from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.arguments import ModelArgs
 from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_length, length_of, read_ids
-from mlx_zip.models.positions import positions_of
+from mlx_zip.models.positions import needs_long, positions_of
+from mlx_zip.models.refill import Refill
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side
 from mlx_zip.models.sharding import check_sharding, shard_layers
@@ -84,14 +85,22 @@ class Model(nn.Module):
         """The `zip2zip` section of config.json, with the start entries and canonical decoding chosen at load."""
         return self.session.config
 
-    def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, *, causal: bool = False) -> mx.array:
+    def __call__(
+        self,
+        ids: mx.array,
+        cache: Sequence[Any] | None = None,
+        *,
+        causal: bool = False,
+        long: bool | None = None,
+    ) -> mx.array:
         """Returns logits [B, L, W] in the model's dtype for ids [B, L], integers; W = `layout.width`, column = id.
 
         Columns of slots without an entry and of the base tail are -inf. By default the entries that exist after the
         call can be chosen at each of its L positions, as upstream; with `causal=True` an entry that an id of this call
         installs can be chosen from that id's position on only. cache: from `make_cache`, updated in place; without one
-        the call starts a new request. Raises `CodecError` for an illegal id and `ModelError` for a cache that does not
-        fit, before anything changes.
+        the call starts a new request. long: whether LongRoPE uses its long factors, None to choose by the last id's
+        position; give `needs_long` of a whole prompt that is read in several calls. Raises `CodecError` for an illegal
+        id and `ModelError` for a cache that does not fit, before anything changes.
         """
         check_shape(ids)
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
@@ -102,7 +111,7 @@ class Model(nn.Module):
         try:
             advance = state.advance(host_ids)
             self.fill_outputs(state)  # first, so that new rows can be encoded while the rest of the call is built
-            return self.joint_head(self.hidden(kv, state, host_ids), state, advance, causal)
+            return self.joint_head(self.hidden(kv, state, host_ids, long), state, advance, causal)
         except BaseException:  # after an interrupt, for example, codebook and KV caches must still agree
             self.forget(cache, before)
             raise
@@ -182,6 +191,13 @@ class Model(nn.Module):
                 raise ModelError(f"a KV cache holds {length} ids, the codebook {state.offset}; trim all together")
         return kv, state
 
+    def needs_long(self, state: ZipState, ids: np.ndarray) -> bool:
+        """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors; False without LongRoPE.
+
+        Raises `CodecError` for ids that such a call would not take.
+        """
+        return needs_long(state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size)
+
     def forget(self, cache: Sequence[Any], offset: int) -> None:
         """Trims codebooks and KV caches to `offset` ids per sequence. Those that hold no more than that stay."""
         cache[-1].trim(cache[-1].offset - offset)
@@ -202,46 +218,27 @@ class Model(nn.Module):
 
     # ---- from ids to the body's output
 
-    def hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds) -> mx.array:
-        """Returns the body's output [B, L, D] for ids [B, L], which the state has just read.
+    def hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds, long: bool | None = None) -> mx.array:
+        """Returns the body's output [B, L, D] for ids [B, L], which the state has just read. long: as in `__call__`.
 
-        LongRoPE has one set of factors for all positions, chosen by the last position. When a call changes the set, the
-        keys in the KV caches are wrong: the caches are emptied and filled again from the id log.
+        When a call changes LongRoPE's factors, the KV caches are filled again from the whole id log, in this call; a
+        loop does that beforehand, some ids at a time (`mlx_zip.models.refill`).
         """
         length = length_of(ids)
         positions = positions_of(state, ids, self.config.position_mode, self.traits.long_context)
+        if long is not None:
+            positions = replace(positions, long=long)
         if positions.long != state.long_rope and state.offset > length:
-            return self._hidden_again(kv, state)[:, -length:]
+            refill = Refill(self, kv, state, positions.long)
+            h = refill.read(state.offset)[:, -length:]
+            refill.finish()
+            return h
         state.long_rope = positions.long
-        return self._hidden_at(kv, state, ids, positions)
-
-    def _hidden_at(self, kv: Sequence[Any], state: ZipState, ids: HostIds, positions: Positions) -> mx.array:
-        """Returns the body's output [B, L, D] for ids [B, L] at these positions."""
-        h = self.run_layers(self._embed(state, ids), kv, positions, state.submit)
+        h = self.run_layers(self.embed(state, ids), kv, positions, state.submit)
         cut_offsets(kv, state.left_padding)
         return h
 
-    def _hidden_again(self, kv: Sequence[Any], state: ZipState) -> mx.array:
-        """Fills the KV caches again from the id log; returns the body's output [B, offset, D] for all ids of the log.
-
-        If something raises, the caches hold what they held before.
-        """
-        ids = state.log(self.config.pad_id)
-        positions = positions_of(state, ids, self.config.position_mode, self.traits.long_context)
-        before = [dict(vars(cache)) for cache in kv]
-        try:
-            for cache in kv:
-                cache.trim(kv_length(cache))
-                cache.keys = cache.values = None  # `before` has these arrays, so they must not be written to
-            h = self._hidden_at(kv, state, ids, positions)
-        except BaseException:
-            for cache, parts in zip(kv, before, strict=True):
-                vars(cache).update(parts)
-            raise
-        state.long_rope = positions.long
-        return h
-
-    def _embed(self, state: ZipState, ids: HostIds) -> mx.array:
+    def embed(self, state: ZipState, ids: HostIds) -> mx.array:
         """Returns embeddings [B, L, D] of ids [B, L]: from the embedding, or from input rows for hypertokens."""
         if isinstance(ids, int):
             return self.scaled(self._embed_one(state, ids))

@@ -85,11 +85,16 @@ def _routes(core: Core) -> list[Route]:
         alive = core.engine.alive
         return json_response({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
+    async def unwire(request: Request) -> Response:
+        """Lets a Mac move the idle model out of the GPU's memory until the next request; not while requests run."""
+        return json_response({"unwired": await core.aside(core.engine.unwire)})
+
     return [
         Route("/v1/models", models),
         Route("/v1/models/", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/health", health),
+        Route("/v1/mlx_zip/unwire", unwire, methods=["POST"]),
     ]
 
 

@@ -206,6 +206,13 @@ class ZipState(SequenceRows):
         """Returns how many base ids each sequence has read, [B] int32."""
         return np.array([book.base_length for book in self.books], dtype=np.int32)
 
+    def base_lengths_after(self, ids: np.ndarray) -> np.ndarray:
+        """Returns how many base ids each sequence would have read after ids [B, L] more, [B] int32."""
+        first, books = self._padding_columns(self.offset, ids.shape[1]), [book.copy() for book in self.books]
+        for b, book in enumerate(books):
+            book.push(ids[b, first[b] :])
+        return np.array([book.base_length for book in books], dtype=np.int32)
+
     def spans(self) -> np.ndarray:
         """Returns the length in base ids of each slot's entry, [B, codebook_size] int32; 0 without one. Do not change
         it: the state returns the array again.

@@ -6,7 +6,7 @@ import stat
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import load_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, load_prompt_cache
 
 from mlx_zip import cli
 from mlx_zip.engine.mlx_caches import open_store
@@ -83,6 +83,22 @@ def test_the_kv_cache_of_a_cached_prompt_can_be_quantized(run, tmp_path):
     assert cached(run, file, *flags, model="stories")[0] == 0
     assert load_prompt_cache(str(file))[0].keys[0].dtype == mx.uint32
     assert run("generate", "--prompt-cache-file", file, "--prompt", "x", "-m", 3, "--verbose", "F")[0] == 0
+
+
+def test_the_kv_cache_of_a_plain_model_can_be_bounded(run, tmp_path):
+    file = tmp_path / "p.safetensors"
+    assert cached(run, file, "--max-kv-size", 8, model=PLAIN)[0] == 0
+    given = load_prompt_cache(str(file))
+    assert {(type(entry), entry.max_size, entry.keep) for entry in given} == {(RotatingKVCache, 8, 4)}
+    flags = ("--ignore-chat-template", "-m", 12, "--json", "--prompt", " The dog.")
+    went_on = json.loads(run("generate", *flags, "--prompt-cache-file", file)[1])["text"]
+    loaded, tokenizer = load(PLAIN)
+    assert went_on == "".join(
+        one.text for one in stream_generate(loaded, tokenizer, " The dog.", 12, prompt_cache=given)
+    )
+    at_once = json.loads(run("generate", *flags, "--model", PLAIN, "--max-kv-size", 8)[1])["text"]
+    bounded = stream_generate(loaded, tokenizer, " The dog.", 12, max_kv_size=8)
+    assert at_once == "".join(one.text for one in bounded)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import functools
 import random
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 
 from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
+from mlx_zip.engine.group import Group
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.models.refill import Refill
 from support import tiny
 from support.generating import plain_model
 from support.serving import SAME, WAIT_S, alone, ask, at_once, both, logprobs_of, prompts, same, tiny_engine
@@ -114,6 +118,114 @@ def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode,
         watches = [ask(engine, prompt, max_tokens=60)[1] for prompt in some]
         for watch, prompt in zip(watches, some, strict=True):
             same(watch.wait(), alone(model, prompt, max_tokens=60))
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """What engines do, in order: ("again", ids) for a context that is read again, ("step", requests) for a step."""
+    seen, read, launch = [], Refill.read, Group.launch
+
+    def noting_read(self, at_most):
+        before = self.done
+        h = read(self, at_most)
+        seen.append(("again", self.done - before))
+        return h
+
+    def noting_launch(self):
+        seen.append(("step", [len(job.checked.base_ids) for job in self.jobs]))
+        return launch(self)
+
+    monkeypatch.setattr(Refill, "read", noting_read)
+    monkeypatch.setattr(Group, "launch", noting_launch)
+    return seen
+
+
+def far(border):
+    """A change of a model's original context."""
+
+    def change(model):
+        model.traits = type(model.traits)(**{**vars(model.traits), "long_context": border})
+
+    return change
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_context_is_read_again_in_chunks_between_the_steps_of_others(mode, ahead, work):
+    changes, chunk, border = {"position_mode": mode}, 8, 90
+    model = tiny.tiny_model("phi3", **changes).eval()
+    far(border)(model)
+    some = [tiny.base_ids(85 if mode == "base_token_end" else 190, 3), [5, 6], [7, 8, 9]]
+    expected = [alone(model, one, max_tokens=n) for one, n in zip(some, (60, 80, 80), strict=True)]
+    work.clear()
+    options = {"run": {"ahead": ahead, "prefill_step_size": chunk}, "model": changes, "change": far(border)}
+    with tiny_engine("phi3", **options) as engine:
+        watches = at_once(
+            engine, lambda: [ask(engine, one, max_tokens=n)[1] for one, n in zip(some, (60, 80, 80), strict=True)]
+        )
+        for watch, wanted in zip(watches, expected, strict=True):
+            same(watch.wait(), wanted)
+    at = [place for place, (what, _) in enumerate(work) if what == "again"]
+    read = [work[place][1] for place in at]
+    assert len(read) > 5
+    assert max(read) == chunk
+    for before, after in pairwise(at):  # both others take a step between two chunks
+        stepped = [one for _, requests in work[before + 1 : after] for one in requests]
+        assert sorted(stepped) == [2, 3]
+    told = [event for event in watches[0].events if isinstance(event, Progress)]
+    total = sum(read) + 1
+    assert told[-len(read) - 1 :] == [
+        *(Progress(sum(read[: n + 1]), total) for n in range(len(read))),
+        Progress(total, total),
+    ]
+
+
+def test_a_prompt_that_goes_on_beyond_longropes_border_is_read_after_its_session_in_chunks(work):
+    model, ids = tiny.tiny_model("phi3").eval(), tiny.base_ids(200, 4)
+    far(60)(model)
+    run = {"prefill_step_size": 8}
+    with tiny_engine("phi3", change=far(60), sessions=SessionOptions(), run=run) as engine:
+        ask(engine, ids[:60], max_tokens=3)[1].wait()
+        first = len(work)
+        watch = ask(engine, ids, max_tokens=9)[1].wait()
+        assert watch.events[0].cached_tokens > 40
+        same(watch, alone(model, ids, max_tokens=9))
+        again = [count for what, count in work[first:] if what == "again"]
+        assert len(again) > 3
+        reads = [event for event in watch.events if isinstance(event, Progress)]
+        assert reads[-1] == Progress(reads[0].total, watch.events[0].prompt_ids + sum(again))
+        below = ask(engine, ids[:50], max_tokens=9)[1].wait()  # a copy of the session, trimmed
+        assert below.events[0].cached_tokens > 30
+        same(below, alone(model, ids[:50], max_tokens=9))
+
+
+def test_a_request_that_is_cancelled_while_its_context_is_read_again_leaves_a_whole_session(monkeypatch):
+    model, prompt, read, tickets = tiny.tiny_model("phi3").eval(), tiny.base_ids(20, 5), Refill.read, []
+    with tiny_engine("phi3", sessions=SessionOptions(), run={"prefill_step_size": 8}) as engine:
+
+        def cancelling(self, at_most):
+            engine.cancel(tickets[0])
+            return read(self, at_most)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Refill, "read", cancelling)
+            _, watch = at_once(engine, lambda: _asked(engine, prompt, tickets))
+            watch.wait()
+        assert watch.end.reason == "cancelled"
+        rest = [*watch.emitted[-1].base_ids, 5]
+        again = ask(engine, [*prompt, *watch.base_ids, 5], max_tokens=20)[1].wait()
+        assert again.events[0].cached_tokens == len(prompt) + len(watch.base_ids) - len(rest) + 1
+        cache = model.make_cache()
+        ids = [*compress_next(cache[-1].books[0], prompt).tolist(), *watch.ids[:-1]]
+        model(mx.array([ids]), cache=cache)
+        same(again, alone(model, rest, max_tokens=20, prompt_cache=cache))
+
+
+def _asked(engine, prompt, tickets):
+    """Submits a request and notes its ticket."""
+    made = ask(engine, prompt, max_tokens=200)
+    tickets.append(made[0])
+    return made
 
 
 def test_quantized_caches_take_turns():

@@ -48,6 +48,14 @@ def assert_equal(steps, expected):
 
 
 @pytest.fixture
+def columns(monkeypatch):
+    """How many ids per sequence each run of the decoder's body had."""
+    seen, run = [], Model.run_layers
+    monkeypatch.setattr(Model, "run_layers", lambda self, h, *args: seen.append(h.shape[1]) or run(self, h, *args))
+    return seen
+
+
+@pytest.fixture
 def counted(monkeypatch):
     """How often a body ran ahead, and how often again with the right rows."""
     seen = {"ahead": 0, "waited": 0, "again": 0}
@@ -58,9 +66,9 @@ def counted(monkeypatch):
         seen["waited" if h is None else "ahead"] += 1
         return h
 
-    def counting_hidden(self, kv, state, ids):
+    def counting_hidden(self, kv, state, ids, *more):
         seen["again"] += isinstance(ids, int)
-        return hidden(self, kv, state, ids)
+        return hidden(self, kv, state, ids, *more)
 
     monkeypatch.setattr(Ahead, "run", counting_ahead)
     monkeypatch.setattr(Model, "hidden", counting_hidden)
@@ -133,6 +141,34 @@ def test_where_longrope_changes_its_factors_the_loop_waits(mode, counted):
     assert_equal(decode(model), waiting(model))
     assert counted["waited"] > 0
     assert counted["ahead"] > counted["waited"]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_at_longropes_switch_the_context_is_read_again_in_chunks_and_progress_is_told(mode, ahead, columns):
+    model, told, cache = tiny.tiny_model("phi3", position_mode=mode), [], None
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 70})
+    expected, n = list(waiting(model)), len(prompt_of(model))
+    columns.clear()
+    cache = model.make_cache()
+    assert_equal(decode(model, cache, prefill_step_size=8, ahead=ahead, progress=lambda *at: told.append(at)), expected)
+    assert cache[-1].long_rope
+    assert max(columns) == 8
+    again = told[told.index((n, n)) + 1 :]
+    held = again[0][1]
+    assert again == [(min(done, held), held) for done in range(8, held + 8, 8)]
+    assert held > n
+
+
+def test_a_prompt_beyond_longropes_border_is_read_once(columns):
+    model = tiny.tiny_model("phi3")
+    n = len(prompt_of(model))
+    assert n > model.traits.long_context
+    expected = list(waiting(model))
+    columns.clear()
+    steps = list(decode(model, prefill_step_size=8, max_steps=3))
+    assert_equal(steps, expected[:3])
+    assert sum(columns) == n + 3
 
 
 def test_processors_see_the_ids_and_the_codebook_as_they_do_in_mlx_lms_loop():

@@ -84,6 +84,20 @@ def test_ids_are_those_of_each_prompt_alone(family, mode, ahead):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_at_longropes_switch_the_batch_is_read_again_in_chunks(mode, ahead, monkeypatch):
+    model, columns, run = tiny.tiny_model("phi3", position_mode=mode), [], Model.run_layers
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 50})
+    whole = emitted(loop_of(model, ahead)[0])
+    monkeypatch.setattr(Model, "run_layers", lambda self, h, *args: columns.append(h.shape[1]) or run(self, h, *args))
+    loop, cache = loop_of(model, ahead, chunk=8)
+    np.testing.assert_array_equal(emitted(loop), whole)
+    assert cache[-1].long_rope
+    assert max(columns) == 8
+    assert sum(columns) > cache[-1].offset  # something was read again
+
+
+@pytest.mark.parametrize("ahead", [True, False])
 def test_a_row_that_ends_leaves_the_others_as_they_are(ahead):
     model = tiny.tiny_model()
     whole = emitted(loop_of(model, ahead)[0])

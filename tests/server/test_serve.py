@@ -239,6 +239,8 @@ def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
         (["--host", "127." + "a" * 300], "--host"),
         (["--drain", "inf"], "--drain"),
         (["--drain", "nan"], "--drain"),
+        (["--keep-wired", "-1"], "--keep-wired"),
+        (["--keep-wired", "inf"], "--keep-wired"),
         (["--temp", "nan"], "--temp"),
         (["--top-p", "1e-320"], "--top-p"),
         (["--draft-model", "x"], "--draft-model"),

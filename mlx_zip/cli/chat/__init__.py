@@ -11,7 +11,8 @@ from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import colours, engines, packs
 from mlx_zip.cli.chat.flags import MAX_TOKENS, REFUSED, add_arguments
-from mlx_zip.cli.generation_flags import NUMBERS
+from mlx_zip.cli.generation_flags import NUMBERS, check_kv_size
+from mlx_zip.cli.serving_flags import check_wired
 from mlx_zip.errors import GenerationError, missing_library
 
 __all__ = ["REFUSED", "add_arguments", "run"]
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     front = _front(args)
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    check_kv_size(args, name)
 
     from mlx_zip.cli.opening import engine_options, opened, request_pack
     from mlx_zip.text.tokenizer import add_eos_tokens
@@ -58,6 +60,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     check_at_least(args, 1, *COUNTS)
+    check_wired(args.keep_wired)
 
 
 def _settings(args: argparse.Namespace) -> Any:

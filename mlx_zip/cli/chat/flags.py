@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 
 from mlx_zip.cli import packs, rows
-from mlx_zip.cli.generation_flags import NUMBERS
-from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions
+from mlx_zip.cli.generation_flags import NUMBERS, add_kv_size
+from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions, add_wired
 
 REFUSED = {  # flags of mlx_lm.chat that cannot work here, and why
-    "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
     "pipeline": "a chat runs on one machine; `mlx_zip serve` runs on several",
 }
 MAX_TOKENS = 256
@@ -52,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
     )
     add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
+    add_wired(add)
     add_sessions(add)
     packs.add_flags(add)
+    add_kv_size(add)
     add_kv(add)
     rows.add_flags(add)
-    add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
     add("--pipeline", action="store_true", default=None, help="refused: " + REFUSED["pipeline"])
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)

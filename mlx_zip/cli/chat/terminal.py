@@ -43,24 +43,25 @@ class TerminalView:
 
     def __init__(self, render: Any) -> None:
         self._render, self._begun, self._status = render, time.monotonic(), False
-        self._thinking = False
+        self._thinking = self._answering = False
 
     def feed(self, text: str, length: int = 1) -> None:
         """Shows a piece of text, which came as an id of `length` base tokens."""
         self._clear()
+        self._answering = True
         self._end_thinking("\n\n")
         self._render.feed(text, length)
 
     def think(self, text: str) -> None:
         """Shows a piece of the model's reasoning, faintly and as it is."""
         self._clear()
-        self._thinking = True
+        self._thinking = self._answering = True
         sys.stdout.write(styled(harmless(text), FAINT))
         sys.stdout.flush()
 
     def reading(self, read: int, total: int) -> None:
-        """Shows, in a line that goes away, how much of a long prompt has been read."""
-        if read < total and time.monotonic() - self._begun >= PATIENCE_S:
+        """Shows, in a line that goes away, how much of a long prompt has been read; nothing within an answer."""
+        if not self._answering and read < total and time.monotonic() - self._begun >= PATIENCE_S:
             sys.stdout.write(f"\r\x1b[K{styled(f'reading: {read:,} of {total:,} ids', FAINT)}")
             sys.stdout.flush()
             self._status = True

@@ -1,0 +1,67 @@
+"""`Refill`: KV caches that are filled again from a request's id log, because LongRoPE's factors change.
+
+LongRoPE has one set of factors for all positions, chosen by the last position. A call that changes the set finds wrong
+keys in the KV caches. Whoever calls the model may read the ids again beforehand, some at a time, so that others can use
+the device in between and no call computes with all ids at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.models.inputs import cut_offsets, kv_length
+from mlx_zip.models.positions import positions_of_log
+from mlx_zip.state import ZipState
+
+
+class Refill:
+    """Fills new KV caches with what a request's KV caches hold, under LongRoPE's long factors or its short ones.
+
+    model: a `Model`. kv, state: of the request's cache, which does not change before `finish`; so whoever stops halfway
+    just forgets this object. total: ids per sequence that are read again, left padding included. filled: new caches.
+    """
+
+    def __init__(self, model: Any, kv: Sequence[Any], state: ZipState, long: bool) -> None:
+        self._model, self._kv, self._state, self._long = model, kv, state, long
+        self.filled = [_emptied(cache) for cache in kv]
+        self.done, self.total = 0, state.offset
+        self._h: mx.array | None = None  # embeddings [B, total, D]
+
+    @property
+    def left(self) -> int:
+        """How many ids per sequence are still to be read."""
+        return self.total - self.done
+
+    def read(self, at_most: int) -> mx.array:
+        """Reads up to `at_most` ids per sequence; returns the body's output [B, L, D] for them, not yet computed."""
+        model, state = self._model, self._state
+        embeddings = self._h
+        if embeddings is None:
+            model.bind_tuned(state)
+            model.fill_outputs(state)  # input rows may be the same ones
+            self._log = state.log(model.config.pad_id)
+            embeddings = self._h = model.embed(state, self._log)
+        begin, end = self.done, min(self.done + at_most, self.total)
+        positions = positions_of_log(state, self._log, begin, end, model.config.position_mode, self._long)
+        h = model.run_layers(embeddings[:, begin:end], self.filled, positions, state.submit)
+        cut_offsets(self.filled, state.left_padding)
+        self.done = end
+        return h
+
+    def finish(self) -> None:
+        """Puts what was filled into the request's KV caches. All ids must have been read."""
+        for cache, filled in zip(self._kv, self.filled, strict=True):
+            vars(cache).update(vars(filled))
+        self._state.long_rope = self._long
+
+
+def _emptied(cache: Any) -> Any:
+    """Returns a KV cache of the same kind that holds nothing."""
+    twin = copy.copy(cache)
+    twin.trim(kv_length(twin))
+    twin.keys = twin.values = None
+    return twin
