@@ -81,7 +81,7 @@ def encoder_cases(count: int, table: torch.Tensor, heads: int, random: Callable[
 def time_kernel(
     work: Work, device: torch.device, trials: int, bandwidth: float, reference: bool, calls: int = CALLS
 ) -> dict[str, Any]:
-    """Returns a kernel's time per call, the bytes of a call, and the share of the copy bandwidth that it reaches.
+    """Returns a kernel's time per call, the bytes of a call, and the share of the read bandwidth that it reaches.
 
     The calls of a trial run one after the other, and each writes memory of its own. What they read may come from the
     device's cache if it fits there, as small pieces do: shares above 1 are possible. reference: the plain reference is
@@ -96,7 +96,7 @@ def time_kernel(
         "us": round(us, 3),
         "bytes": found.bytes,
         "gb_per_s": round(rate / 1e9, 2),
-        "share_of_copy": round(rate / bandwidth, 4),
+        "share_of_read": round(rate / bandwidth, 4),
         "reference_us": None if other is None else round(other, 3),
     }
 

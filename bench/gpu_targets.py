@@ -60,12 +60,12 @@ class Target(NamedTuple):
         return value <= self.bound if self.most else value >= self.bound
 
 
-SHARE = "bytes of weights, keys and values over the median time of a step, over the copy bandwidth of the same run"
+SHARE = "bytes of weights, keys and values over the median time of a step, over the read bandwidth of the same run"
 STEP = "median time of a step over torch-base's, at the same shape"
-CALLS = "bytes over the median time of a call, over the copy bandwidth of the same run"
+CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
 TARGETS = (
-    Target("torch-base reaches 78 % of the copy bandwidth at phi-3.5-mini", SHARE, share, 0.78, SHAPES[:1]),
-    Target("torch-base reaches 55 % of the copy bandwidth at llama-3.2-1b", SHARE, share, 0.55, SHAPES[1:2]),
+    Target("torch-base reaches 78 % of the read bandwidth at phi-3.5-mini", SHARE, share, 0.78, SHAPES[:1]),
+    Target("torch-base reaches 55 % of the read bandwidth at llama-3.2-1b", SHARE, share, 0.55, SHAPES[1:2]),
     Target("a warm step of torch-zip takes at most 1.05 x torch-base's", STEP, ratio("warm"), 1.05, SHAPES, most=True),
     Target("a cold step of torch-zip takes at most 1.15 x torch-base's", STEP, ratio("cold"), 1.15, SHAPES, most=True),
     Target(
@@ -90,14 +90,14 @@ TARGETS = (
         TEXTS,
     ),
     Target(
-        "the joint head reaches 80 % of the copy bandwidth",
+        "the joint head reaches 80 % of the read bandwidth",
         CALLS,
         kernels("joint head, dense"),
         0.8,
         ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
     ),
     Target(
-        "the hyper embedding reaches 80 % of the copy bandwidth",
+        "the hyper embedding reaches 80 % of the read bandwidth",
         CALLS,
         kernels("hyper embedding"),
         0.8,

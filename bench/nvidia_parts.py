@@ -110,11 +110,11 @@ def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     from mlx_zip.cuda.memory import find_device
 
     from . import gpu_kernels
-    from .cuda_engines import copy_bandwidth
+    from .device_clock import read_bandwidth
 
     device = find_device(None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bandwidth = copy_bandwidth(device)
+    bandwidth = read_bandwidth(device)
     for name, config in _shapes(args, ("phi-3.5-mini", "llama-3.2-1b")).items():
         with cases.group(name):
             for kernel, work in gpu_kernels.cases(config, device, dtype, plan.context, plan.slots):
@@ -127,13 +127,13 @@ def _timed_kernel(
     plan: Sizes, kernel: str, work: Any, model: dict[str, str], device: Any, bandwidth: float
 ) -> list[Record]:
     """Times a kernel alone, prints a line and returns its record."""
-    from .device_clock import torch_device
+    from .device_clock import torch_device, yardstick
     from .gpu_kernels import time_kernel
 
     found = time_kernel(work, device, plan.trials, bandwidth, kernel.startswith("encoder"), plan.calls)
-    print(f"{model['name']} {kernel}: {found['us']} us, {found['share_of_copy']:.0%} of copy", flush=True)
+    print(f"{model['name']} {kernel}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
     fields = {"kernel": kernel, "model": model, **found, "device": torch_device(device)}
-    return [record_of("kernels", **fields, copy_bytes_per_s=round(bandwidth))]
+    return [record_of("kernels", **fields, read_bytes_per_s=round(bandwidth), yardstick=yardstick(device))]
 
 
 def _steps(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
@@ -155,10 +155,10 @@ def _timed_steps(args: argparse.Namespace, plan: Sizes, shape: str, precision: s
         model = {"name": _name(args, shape), "precision": precision, "weights": "random"}
         setting = {"context": timing.context, "tokens": timing.tokens, "trials": timing.trials}
         share = round(moved / (1e-3 * ms) / bandwidth, 4)
-        print(f"{model['name']} {precision} {engine.name} {rows}: {ms:.3f} ms, {share:.0%} of copy", flush=True)
+        print(f"{model['name']} {precision} {engine.name} {rows}: {ms:.3f} ms, {share:.0%} of reading", flush=True)
         fields = {"engine": engine.name, "rows": rows, "model": model, "setting": setting, **found}
-        copy = {"share_of_copy": share, "copy_bytes_per_s": round(bandwidth)}
-        yield record_of("steps", **fields, **copy, device=engine.device)
+        read = {"share_of_read": share, "read_bytes_per_s": round(bandwidth), "yardstick": engine.yardstick}
+        yield record_of("steps", **fields, **read, device=engine.device)
 
 
 def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Iterator[tuple[Any, str]]:

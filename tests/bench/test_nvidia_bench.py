@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench import cuda_engines, gpu_checks, nvidia_parts, report
+from mlx_zip.bench import gpu_checks, nvidia_parts, report
 from mlx_zip.bench.gpu_targets import TARGETS
 from mlx_zip.bench.llama_bench import exported, parameters
 from mlx_zip.bench.nvidia_parts import PARTS
@@ -30,7 +30,6 @@ H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
     monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
     yield
@@ -89,7 +88,7 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     assert {one["verdict"] for one in lines} == {"not measured"}
     assert "met" not in capsys.readouterr().out.split()
     page = (folder / "roofline.md").read_text()
-    for said in ("| shape | step | MB moved | us | GB/s | of copy | roof, us | left, us |", "us are left. Launches: "):
+    for said in ("| shape | step | MB moved | us | GB/s | of roof | roof, us | left, us |", "us are left. Launches: "):
         assert said in page
     assert {one["type_k"] for one in json.loads((folder / "llama-bench.json").read_text())} == {"f32"}
 

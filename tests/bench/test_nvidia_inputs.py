@@ -28,7 +28,6 @@ from support.places import REPO
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:2])
     monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:2])
     yield

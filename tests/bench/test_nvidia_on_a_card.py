@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from mlx_zip.bench import cuda_engines, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
+from mlx_zip.bench import cuda_engines, device_clock, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
 from mlx_zip.bench.shape_table import SHAPES, ZipOptions  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
@@ -22,7 +22,7 @@ from support.pretend_card import pretended_card  # noqa: E402
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(device_clock, "CARD_SIDE", 64)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
     monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
     yield
