@@ -39,6 +39,7 @@ ENCODERS = tuple(
     for piece in ("rows", "attention", "pooling")
     for count in (1, 64)
 )
+HEADS = ("one key head per query head", "grouped key heads")
 LOGITS_ERROR = 1e-2  # relative, of bfloat16
 
 
@@ -138,6 +139,13 @@ TARGETS = (
         LOGITS_ERROR,
         ("logits of stories-base, bfloat16",),
         most=True,
+    ),
+    Target(
+        "a prompt in two chunks gives what one chunk gives",
+        "1 if the logits agree within rounding, else 0",
+        agreeing("two chunks"),
+        1.0,
+        tuple(f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")),
     ),
     Target("kernels agree with float64 references", "tests that passed over those that ran", float64, 1.0, ("tests",)),
     Target(

@@ -79,6 +79,8 @@ def every_record():
     for name in ("stories", "stories-base"):
         found += [check_record(f"greedy ids of {name}, float32, equal MLX's")]
         found += [check_record(f"CUDA graphs of {name} give what eager work gives")]
+    for heads in ("one key head per query head", "grouped key heads"):
+        found += [check_record(f"two chunks equal one, {heads}, {dtype}") for dtype in ("float32", "bfloat16")]
     found += [check_record("logits of stories-base, bfloat16", value=0.006)]
     found += [{"bench": "nvidia-float64", "passed": 200, "failed": 0, "skipped": 3}]
     return [*found, trace_record("torch-base", 230, 1100), trace_record("torch-zip", 236, 1112)]
@@ -103,6 +105,7 @@ FIGURES = {
     "greedy ids of the bundled models are MLX's, in float32": 1.0,
     "CUDA graphs change no id": 1.0,
     "logits in bfloat16 are within 1e-2": 0.006,
+    "a prompt in two chunks gives what one chunk gives": 1.0,
     "kernels agree with float64 references": 1.0,
     "a step launches at most 8 kernels per layer": 236 // 32,
     "a warm step of torch-zip launches at most 8 more": 6,

@@ -13,13 +13,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from torch.nn.attention.bias import causal_upper_left
+
 from mlx_zip.bench import gpu_checks, nvidia_parts, report
 from mlx_zip.bench.gpu_targets import TARGETS
 from mlx_zip.bench.llama_bench import exported, parameters
 from mlx_zip.bench.nvidia_parts import PARTS
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
-from mlx_zip.cuda import memory
+from mlx_zip.cuda import attention, memory
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.places import REPO
@@ -251,3 +253,19 @@ def test_the_scripts_parts_take_less_than_nine_minutes_together():
     assert limits.keys() | {"others"} == {*PARTS, "float64", "sanitizer"}  # "others" run only if they are asked for
     assert sum(limits.values()) <= 515  # installing wheels and importing torch take the rest
     assert "whole=${WHOLE:-525} last=25" in text  # what bounds a run with other engines
+
+
+# ---- prompts in two chunks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", list(gpu_checks.CHUNKED))
+def test_a_prompt_in_two_chunks_is_checked_and_a_mask_that_begins_at_the_first_key_fails(heads, dtype, monkeypatch):
+    [line] = gpu_checks.check_chunks(heads, dtype, "cpu")
+    assert line["holds"], line["found"]
+    config = gpu_checks.narrow(SHAPES[gpu_checks.CHUNKED[heads]])
+    is_grouped = config["num_attention_heads"] > config["num_key_value_heads"]
+    assert is_grouped == (heads == "grouped key heads")
+    monkeypatch.setattr(attention, "causal_lower_right", causal_upper_left)
+    [line] = gpu_checks.check_chunks(heads, dtype, "cpu")
+    assert not line["holds"]

@@ -52,7 +52,8 @@ def test_the_checks_hold_and_compare_graphs_with_eager_work(card, tmp_path):
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     names = [one["check"] for one in read_lines(tmp_path / "checks.jsonl") if one["holds"]]
     assert sum(name.startswith("CUDA graphs of") for name in names) == 2
-    assert len(names) == 5
+    assert sum(name.startswith("two chunks equal one") for name in names) == 4
+    assert len(names) == 9
 
 
 def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory_of_their_own(card):
