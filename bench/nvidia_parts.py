@@ -110,29 +110,31 @@ def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     from mlx_zip.cuda.memory import find_device
 
     from . import gpu_kernels
-    from .device_clock import read_bandwidth
+    from .device_clock import read_bandwidth, read_side
 
     device = find_device(None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bandwidth = read_bandwidth(device)
     for name, config in _shapes(args, ("phi-3.5-mini", "llama-3.2-1b")).items():
         with cases.group(name):
-            for kernel, work in gpu_kernels.cases(config, device, dtype, plan.context, plan.slots):
+            for case in gpu_kernels.cases(config, device, dtype, plan.context, plan.slots):
                 model = {"name": name, "dtype": str(dtype).removeprefix("torch.")}
-                cases.run(f"{name} {kernel}", partial(_timed_kernel, plan, kernel, work, model, device, bandwidth))
+                cases.run(f"{name} {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
+    with cases.group("memory"):
+        for case in gpu_kernels.memory_controls(device, read_side(device)):
+            model = {"name": "memory"}
+            cases.run(f"memory {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
     return cases.status
 
 
-def _timed_kernel(
-    plan: Sizes, kernel: str, work: Any, model: dict[str, str], device: Any, bandwidth: float
-) -> list[Record]:
+def _timed_kernel(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
     """Times a kernel alone, prints a line and returns its record."""
     from .device_clock import torch_device, yardstick
     from .gpu_kernels import time_kernel
 
-    found = time_kernel(work, device, plan.trials, bandwidth, kernel.startswith("encoder"), plan.calls)
-    print(f"{model['name']} {kernel}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
-    fields = {"kernel": kernel, "model": model, **found, "device": torch_device(device)}
+    found = time_kernel(case, device, plan.trials, bandwidth, case.name.startswith("encoder"), plan.calls)
+    print(f"{model['name']} {case.name}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
+    fields = {"kernel": case.name, "model": model, **found, "device": torch_device(device)}
     return [record_of("kernels", **fields, read_bytes_per_s=round(bandwidth), yardstick=yardstick(device))]
 
 

@@ -23,6 +23,7 @@ from support.pretend_card import pretended_card  # noqa: E402
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(device_clock, "CARD_SIDE", 64)
+    monkeypatch.setattr(gpu_kernels, "cache_bytes", lambda device: 0)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
     monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
     yield
@@ -59,15 +60,15 @@ def test_the_checks_hold_and_compare_graphs_with_eager_work(card, tmp_path):
 def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory_of_their_own(card):
     """Rows and results of a single call would stay in the cache of a large GPU, which is faster than its memory."""
     config, device = SHAPES["tiny"], torch.device("cuda")
-    found = dict(gpu_kernels.cases(config, device, torch.bfloat16, 8, 8))
-    work = next(work for name, work in found.items() if name.startswith("hyper embedding"))
+    found = gpu_kernels.cases(config, device, torch.bfloat16, 8, 8, 0)
+    case = next(case for case in found if case.name.startswith("hyper embedding"))
     results = []
 
     def kept(impl):
-        results.append(work(impl))
+        results.append(case.work(impl))
         return results[-1]
 
-    gpu_kernels.time_kernel(kept, device, 1, 1.0, False, 3)
+    gpu_kernels.time_kernel(case._replace(work=kept), device, 1, 1.0, False, 3)
     one, two, three = results[-3:]  # those that the graph holds
     assert len({part.held.untyped_storage().data_ptr() for part in (one, two, three)}) == 3
     assert not torch.equal(one, two)
