@@ -98,7 +98,9 @@ def _against(
             a, b = (each["figures"][figure] for each in (zipped, one))
             if a is not None and b is not None:
                 size = f"{zipped['workload']['prompt_tokens']}+{zipped['workload']['tokens']}"
-                found[f"{zipped['model']['name']} {size}"] = a["median"] / b["median"] / scale(zipped, one)
+                found[f"{zipped['model']['name']} {zipped['model']['precision']} {size}"] = (
+                    a["median"] / b["median"] / scale(zipped, one)
+                )
     return found
 
 

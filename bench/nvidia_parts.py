@@ -22,7 +22,7 @@ from .record_file import Copied
 from .shape_table import SHAPES, ZipOptions, narrow
 
 STEPS = (("phi-3.5-mini", "16"), ("llama-3.2-1b", "16"), ("phi-3.5-mini", "4"), ("phi-3-medium", "16"))
-WHOLE = ("phi-3.5-mini", "llama-3.2-1b", "phi-3-medium")
+WHOLE = (("phi-3.5-mini", "16"), ("phi-3.5-mini", "4"), ("llama-3.2-1b", "16"), ("phi-3-medium", "16"))
 OTHERS = "phi-3.5-mini"  # shape at which other engines are compared
 LARGE, MOST = ("phi-3-medium",), 3  # shapes whose trials take long, and the most trials that they get
 
@@ -177,8 +177,8 @@ def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Itera
 def _generate(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     """Runs the engines on PyTorch and Triton in turns."""
     if own := [name for name in args.engines if name.startswith("torch-")]:
-        for shape in WHOLE:
-            _whole(args, plan, cases, own, shape, _trials(plan, shape))
+        for shape, precision in WHOLE:
+            _whole(args, plan, cases, own, shape, precision, _trials(plan, shape))
     return cases.status
 
 
@@ -186,19 +186,25 @@ def _others(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     """Runs each of the other engines alone, so that one that fails harms no other."""
     for name in args.engines:
         if not name.startswith("torch-"):
-            _whole(args, plan, cases, [name], OTHERS, min(plan.trials, 2))
+            _whole(args, plan, cases, [name], OTHERS, "16", min(plan.trials, 2))
     return cases.status
 
 
 def _whole(
-    args: argparse.Namespace, plan: Sizes, cases: Cases, engines: Sequence[str], shape: str, trials: int
+    args: argparse.Namespace,
+    plan: Sizes,
+    cases: Cases,
+    engines: Sequence[str],
+    shape: str,
+    precision: str,
+    trials: int,
 ) -> None:
     """Runs whole requests of a shape's random weights in replay."""
     name = _name(args, shape)
-    flags = ["--shape", name, "--engines", *engines, "--precision", "16", "--tokenizer", args.tokenizer]
+    flags = ["--shape", name, "--engines", *engines, "--precision", precision, "--tokenizer", args.tokenizer]
     flags += ["--text", f"code={_text(args)}", "--trials", str(trials), "--sizes", *plan.whole]
     flags += ["--published", args.published] if "zip2zip" in engines else []
-    cases.run(f"{' '.join(engines)} at {name}", partial(_bench_generate, cases, flags))
+    cases.run(f"{' '.join(engines)} at {name}, {precision} bit", partial(_bench_generate, cases, flags))
 
 
 def _free(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:

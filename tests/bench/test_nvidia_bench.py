@@ -33,7 +33,7 @@ H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
-    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
+    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:2])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -69,7 +69,9 @@ def test_steps_and_prefill_are_timed_apart_for_each_engine(folder):
 
 def test_whole_requests_are_records_that_report_reads(folder, capsys):
     lines = rehearsed(folder, "generate")
-    assert [one["engine"] for one in lines] == ["torch-base", "torch-zip"] * 2
+    assert [(one["model"]["precision"], one["engine"]) for one in lines] == [
+        (bits, name) for bits in ("16", "16", "4", "4") for name in ("torch-base", "torch-zip")
+    ]
     assert {one["kv_dtype"] for one in lines} == {"float32"}  # on a CPU
     capsys.readouterr()
     assert tiny_bench.run("report", folder / "generate.jsonl", "--table", "6") == 0

@@ -29,7 +29,7 @@ from support.places import REPO
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:2])
-    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:2])
+    monkeypatch.setattr(nvidia_parts, "WHOLE", [one for one in nvidia_parts.WHOLE[:3] if one[1] == "16"])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -111,7 +111,7 @@ def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
 
 
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
-    phi = [name for name in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
+    phi = [name for name, _ in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
     monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "generate", "steps") == 1
     for part, kind in (("generate", "generate"), ("steps", "nvidia-steps")):
@@ -120,7 +120,7 @@ def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys,
         assert {one["model"]["name"] for one in lines if one["bench"] == kind} == {"llama-3.2-1b-narrow"}
         assert [one["error"] for one in lines if "error" in one] == ["RuntimeError: CUDA error: out of memory"]
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "summary") == 0
-    assert "failed  torch-base torch-zip at phi-3.5-mini-narrow: RuntimeError" in capsys.readouterr().out
+    assert "failed  torch-base torch-zip at phi-3.5-mini-narrow, 16 bit: RuntimeError" in capsys.readouterr().out
 
 
 def _refusing(make, shapes):
@@ -167,7 +167,7 @@ def test_a_card_that_is_lost_is_used_again_in_a_new_process_behind_the_case_that
         started.append(words)
         raise SystemExit
 
-    phi = [name for name in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
+    phi = [name for name, _ in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
     monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
     monkeypatch.setattr(nvidia_cases, "card_is_lost", lambda: True)
     monkeypatch.setattr(nvidia.os, "execv", new_process)
