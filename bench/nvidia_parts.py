@@ -16,7 +16,8 @@ import mlx_zip
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .nvidia_cases import FAILED, Cases, Record, record_of
+from .machine_state import held_back
+from .nvidia_cases import CARD, FAILED, Cases, Record, record_of
 from .nvidia_folder import all_records, float64_records, read_text, write_text
 from .record_file import Copied
 from .shape_table import SHAPES, ZipOptions, narrow
@@ -94,7 +95,7 @@ def _checks(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
     for name, check in checks(None, plan.greedy):
         cases.run(name, partial(_checked, check))
-    return 0 if cases.status == 0 and all(one["holds"] for one in cases.records) else 1
+    return 0 if cases.status == 0 and all(one.get("holds", True) for one in cases.records) else 1
 
 
 def _checked(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
@@ -275,6 +276,9 @@ def _summary(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
         print(f"{line['verdict']:>12}  {line['target']}{value}")
     for one in (record for record in records if record["bench"] == FAILED):
         print(f"      failed  {one['what']}: {one['error']}")
+    for one in (record for record in records if record["bench"] == CARD):
+        if found := held_back(one["state"]):
+            print(f"   held back  {one['when']} {one['part']}: {', '.join(found)}, at {one['state']['clocks.sm']}")
     return 0
 
 
