@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -15,16 +16,16 @@ pytest.importorskip("triton")
 
 from torch.nn.attention.bias import causal_upper_left
 
-from mlx_zip.bench import gpu_checks, nvidia_parts, report
+from mlx_zip.bench import cuda_engines, gpu_checks, nvidia_parts, report
 from mlx_zip.bench.gpu_targets import TARGETS
 from mlx_zip.bench.llama_bench import exported, parameters
 from mlx_zip.bench.nvidia_parts import PARTS
 from mlx_zip.bench.records import read_lines
-from mlx_zip.bench.shape_table import SHAPES
+from mlx_zip.bench.shape_table import SHAPES, narrow
 from mlx_zip.cuda import attention, memory
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
-from support.places import REPO
+from support.places import DOCS, REPO
 
 H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
 
@@ -119,6 +120,43 @@ def test_torch_zip_is_compared_with_torch_base_where_other_bases_ran_too():
     assert report.against_base(records[1], records) == ["-", "-"]
     assert report.against_base(records[3], records)[0].startswith("1.00")
     assert report.against_base(records[2], records)[0].startswith("2.00")
+
+
+def page_command(bench):
+    """Returns the flags of the command of this bench that the page gives for a Mac, and for both machines' records."""
+    text = (DOCS / "reports" / "nvidia.md").read_text()
+    return shlex.split(re.search(rf"^ *mlx_zip bench {bench} (.*)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_a_cards_and_the_papers(
+    tmp_path, capsys, monkeypatch
+):
+    """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card, at narrow shapes and small sizes."""
+    monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow(SHAPES["phi-3.5-mini"]))
+    monkeypatch.setattr(cuda_engines, "torch_device", lambda device: H100["device"])
+    code = tmp_path / "code.txt"
+    code.write_text("def add(a, b):\n    return a + b\n" * 40)
+    card = ["--rehearse", "--out", tmp_path / "records", "--code", code, "--parts", "generate"]
+    assert tiny_bench.run("nvidia", *card) == 0
+    flags = page_command("generate")
+    flags = [{"code=code.txt": f"code={code}", "512+256": "16+4", "2048+256": "20+4"}.get(word, word) for word in flags]
+    capsys.readouterr()
+    for bits in ("16", "4"):
+        words = [bits if word == "$bits" else word for word in flags]
+        assert "$bits" in flags
+        assert tiny_bench.run("generate", *words, "--trials", 1, "--warmup", 0) == 0
+    (tmp_path / "mac.jsonl").write_text(capsys.readouterr().out)
+    (tmp_path / "records" / "generate.jsonl").open("a").write('{"bench": "nvidia-card"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert tiny_bench.run("report", *page_command("report")) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in capsys.readouterr().out.splitlines()]
+    for name in ("16 bit", "4 bit"):
+        mine = [method for setting, method in rows if f"phi-3.5-mini, {name}" in setting and "H100" not in setting]
+        card = [method for setting, method in rows if "H100" in setting and f"-narrow, {name}" in setting]
+        assert mine == ["mlx-lm", "mlx-zip", "mlx-zip, against mlx-lm"]
+        assert card == ["torch-zip", "torch-zip, against torch-base", "torch-base"]
+    assert ["Apple M1, Phi-3-4B (paper)", "zip2zip"] in rows
+    assert ["H100 80GB, Phi-3.5-4B (paper)", "zip2zip"] in rows
 
 
 # ---- llama-bench's JSON
