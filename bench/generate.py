@@ -303,7 +303,7 @@ class EngineComparison:
         self.args, self.engines, self.models = args, engines, models
         self.meter = EnergyMeter()
         self.devices = {engine.name: engine.device for engine, _ in engines}
-        self.bandwidths = dict.fromkeys(self.devices, (0.0, ""))
+        self.bandwidths: dict[str, tuple[float, str]] = dict.fromkeys(self.devices, (0.0, ""))
         readers = {(self.devices[engine.name]["chip"], engine.yardstick): engine for engine, _ in engines}
         for (chip, yardstick), engine in readers.items():
             found = engine.bandwidth(), yardstick

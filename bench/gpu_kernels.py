@@ -79,7 +79,7 @@ def cases(
     # each call reads other rows, because those of one call would stay in the cache of a large GPU
     ids = cycle([torch.randint(0, vocab + slots, (1, PROMPT), device=device) for _ in range(CALLS)])
     yield Case(f"hyper embedding, {PROMPT} ids", lambda impl: hyper_embedding(next(ids), table, rows, vocab, impl=impl))
-    both = rotation(lambda: [random(1, kv_heads, context + 64, size) for _ in "kv"], cache)
+    both = rotation(lambda: (random(1, kv_heads, context + 64, size), random(1, kv_heads, context + 64, size)), cache)
     q, lengths, turns = random(1, heads, size), torch.tensor([context], device=device), cycle(both)
     yield Case(
         f"attention over {context} keys",
@@ -113,7 +113,7 @@ def products(
         take = lambda h=height, c=columns: folder.take(f"{next(numbers)}.weight", h, c)
         made = rotation(take, cache)
         kind = f"{bits} bit" if isinstance(made[0], Packed) else "dense"
-        turns = cycle(made)
+        turns: Iterator[Any] = cycle(made)
         yield Case(f"{name}, {kind}", lambda impl, c=call, t=turns: c(next(t), impl), len(made))
         vector = x if columns == width else wide
         if not isinstance(made[0], Packed):
@@ -128,7 +128,7 @@ def products(
 
 def has_int4(device: torch.device) -> bool:
     """Returns whether the installed PyTorch has its own 4-bit product on this device."""
-    known = hasattr(torch, "_weight_int4pack_mm") and hasattr(torch, "_convert_weight_to_int4pack")
+    known = all(hasattr(torch.ops.aten, name) for name in ("_weight_int4pack_mm", "_convert_weight_to_int4pack"))
     built = torch.version.cuda is not None and device.type == "cuda"
     return known and built and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -137,12 +137,12 @@ def int4_matrix(rows: int, columns: int, device: torch.device) -> tuple[torch.Te
     """Returns a random matrix [rows, columns] as PyTorch packs 4-bit weights, and its scales and zeros in bfloat16."""
     pairs = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
     scales = torch.rand((columns // GROUP_SIZE, rows, 2), device=device).to(torch.bfloat16)
-    return torch._convert_weight_to_int4pack(pairs, TILES), scales
+    return torch.ops.aten._convert_weight_to_int4pack(pairs, TILES), scales
 
 
 def int4_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns PyTorch's product of x [1, columns] with a matrix of `int4_matrix`."""
-    return torch._weight_int4pack_mm(x, packed, GROUP_SIZE, scales)
+    return torch.ops.aten._weight_int4pack_mm(x, packed, GROUP_SIZE, scales)
 
 
 def memory_controls(device: torch.device, side: int) -> Iterator[Case]:
