@@ -35,8 +35,8 @@ LAUNCH_US = (1.0, 2.0, 3.0)  # time per launch in which nothing is read
 WEIGHT_BYTES = {"16": 2.0, "8": 1 + 4 / 64, "4": 0.5 + 4 / 64}  # with scale and bias of each group of 64
 # Triton -> bits -> instructions per weight of the product's best size at 3072 columns, without and with a norm
 INSTRUCTIONS = {
-    "3.6": {"16": (5.53, 6.14), "8": (7.80, 9.11), "4": (6.68, 7.82)},
-    "3.9": {"16": (4.82, 5.55), "8": (11.46, 14.04), "4": (9.63, 11.16)},
+    "3.6": {"16": (5.53, 6.14), "8": (8.79, 9.82), "4": (7.08, 7.85)},
+    "3.9": {"16": (4.82, 5.55), "8": (9.94, 10.67), "4": (6.91, 7.72)},
 }
 
 
