@@ -131,7 +131,7 @@ def page_command(bench):
 def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_a_cards_and_the_papers(
     tmp_path, capsys, monkeypatch
 ):
-    """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card, at narrow shapes and small sizes."""
+    """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card; shapes and sizes are small."""
     monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow(SHAPES["phi-3.5-mini"]))
     monkeypatch.setattr(cuda_engines, "torch_device", lambda device: H100["device"])
     code = tmp_path / "code.txt"
