@@ -14,7 +14,7 @@ import torch
 
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.ceiling import copy_speed, step_weight_bytes
+from mlx_zip.cuda.ceiling import step_weight_bytes
 from mlx_zip.cuda.generate import Steps, read_prompt
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
@@ -25,14 +25,12 @@ from mlx_zip.layout import Layout
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .device_clock import torch_device, wait
+from .device_clock import read_bandwidth, torch_device, wait, yardstick
 from .runs import Engine, Run, zip_ids
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, zip_config
 
 NAMES = ("torch-zip", "torch-base")
 CHUNK = 2048  # ids of a prompt that are read at once
-COPY_BYTES = 1 << 30  # of the array that is copied to measure the bandwidth
-CPU_COPY_BYTES = 1 << 26
 
 
 # ---- models
@@ -124,9 +122,14 @@ class TorchEngine(Engine):
         """The device that torch runs on."""
         return torch_device(self.model.device)
 
+    @property
+    def yardstick(self) -> str:
+        """See `Engine.yardstick`."""
+        return yardstick(self.model.device)
+
     def bandwidth(self) -> float:
-        """Returns the bytes per second that a copy within the device's memory reads and writes."""
-        return copy_bandwidth(self.model.device)
+        """See `Engine.bandwidth`."""
+        return read_bandwidth(self.model.device)
 
     def fresh(self) -> None:
         """Empties the store of rows."""
@@ -223,11 +226,6 @@ def installed_bytes(batch: Batch) -> int:
     """Returns the bytes of the output rows of all installed entries of a batch of one."""
     model = batch.model
     return len(batch.book(0)) * model.width * model.dtype.itemsize if model.hypertokens else 0
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Measures the bytes per second that a copy within a device's memory reads and writes; the fastest copy counts."""
-    return copy_speed(device, COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES)
 
 
 def _reset_peak(device: torch.device) -> int:

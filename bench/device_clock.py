@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 
+from mlx_zip.cuda.ceiling import read_speed
+
+from . import machine
 from .record import processor, summary
+
+CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache
 
 
 @dataclass
@@ -79,6 +84,21 @@ def wait(device: torch.device) -> None:
     """Waits until a device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def read_side(device: torch.device) -> int:
+    """Returns the side of the matrix that is read to measure a device's bandwidth; on a CPU it is that of MLX."""
+    return CARD_SIDE if device.type == "cuda" else machine.BANDWIDTH_SIDE
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Measures how many bytes per second matrix-vector products read on a device; see `yardstick`."""
+    return read_speed(device, read_side(device))
+
+
+def yardstick(device: torch.device) -> str:
+    """Returns the name of what `read_bandwidth` measures."""
+    return machine.yardstick("PyTorch", read_side(device))
 
 
 def torch_device(device: torch.device) -> dict[str, Any]:

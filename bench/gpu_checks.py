@@ -1,4 +1,4 @@
-"""Checks that come before timings on a GPU: ids of the bundled model, and CUDA graphs against eager work."""
+"""Checks that come before timings on a GPU: ids of the bundled models, CUDA graphs, and prompts in two chunks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ import torch
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.generate import generate, read_prompt
 from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
+from mlx_zip.cuda.random_folder import random_folder
 from mlx_zip.errors import MlxZipError
+
+from .shape_table import SHAPES, narrow
 
 RECORDED = Path(__file__).parent / "greedy-ids.json"  # what MLX wrote, in float32
 MODELS = ("stories", "stories-base")
 LOGITS, MOST_ERROR = "stories-base", 1e-2  # model whose logits are compared; relative error of bfloat16
 PROMPTS = ("Once upon a time there was a little dog who", "Tom and his sister found a big red box in the")
+CHUNKED = {"one key head per query head": "phi-3.5-mini", "grouped key heads": "llama-3.2-1b"}  # narrow, random weights
+CHUNKS = 200, 128  # ids of a prompt, and those of its first chunk of two
+MOST_APART = {"float32": 1e-4, "bfloat16": 2e-2}  # relative difference of logits: rounding only
 NO_NUMBER = 1e9  # error of logits that are no numbers
 TOKENS = 96  # base tokens that are recorded
 Line = dict[str, Any]
@@ -52,6 +59,9 @@ def checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Call
     for name in MODELS:
         yield f"ids of {name}", partial(check_ids, name, device, tokens)
     yield f"logits of {LOGITS}", partial(check_logits, device)
+    for heads in CHUNKED:
+        for dtype in MOST_APART:
+            yield f"two chunks, {heads}, {dtype}", partial(check_chunks, heads, dtype, device)
 
 
 def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
@@ -75,15 +85,35 @@ def check_logits(device: str | None) -> Iterator[Line]:
     yield {**line, "value": error}
 
 
+def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
+    """Compares logits after a prompt that is read in two chunks with those after reading it at once.
+
+    heads: one of `CHUNKED`. The second chunk's queries see the first one's keys, by another operation of PyTorch for
+    each dtype and with each kind of heads.
+    """
+    config, where = narrow(SHAPES[CHUNKED[heads]]), find_device(device)
+    folder = random_folder(config, where, getattr(torch, dtype), kernels=where.type == "cuda")
+    model, (count, first) = CudaModel(folder, None), CHUNKS
+    ids = np.random.default_rng(0).integers(0, config["vocab_size"], count).astype(np.uint32)
+    whole, parts = (last_logits(model, ids, chunk) for chunk in (count, first))
+    error, bound = _apart(parts, whole), MOST_APART[dtype]
+    yield _line(f"two chunks equal one, {heads}, {dtype}", error <= bound, f"relative difference {error:.2g}")
+
+
 def logits_error(model: CudaModel, exact: CudaModel) -> float:
     """Returns the norm of the difference of two models' logits after `PROMPTS`, over the norm of the second's."""
-    ours, theirs = (torch.cat([last_logits(one, text) for text in PROMPTS]) for one in (model, exact))
-    return float((ours - theirs).norm() / theirs.norm())
+    texts = [np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.uint32) for text in PROMPTS]
+    ours, theirs = (torch.cat([last_logits(one, ids, len(ids)) for ids in texts]) for one in (model, exact))
+    return _apart(ours, theirs)
 
 
-def last_logits(model: CudaModel, text: str) -> torch.Tensor:
-    """Returns the logits [V] float64 of the base ids after a text."""
-    ids = np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.uint32)
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the norm of a - b over the norm of b."""
+    return float((a - b).norm() / b.norm())
+
+
+def last_logits(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.Tensor:
+    """Returns the logits [V] float64 of the base ids after ids [n], read `chunk` at once."""
     batch, kept = Batch(model, 1, len(ids) + 1), []
 
     def keep(head: Any) -> torch.Tensor:
@@ -91,7 +121,7 @@ def last_logits(model: CudaModel, text: str) -> torch.Tensor:
         return head.logits.argmax(-1)
 
     batch.add()
-    read_prompt(batch, 0, ids, len(ids))
+    read_prompt(batch, 0, ids, chunk)
     batch.choose(keep)
     return kept[0]
 

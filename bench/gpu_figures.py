@@ -24,8 +24,8 @@ def step_ms(record: Record) -> float:
 
 
 def share(records: Sequence[Record]) -> Cases:
-    """Returns the share of the copy bandwidth that a step of torch-base reaches."""
-    return {case: one["share_of_copy"] for case, one in steps(records, "torch-base").items()}
+    """Returns the share of the read bandwidth that a step of torch-base reaches."""
+    return {case: one["share_of_read"] for case, one in steps(records, "torch-base").items()}
 
 
 def ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
@@ -50,8 +50,8 @@ def int4(records: Sequence[Record]) -> Cases:
 
 
 def kernels(start: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of the share of the copy bandwidth of the kernels whose names begin so."""
-    return lambda records: {case: one["share_of_copy"] for case, one in _kernels(records, start)}
+    """Returns a function of the share of the read bandwidth of the kernels whose names begin so."""
+    return lambda records: {case: one["share_of_read"] for case, one in _kernels(records, start)}
 
 
 def faster(start: str) -> Callable[[Sequence[Record]], Cases]:
@@ -98,7 +98,9 @@ def _against(
             a, b = (each["figures"][figure] for each in (zipped, one))
             if a is not None and b is not None:
                 size = f"{zipped['workload']['prompt_tokens']}+{zipped['workload']['tokens']}"
-                found[f"{zipped['model']['name']} {size}"] = a["median"] / b["median"] / scale(zipped, one)
+                found[f"{zipped['model']['name']} {zipped['model']['precision']} {size}"] = (
+                    a["median"] / b["median"] / scale(zipped, one)
+                )
     return found
 
 

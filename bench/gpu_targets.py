@@ -1,7 +1,8 @@
 """The targets of the PyTorch engine, and which of them a run's records meet.
 
 A target's cases are what it must hold for, such as shapes and texts; the worst one counts. A target is not met as long
-as one of its cases is missing.
+as one of its cases is missing. Shares of the bandwidth have a target for each card: the faster the memory, the more the
+time weighs that a step loses beside reading.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .card_steps import CARDS, same_overhead
 from .gpu_figures import (
     Cases,
     Record,
@@ -30,22 +32,23 @@ from .gpu_figures import (
 
 UNMEASURED = "not measured"
 SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # with precisions, of the steps
-TEXTS = tuple(
-    f"{shape} {size}" for shape in ("phi-3.5-mini", "llama-3.2-1b", "phi-3-medium") for size in ("512+256", "2048+256")
-)
+REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # the same, of whole requests
+TEXTS = tuple(f"{shape} {size}" for shape in REQUESTS for size in ("512+256", "2048+256"))
 ENCODERS = tuple(
     f"{shape} encoder {piece}, {count} entries"
     for shape in ("phi-3.5-mini", "llama-3.2-1b")
     for piece in ("rows", "attention", "pooling")
     for count in (1, 64)
 )
+HEADS = ("one key head per query head", "grouped key heads")
 LOGITS_ERROR = 1e-2  # relative, of bfloat16
 
 
 class Target(NamedTuple):
     """A target. rule: how the figure is computed. values: of the records, by case. bound: the least that is wanted.
 
-    most: the bound is the most that is wanted. needed: the cases, all of which must be there for it to be met.
+    needed: the cases, all of which must be there for it to be met. most: the bound is the most that is wanted. card:
+    part of the chip's name; "" for every card.
     """
 
     name: str
@@ -54,18 +57,41 @@ class Target(NamedTuple):
     bound: float
     needed: Sequence[str]
     most: bool = False
+    card: str = ""
+
+    def of(self, records: Sequence[Record]) -> Cases:
+        """Returns the figures of the records of this card, by case."""
+        return self.values([one for one in records if self.card in one.get("device", {}).get("chip", "")])
 
     def met(self, value: float) -> bool:
         """Whether a value meets the target."""
         return value <= self.bound if self.most else value >= self.bound
 
 
-SHARE = "bytes of weights, keys and values over the median time of a step, over the copy bandwidth of the same run"
+SHARE = "bytes of weights, keys and values over the median time of a step, over the read bandwidth of the same run"
 STEP = "median time of a step over torch-base's, at the same shape"
-CALLS = "bytes over the median time of a call, over the copy bandwidth of the same run"
+CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
+
+
+def shares(
+    name: str, rule: str, values: Callable[[Sequence[Record]], Cases], bound: float, needed: Sequence[str]
+) -> list[Target]:
+    """Returns the targets of a share of the read bandwidth on each card. name: with {} for share and card.
+
+    bound: on an H100.
+    """
+    found = {card: round(same_overhead(bound, card), 2) for card in CARDS}
+    return [
+        Target(
+            name.format(f"{100 * limit:.0f} % of an {card}'s read bandwidth"), rule, values, limit, needed, card=card
+        )
+        for card, limit in found.items()
+    ]
+
+
 TARGETS = (
-    Target("torch-base reaches 78 % of the copy bandwidth at phi-3.5-mini", SHARE, share, 0.78, SHAPES[:1]),
-    Target("torch-base reaches 55 % of the copy bandwidth at llama-3.2-1b", SHARE, share, 0.55, SHAPES[1:2]),
+    *shares("torch-base reaches {} at phi-3.5-mini", SHARE, share, 0.78, SHAPES[:1]),
+    *shares("torch-base reaches {} at llama-3.2-1b", SHARE, share, 0.55, SHAPES[1:2]),
     Target("a warm step of torch-zip takes at most 1.05 x torch-base's", STEP, ratio("warm"), 1.05, SHAPES, most=True),
     Target("a cold step of torch-zip takes at most 1.15 x torch-base's", STEP, ratio("cold"), 1.15, SHAPES, most=True),
     Target(
@@ -89,15 +115,15 @@ TARGETS = (
         1.0,
         TEXTS,
     ),
-    Target(
-        "the joint head reaches 80 % of the copy bandwidth",
+    *shares(
+        "the joint head reaches {}",
         CALLS,
         kernels("joint head, dense"),
         0.8,
         ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
     ),
-    Target(
-        "the hyper embedding reaches 80 % of the copy bandwidth",
+    *shares(
+        "the hyper embedding reaches {}",
         CALLS,
         kernels("hyper embedding"),
         0.8,
@@ -139,6 +165,13 @@ TARGETS = (
         ("logits of stories-base, bfloat16",),
         most=True,
     ),
+    Target(
+        "a prompt in two chunks gives what one chunk gives",
+        "1 if the logits agree within rounding, else 0",
+        agreeing("two chunks"),
+        1.0,
+        tuple(f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")),
+    ),
     Target("kernels agree with float64 references", "tests that passed over those that ran", float64, 1.0, ("tests",)),
     Target(
         "a step launches at most 8 kernels per layer",
@@ -174,7 +207,7 @@ def judged(records: Sequence[Record], on_gpu: bool) -> list[Record]:
     """
     lines = []
     for target in TARGETS:
-        values = target.values(records) if on_gpu else {}
+        values = target.of(records) if on_gpu else {}
         known = {case: values[case] for case in target.needed if case in values}
         missing = [case for case in target.needed if case not in known]
         worst = (max if target.most else min)(known, key=known.__getitem__, default=None)

@@ -15,7 +15,7 @@ from mlx_zip.cuda.launches import Launches
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.step_cost import step_costs
 
-from .cuda_engines import TorchEngine, copy_bandwidth
+from .cuda_engines import TorchEngine
 from .device_clock import wait
 
 MOST_ROWS = 40
@@ -36,7 +36,7 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
         engine.run(prompt, len(continuation), continuation)
         wait(device)
     _write(found, folder / f"{name}.json")
-    cost, bandwidth = warm_step(engine.model), copy_bandwidth(device)
+    cost, bandwidth = warm_step(engine.model), engine.bandwidth()
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
     step_s = sorted(between)[len(between) // 2]
     moved = engine.weight_bytes + engine.kv_bytes * (run.kv_ids - len(run.ids) / 2) + run.row_bytes
@@ -49,9 +49,10 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
         "step_bytes": round(moved),
         "weight_bytes": engine.weight_bytes,
         "layers": engine.model.folder.decoder.layers,
-        "copy_bytes_per_s": round(bandwidth),
+        "read_bytes_per_s": round(bandwidth),
+        "yardstick": engine.yardstick,
         "roof_us": round(1e6 * moved / bandwidth, 1),
-        "share_of_copy": round(moved / step_s / bandwidth, 4),
+        "share_of_read": round(moved / step_s / bandwidth, 4),
     }
 
 
@@ -88,7 +89,7 @@ def roofline_page(records: Sequence[dict[str, Any]]) -> str:
     out = [
         "# Roofline",
         "",
-        "The roof is the time that the bytes alone would take at the bandwidth of a copy in the same run. What is left "
+        "The roof is the time that the bytes alone would take at the read bandwidth in the same run. What is left "
         "is the time above it.",
     ]
     out += _table("Kernels alone", "kernel", records, "nvidia-kernels", _kernel_cells)
@@ -97,7 +98,7 @@ def roofline_page(records: Sequence[dict[str, Any]]) -> str:
         out += ["", f"## A request of {one['engine']}, {one['model']['name']}", ""]
         out += [
             f"A step took {one['step_us']:.0f} us and moves {one['step_bytes'] / 1e6:.0f} MB, which take "
-            f"{one['roof_us']:.0f} us at the copy bandwidth: {one['share_of_copy']:.0%} is reached, "
+            f"{one['roof_us']:.0f} us at the read bandwidth: {one['share_of_read']:.0%} is reached, "
             f"{one['step_us'] - one['roof_us']:.0f} us are left. "
             f"Launches: {one['launches']['launches']}, in {one['layers']} layers.",
             "",
@@ -121,13 +122,13 @@ def _table(
     lines = []
     for one in (record for record in records if record["bench"] == bench):
         name, us, moved = cells(one)
-        roof = 1e6 * moved / one["copy_bytes_per_s"]
+        roof = 1e6 * moved / one["read_bytes_per_s"]
         rate = moved / us / 1e3
         lines.append(
             f"| {one['model']['name']} | {name} | {moved / 1e6:.2f} | {us:.1f} | {rate:.0f} "
             f"| {roof / us:.0%} | {roof:.1f} | {max(0.0, us - roof):.1f} |"
         )
-    heads = f"| shape | {what} | MB moved | us | GB/s | of copy | roof, us | left, us |"
+    heads = f"| shape | {what} | MB moved | us | GB/s | of roof | roof, us | left, us |"
     return ["", f"## {title}", "", heads, "| --- | --- | --- | --- | --- | --- | --- | --- |", *lines] if lines else []
 
 

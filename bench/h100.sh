@@ -3,14 +3,15 @@
 #
 #   bench/h100.sh [--cpu-rehearsal] [--pack] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
 #
-# The parts that $PARTS names run, or all: checks float64 sanitizer steps generate kernels others free trace summary.
+# The parts that $PARTS names run, or all: checks float64 steps generate kernels others free trace summary sanitizer.
 # FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet, unless $PARTS names the parts to
 # replace. --pack leaves one file there instead, nvidia-records.tar.gz, which holds them all and is renewed after every
 # part. The other flags are those of `mlx_zip bench nvidia`.
 # It needs Python with torch, triton, numpy, cffi, safetensors and transformers, and mlx_zip: installed, or as wheels in the
 # folder $WHEELS, of which those are taken that fit. With pytest it also tests the kernels. $PYTHON names the Python.
 # Every part is bounded by a timeout; a part that fails or runs out of time is named at the end, and the others still run.
-# All together get $WHOLE seconds (525): late parts get what early ones leave, and the summary always gets its time.
+# All together get $WHOLE seconds (525): late parts get what early ones leave, and the summary always gets its time. The
+# sanitizer comes last and may be cut: then it is not named.
 # --cpu-rehearsal runs every part at tiny sizes on the CPU, so that only the device's own branches are left untried.
 set -uo pipefail
 
@@ -46,7 +47,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-names=(checks float64 sanitizer steps generate kernels others free trace summary)
+names=(checks float64 steps generate kernels others free trace summary sanitizer)
 whole=${WHOLE:-525} last=25 # seconds of all parts, and those kept for the summary
 [[ $whole =~ ^[0-9]+$ ]] || fail "WHOLE: $whole is no number of seconds"
 for name in ${PARTS:-}; do
@@ -112,14 +113,14 @@ trap interrupted INT TERM
 
 failed=()
 part() { # part NAME SECONDS COMMAND...: runs a command for at most SECONDS; shows and keeps what it prints
-    local name=$1 limit=$((scale * $2)) begun=$SECONDS status shown left reserved=1
+    local name=$1 limit=$((scale * $2)) begun=$SECONDS status ended shown left reserved=1
     shift 2
-    [ "$name" != summary ] || reserved=0
+    case $name in summary | sanitizer) reserved=0 ;; esac
     [[ " ${PARTS:-$name} " == *" $name "* ]] || return 0
     left=$((scale * (whole - (last * reserved)) - SECONDS))
     if [ "$left" -lt 5 ]; then
         echo "== $name: not run (no time is left)"
-        failed+=("$name")
+        [ "$name" = sanitizer ] || failed+=("$name")
         return 0
     fi
     [ "$limit" -le "$left" ] || limit=$left
@@ -133,8 +134,9 @@ part() { # part NAME SECONDS COMMAND...: runs a command for at most SECONDS; sho
     status=$?
     child=
     wait "$shown"
-    echo "-- $name: $([ "$status" = 124 ] || [ "$status" = 137 ] && echo "out of time" || echo "exit status $status") after $((SECONDS - begun)) s"
-    [ "$status" = 0 ] || failed+=("$name")
+    case $status in 124 | 137) ended="out of time" ;; *) ended="exit status $status" ;; esac
+    echo "-- $name: $ended after $((SECONDS - begun)) s"
+    [ "$status" = 0 ] || [ "$name $ended" = "sanitizer out of time" ] || failed+=("$name")
     keep
 }
 bench() { # bench PART SECONDS
@@ -157,11 +159,19 @@ untested=
 [ -e "${files[0]}" ] || untested="the tests are not in $root"
 [[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$out/float64.xml"
 if [ -z "$untested" ]; then
-    part float64 80 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
+    part float64 120 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
         ${several[@]+"${several[@]}"} "${files[@]}"
 else
     echo "== float64: not run ($untested)"
 fi
+bench steps 90
+bench generate 110
+bench kernels 50
+[ -z "$others" ] || bench others 110
+bench free 30
+bench trace 35
+bench summary 20
+# last and optional: it gets what is left, and a run without it is whole
 [ $rehearsal = 0 ] || untested="no GPU"
 command -v compute-sanitizer >/dev/null || untested=${untested:-compute-sanitizer is not installed}
 if [ -z "$untested" ]; then
@@ -171,13 +181,6 @@ if [ -z "$untested" ]; then
 else
     echo "== sanitizer: not run ($untested)"
 fi
-bench steps 100
-bench generate 100
-bench kernels 50
-[ -z "$others" ] || bench others 110
-bench free 30
-bench trace 35
-bench summary 20
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed or out of time: ${failed[*]}"

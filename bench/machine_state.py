@@ -25,6 +25,13 @@ LINUX = {  # name of a figure: files with one value each
     "load": "proc/loadavg",
 }
 METAL = "mlx-metal"  # the package with MLX's kernels for Macs; each macOS may have a wheel of its own
+
+CARD = (  # what nvidia-smi is asked for
+    *("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"),
+    *("power.draw", "power.limit", "temperature.gpu", "pstate"),
+)
+REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # what newer drivers and older ones call them
+HELD_BACK = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 _BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery, which no report needs
 
 
@@ -53,6 +60,27 @@ def metal_wheel() -> str:
         return ""
     tags = re.findall(r"^Tag: (\S+)", found.read_text("WHEEL") or "", re.MULTILINE)
     return " ".join([found.version, *(tag.rpartition("-")[2] for tag in tags)])
+
+
+def card_state() -> dict[str, str]:
+    """Returns clocks, power and temperature of the NVIDIA card in use, with units, and what holds its clocks back.
+
+    Values are by the names of `CARD` and `HELD_BACK`; those of the latter are "Active" or "Not Active". Empty without
+    nvidia-smi, and where CUDA_VISIBLE_DEVICES shows no card.
+    """
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    for reasons in REASONS if card else ():
+        fields = ",".join([*CARD, *(f"{reasons}.{name}" for name in HELD_BACK)])
+        said = _lines(("nvidia-smi", "-i", card, f"--query-gpu={fields}", "--format=csv,noheader"), r".")
+        values = [value.strip() for value in said.split(",")]
+        if len(values) == len(CARD) + len(HELD_BACK):
+            return dict(zip((*CARD, *HELD_BACK), values, strict=True))
+    return {}
+
+
+def held_back(state: dict[str, str]) -> list[str]:
+    """Returns the names in `HELD_BACK` that a card's state says are active."""
+    return [name for name in HELD_BACK if state.get(name) == "Active"]
 
 
 def _lines(command: tuple[str, ...], kept: str) -> str:

@@ -2,7 +2,8 @@
 
 Parts: `checks` (ids, graphs), `steps` (prefill and steps apart), `generate` (whole requests in replay), `kernels` (each
 alone), `others` (whole requests of other engines), `free` (the bundled model), `trace` (a profiler's trace), `summary`
-(targets, llama-bench's JSON, roofline).
+(targets, llama-bench's JSON, roofline). The records of a part also hold the card's clocks, power and temperature before
+and after it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     for at, part in enumerate(parts):
         cases = Cases(args.out, part, args.after if at == 0 else None)
         try:
+            cases.note_card("before")
             status = max(status, PARTS[part](args, plan, cases))
+            cases.note_card("after")
         except LostCardError as error:
             go_on(parts[at:], str(error))
     return status

@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError, first_line
 
+from .machine_state import card_state
 from .nvidia_folder import forget, records_file, write_records
 from .record import surroundings
 from .records import read_lines
@@ -19,6 +20,7 @@ from .records import read_lines
 Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
 FAILED = "nvidia-error"  # bench of the record of a case that failed
+CARD = "nvidia-card"  # bench of the record of the card's state
 
 
 class LostCardError(Exception):
@@ -49,6 +51,11 @@ class Cases:
         """Keeps a record, and writes the file."""
         self.records.append(record)
         write_records(self.folder, self.part, self.records)
+
+    def note_card(self, when: str) -> None:
+        """Keeps a record of the card's clocks, power and temperature, if they are known. when: "before" or "after"."""
+        if state := card_state():
+            self.add(record_of("card", part=self.part, when=when, state=state))
 
     def run(self, name: str, work: Callable[[], Iterable[Record]]) -> None:
         """Keeps the records that `work` yields, each at once. An error becomes a record too; the next case can run.

@@ -16,13 +16,14 @@ import mlx_zip
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .nvidia_cases import FAILED, Cases, Record, record_of
+from .machine_state import held_back
+from .nvidia_cases import CARD, FAILED, Cases, Record, record_of
 from .nvidia_folder import all_records, float64_records, read_text, write_text
 from .record_file import Copied
 from .shape_table import SHAPES, ZipOptions, narrow
 
 STEPS = (("phi-3.5-mini", "16"), ("llama-3.2-1b", "16"), ("phi-3.5-mini", "4"), ("phi-3-medium", "16"))
-WHOLE = ("phi-3.5-mini", "llama-3.2-1b", "phi-3-medium")
+WHOLE = (("phi-3.5-mini", "16"), ("phi-3.5-mini", "4"), ("llama-3.2-1b", "16"), ("phi-3-medium", "16"))
 OTHERS = "phi-3.5-mini"  # shape at which other engines are compared
 LARGE, MOST = ("phi-3-medium",), 3  # shapes whose trials take long, and the most trials that they get
 
@@ -94,7 +95,7 @@ def _checks(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
     for name, check in checks(None, plan.greedy):
         cases.run(name, partial(_checked, check))
-    return 0 if cases.status == 0 and all(one["holds"] for one in cases.records) else 1
+    return 0 if cases.status == 0 and all(one.get("holds", True) for one in cases.records) else 1
 
 
 def _checked(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
@@ -110,30 +111,32 @@ def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     from mlx_zip.cuda.memory import find_device
 
     from . import gpu_kernels
-    from .cuda_engines import copy_bandwidth
+    from .device_clock import read_bandwidth, read_side
 
     device = find_device(None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bandwidth = copy_bandwidth(device)
+    bandwidth = read_bandwidth(device)
     for name, config in _shapes(args, ("phi-3.5-mini", "llama-3.2-1b")).items():
         with cases.group(name):
-            for kernel, work in gpu_kernels.cases(config, device, dtype, plan.context, plan.slots):
+            for case in gpu_kernels.cases(config, device, dtype, plan.context, plan.slots):
                 model = {"name": name, "dtype": str(dtype).removeprefix("torch.")}
-                cases.run(f"{name} {kernel}", partial(_timed_kernel, plan, kernel, work, model, device, bandwidth))
+                cases.run(f"{name} {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
+    with cases.group("memory"):
+        for case in gpu_kernels.memory_controls(device, read_side(device)):
+            model = {"name": "memory"}
+            cases.run(f"memory {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
     return cases.status
 
 
-def _timed_kernel(
-    plan: Sizes, kernel: str, work: Any, model: dict[str, str], device: Any, bandwidth: float
-) -> list[Record]:
+def _timed_kernel(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
     """Times a kernel alone, prints a line and returns its record."""
-    from .device_clock import torch_device
+    from .device_clock import torch_device, yardstick
     from .gpu_kernels import time_kernel
 
-    found = time_kernel(work, device, plan.trials, bandwidth, kernel.startswith("encoder"), plan.calls)
-    print(f"{model['name']} {kernel}: {found['us']} us, {found['share_of_copy']:.0%} of copy", flush=True)
-    fields = {"kernel": kernel, "model": model, **found, "device": torch_device(device)}
-    return [record_of("kernels", **fields, copy_bytes_per_s=round(bandwidth))]
+    found = time_kernel(case, device, plan.trials, bandwidth, case.name.startswith("encoder"), plan.calls)
+    print(f"{model['name']} {case.name}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
+    fields = {"kernel": case.name, "model": model, **found, "device": torch_device(device)}
+    return [record_of("kernels", **fields, read_bytes_per_s=round(bandwidth), yardstick=yardstick(device))]
 
 
 def _steps(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
@@ -155,10 +158,10 @@ def _timed_steps(args: argparse.Namespace, plan: Sizes, shape: str, precision: s
         model = {"name": _name(args, shape), "precision": precision, "weights": "random"}
         setting = {"context": timing.context, "tokens": timing.tokens, "trials": timing.trials}
         share = round(moved / (1e-3 * ms) / bandwidth, 4)
-        print(f"{model['name']} {precision} {engine.name} {rows}: {ms:.3f} ms, {share:.0%} of copy", flush=True)
+        print(f"{model['name']} {precision} {engine.name} {rows}: {ms:.3f} ms, {share:.0%} of reading", flush=True)
         fields = {"engine": engine.name, "rows": rows, "model": model, "setting": setting, **found}
-        copy = {"share_of_copy": share, "copy_bytes_per_s": round(bandwidth)}
-        yield record_of("steps", **fields, **copy, device=engine.device)
+        read = {"share_of_read": share, "read_bytes_per_s": round(bandwidth), "yardstick": engine.yardstick}
+        yield record_of("steps", **fields, **read, device=engine.device)
 
 
 def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Iterator[tuple[Any, str]]:
@@ -175,8 +178,8 @@ def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Itera
 def _generate(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     """Runs the engines on PyTorch and Triton in turns."""
     if own := [name for name in args.engines if name.startswith("torch-")]:
-        for shape in WHOLE:
-            _whole(args, plan, cases, own, shape, _trials(plan, shape))
+        for shape, precision in WHOLE:
+            _whole(args, plan, cases, own, shape, precision, _trials(plan, shape))
     return cases.status
 
 
@@ -184,19 +187,25 @@ def _others(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     """Runs each of the other engines alone, so that one that fails harms no other."""
     for name in args.engines:
         if not name.startswith("torch-"):
-            _whole(args, plan, cases, [name], OTHERS, min(plan.trials, 2))
+            _whole(args, plan, cases, [name], OTHERS, "16", min(plan.trials, 2))
     return cases.status
 
 
 def _whole(
-    args: argparse.Namespace, plan: Sizes, cases: Cases, engines: Sequence[str], shape: str, trials: int
+    args: argparse.Namespace,
+    plan: Sizes,
+    cases: Cases,
+    engines: Sequence[str],
+    shape: str,
+    precision: str,
+    trials: int,
 ) -> None:
     """Runs whole requests of a shape's random weights in replay."""
     name = _name(args, shape)
-    flags = ["--shape", name, "--engines", *engines, "--precision", "16", "--tokenizer", args.tokenizer]
+    flags = ["--shape", name, "--engines", *engines, "--precision", precision, "--tokenizer", args.tokenizer]
     flags += ["--text", f"code={_text(args)}", "--trials", str(trials), "--sizes", *plan.whole]
     flags += ["--published", args.published] if "zip2zip" in engines else []
-    cases.run(f"{' '.join(engines)} at {name}", partial(_bench_generate, cases, flags))
+    cases.run(f"{' '.join(engines)} at {name}, {precision} bit", partial(_bench_generate, cases, flags))
 
 
 def _free(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
@@ -267,6 +276,9 @@ def _summary(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
         print(f"{line['verdict']:>12}  {line['target']}{value}")
     for one in (record for record in records if record["bench"] == FAILED):
         print(f"      failed  {one['what']}: {one['error']}")
+    for one in (record for record in records if record["bench"] == CARD):
+        if found := held_back(one["state"]):
+            print(f"   held back  {one['when']} {one['part']}: {', '.join(found)}, at {one['state']['clocks.sm']}")
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from . import flag_tables, mac_steps, performance_tables, smollm2_tables
+from . import card_steps, flag_tables, mac_steps, performance_tables, smollm2_tables
 from .plots import rendered, write_bytes
 from .records import Records
 
@@ -101,7 +101,7 @@ def registered() -> tuple[Tables, Pictures]:
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance_tables, mac_steps, smollm2_tables, *_paper_modules()):
+    for module in (performance_tables, mac_steps, card_steps, smollm2_tables, *_paper_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")

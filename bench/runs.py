@@ -80,8 +80,13 @@ class Engine(ABC):
         """The device that the engine runs on, as the records' section `device`."""
         return machine.device()
 
+    @property
+    def yardstick(self) -> str:
+        """The name of what `bandwidth` measures."""
+        return machine.yardstick("MLX", machine.BANDWIDTH_SIDE)
+
     def bandwidth(self) -> float:
-        """Measures how many bytes per second a matrix-vector product reads on the engine's device."""
+        """Measures how many bytes per second matrix-vector products read on the engine's device."""
         return machine.bandwidth()
 
     def fresh(self) -> None:

@@ -25,8 +25,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.folders import read_config
 from mlx_zip.register import MODEL_TYPE
 
-from . import machine
-from .device_clock import torch_device, wait
+from .device_clock import read_bandwidth, torch_device, yardstick
 from .runs import Engine, Run, kv_bytes, zip_ids
 from .shape_table import Models
 
@@ -63,18 +62,14 @@ class _TorchEngine(Engine):
         gpu = self.torch_device.type == "cuda"
         return torch_device(self.torch_device) if gpu or not HAS_MLX else super().device
 
+    @property
+    def yardstick(self) -> str:
+        """See `Engine.yardstick`."""
+        return yardstick(self.torch_device)
+
     def bandwidth(self) -> float:
-        """See `Engine.bandwidth`. A GPU is measured by torch, the CPU by MLX where that is installed."""
-        if self.torch_device.type != "cuda" and HAS_MLX:
-            return super().bandwidth()
-        matrix = torch.ones((machine.BANDWIDTH_SIDE, machine.BANDWIDTH_SIDE), device=self.torch_device)
-        vector = matrix[0].clone()
-
-        def read() -> None:
-            torch.mv(matrix, vector)
-            wait(self.torch_device)
-
-        return matrix.nbytes / machine.fastest(read)
+        """See `Engine.bandwidth`."""
+        return read_bandwidth(self.torch_device)
 
     def _generate(self, run: Run, begun: float, ids: Sequence[int], steps: int, watch: _Watch, **options: Any) -> Run:
         """Runs `generate` for at most `steps` ids, fills `run` and returns it.

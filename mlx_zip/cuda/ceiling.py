@@ -14,11 +14,12 @@ from mlx_zip.cuda.kernel_bytes import bytes_of
 from mlx_zip.cuda.linear import Linear
 from mlx_zip.cuda.memory import free_bytes
 from mlx_zip.cuda.model import CudaModel
+from mlx_zip.device import BANDWIDTH_SIDE
 from mlx_zip.engine.interface import Ceiling
 
-COPIED, ON_CPU = 256 << 20, 64 << 20  # bytes of the array that is copied on a card, and on a CPU
-COPIES = 12
-LIMIT_S = 0.5  # no further copy begins after it
+PRODUCTS = 8  # of a trial on a card: several hide the time of a launch
+TRIALS = 6
+LIMIT_S = 0.5  # no further trial begins after it
 _measured: dict[torch.device, float] = {}  # bytes per second, measured once in this process
 
 
@@ -30,9 +31,9 @@ def ceiling(model: CudaModel) -> Ceiling | None:
     device, read = model.device, step_weight_bytes(model)
     if device not in _measured:
         free = free_bytes(device)
-        if free is not None and free < 2 * COPIED:
+        if free is not None and free < 4 * BANDWIDTH_SIDE**2:
             return None
-        _measured[device] = copy_speed(device, COPIED if device.type == "cuda" else ON_CPU, LIMIT_S)
+        _measured[device] = read_speed(device, BANDWIDTH_SIDE, LIMIT_S)
     return Ceiling(_measured[device] / read, _measured[device], read)
 
 
@@ -46,33 +47,40 @@ def step_weight_bytes(model: CudaModel) -> int:
     return half + bytes_of([*values, *((one.weight, one.bias) for one in linear)])
 
 
-def copy_speed(device: torch.device, size: int, limit_s: float = math.inf) -> float:
-    """Measures the bytes per second that a copy of `size` bytes within a device's memory reads and writes.
+def read_speed(device: torch.device, side: int, limit_s: float = math.inf) -> float:
+    """Measures the bytes per second that a device reads in matrix-vector products, as `mlx_zip.device.bandwidth` does.
 
-    The fastest of `COPIES` copies counts; no further one begins after limit_s seconds.
+    side: of the float32 matrix that is read; little else is read, and next to nothing is written. The fastest of
+    `TRIALS` trials counts, after one that warms up; no further one begins after limit_s seconds.
     """
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    target, best, ends = torch.empty_like(source), math.inf, time.perf_counter() + limit_s
-    for _ in range(COPIES):
+    ends = time.perf_counter() + limit_s
+    matrix = torch.rand((side, side), device=device)
+    products, best = PRODUCTS if device.type == "cuda" else 1, math.inf
+    _products_s(matrix, 1)
+    for _ in range(TRIALS):
         if time.perf_counter() >= ends and best < math.inf:
             break
-        best = min(best, _copy_s(target, source))
-    return 2 * size / best
+        best = min(best, _products_s(matrix, products) / products)
+    return matrix.nbytes / best
 
 
-def _copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Copies a tensor, and returns the seconds by the clock of a card, which the host's launch and wait do not add to.
+def _products_s(matrix: torch.Tensor, count: int) -> float:
+    """Multiplies a matrix with its first row `count` times, and returns the seconds by the clock of a card.
 
-    Waits for this copy only: a wait for the whole card would break graphs that other threads capture.
+    The host's first launch and its wait do not count. Waits for these products only: a wait for the whole card would
+    break graphs that other threads capture.
     """
-    if target.device.type != "cuda":
+    vector = matrix[0]
+    if matrix.device.type != "cuda":
         begun = time.perf_counter()
-        target.copy_(source)
+        for _ in range(count):
+            torch.mv(matrix, vector)
         return time.perf_counter() - begun
-    stream = torch.cuda.current_stream(target.device)
+    stream = torch.cuda.current_stream(matrix.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(stream)
-    target.copy_(source)
+    for _ in range(count):
+        torch.mv(matrix, vector)
     end.record(stream)
     end.synchronize()
     return 1e-3 * begin.elapsed_time(end)

@@ -384,3 +384,37 @@ def test_a_plain_model_alone_has_no_hypertokens():
 def test_too_wide_a_tokenizer_is_refused():
     with pytest.raises(MlxZipError, match="shape narrow only 64"):
         from_config("narrow", {**SHAPE, "vocab_size": 64}, "float32", read_tokenizer("stories"), ZipOptions())
+
+
+class Reader(Fake):
+    """Reads from memory at a speed of its own."""
+
+    def __init__(self, name, bytes_per_s, chip="a chip"):
+        super().__init__(name, [])
+        self.bytes_per_s, self.chip = bytes_per_s, chip
+
+    @property
+    def device(self):
+        return {"device": "gpu", "chip": self.chip, "threads": {}}
+
+    @property
+    def yardstick(self):
+        return f"products of {self.name}"
+
+    def bandwidth(self):
+        return self.bytes_per_s
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_all_engines_of_a_chip_have_the_fastest_reading_of_its_memory_in_any_order(order):
+    readers = [Reader("torch-zip", 3e6), Reader("hf", 2e6), Reader("mlx-zip", 1e6, "another chip")]
+    _, args = tiny_bench.parse("generate", *ON)
+    models = from_folders("stories", None)
+    comparison = generate.EngineComparison(args, [(readers[at], "warm") for at in order], models)
+    fast = (3e6, "products of torch-zip")
+    assert comparison.bandwidths == {"torch-zip": fast, "hf": fast, "mlx-zip": (1e6, "products of mlx-zip")}
+
+
+def test_a_record_names_what_measured_the_bandwidth(capsys):
+    [record] = lines(capsys, *ON, "--sizes", "24+12", "--trials", 1, "--engines", "mlx-lm")
+    assert record["ceiling"]["yardstick"] == "float32 matrix 64 x 64 times a vector, read only, by MLX"

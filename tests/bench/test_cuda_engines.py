@@ -32,7 +32,6 @@ PROMPT = [300 + i % 5 for i in range(20)]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -13,16 +14,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from torch.nn.attention.bias import causal_upper_left
+
 from mlx_zip.bench import cuda_engines, gpu_checks, nvidia_parts, report
 from mlx_zip.bench.gpu_targets import TARGETS
 from mlx_zip.bench.llama_bench import exported, parameters
 from mlx_zip.bench.nvidia_parts import PARTS
 from mlx_zip.bench.records import read_lines
-from mlx_zip.bench.shape_table import SHAPES
-from mlx_zip.cuda import memory
+from mlx_zip.bench.shape_table import SHAPES, narrow
+from mlx_zip.cuda import attention, memory
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
-from support.places import REPO
+from support.places import DOCS, REPO
 
 H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
 
@@ -30,9 +33,8 @@ H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
-    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
+    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:2])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -68,7 +70,9 @@ def test_steps_and_prefill_are_timed_apart_for_each_engine(folder):
 
 def test_whole_requests_are_records_that_report_reads(folder, capsys):
     lines = rehearsed(folder, "generate")
-    assert [one["engine"] for one in lines] == ["torch-base", "torch-zip"] * 2
+    assert [(one["model"]["precision"], one["engine"]) for one in lines] == [
+        (bits, name) for bits in ("16", "16", "4", "4") for name in ("torch-base", "torch-zip")
+    ]
     assert {one["kv_dtype"] for one in lines} == {"float32"}  # on a CPU
     capsys.readouterr()
     assert tiny_bench.run("report", folder / "generate.jsonl", "--table", "6") == 0
@@ -89,7 +93,7 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     assert {one["verdict"] for one in lines} == {"not measured"}
     assert "met" not in capsys.readouterr().out.split()
     page = (folder / "roofline.md").read_text()
-    for said in ("| shape | step | MB moved | us | GB/s | of copy | roof, us | left, us |", "us are left. Launches: "):
+    for said in ("| shape | step | MB moved | us | GB/s | of roof | roof, us | left, us |", "us are left. Launches: "):
         assert said in page
     assert {one["type_k"] for one in json.loads((folder / "llama-bench.json").read_text())} == {"f32"}
 
@@ -116,6 +120,43 @@ def test_torch_zip_is_compared_with_torch_base_where_other_bases_ran_too():
     assert report.against_base(records[1], records) == ["-", "-"]
     assert report.against_base(records[3], records)[0].startswith("1.00")
     assert report.against_base(records[2], records)[0].startswith("2.00")
+
+
+def page_command(bench):
+    """Returns the flags of the command of this bench that the page gives for a Mac, and for both machines' records."""
+    text = (DOCS / "reports" / "nvidia.md").read_text()
+    return shlex.split(re.search(rf"^ *mlx_zip bench {bench} (.*)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_a_cards_and_the_papers(
+    tmp_path, capsys, monkeypatch
+):
+    """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card; shapes and sizes are small."""
+    monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow(SHAPES["phi-3.5-mini"]))
+    monkeypatch.setattr(cuda_engines, "torch_device", lambda device: H100["device"])
+    code = tmp_path / "code.txt"
+    code.write_text("def add(a, b):\n    return a + b\n" * 40)
+    card = ["--rehearse", "--out", tmp_path / "records", "--code", code, "--parts", "generate"]
+    assert tiny_bench.run("nvidia", *card) == 0
+    flags = page_command("generate")
+    flags = [{"code=code.txt": f"code={code}", "512+256": "16+4", "2048+256": "20+4"}.get(word, word) for word in flags]
+    capsys.readouterr()
+    for bits in ("16", "4"):
+        words = [bits if word == "$bits" else word for word in flags]
+        assert "$bits" in flags
+        assert tiny_bench.run("generate", *words, "--trials", 1, "--warmup", 0) == 0
+    (tmp_path / "mac.jsonl").write_text(capsys.readouterr().out)
+    (tmp_path / "records" / "generate.jsonl").open("a").write('{"bench": "nvidia-card"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert tiny_bench.run("report", *page_command("report")) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in capsys.readouterr().out.splitlines()]
+    for name in ("16 bit", "4 bit"):
+        mine = [method for setting, method in rows if f"phi-3.5-mini, {name}" in setting and "H100" not in setting]
+        card = [method for setting, method in rows if "H100" in setting and f"-narrow, {name}" in setting]
+        assert mine == ["mlx-lm", "mlx-zip", "mlx-zip, against mlx-lm"]
+        assert card == ["torch-zip", "torch-zip, against torch-base", "torch-base"]
+    assert ["Apple M1, Phi-3-4B (paper)", "zip2zip"] in rows
+    assert ["H100 80GB, Phi-3.5-4B (paper)", "zip2zip"] in rows
 
 
 # ---- llama-bench's JSON
@@ -250,5 +291,23 @@ def test_the_scripts_parts_take_less_than_nine_minutes_together():
         line[1]: int(line[2]) for line in words if len(line) > 2 and line[0] in ("part", "bench") and line[2].isdigit()
     }
     assert limits.keys() | {"others"} == {*PARTS, "float64", "sanitizer"}  # "others" run only if they are asked for
-    assert sum(limits.values()) <= 515  # installing wheels and importing torch take the rest
+    assert list(limits)[-2:] == ["summary", "sanitizer"]  # the last gets what is left, and nothing waits for it
+    assert sum(limits.values()) - limits["sanitizer"] <= 515  # installing wheels and importing torch take the rest
+    assert limits["float64"] == 120
     assert "whole=${WHOLE:-525} last=25" in text  # what bounds a run with other engines
+
+
+# ---- prompts in two chunks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", list(gpu_checks.CHUNKED))
+def test_a_prompt_in_two_chunks_is_checked_and_a_mask_that_begins_at_the_first_key_fails(heads, dtype, monkeypatch):
+    [line] = gpu_checks.check_chunks(heads, dtype, "cpu")
+    assert line["holds"], line["found"]
+    config = gpu_checks.narrow(SHAPES[gpu_checks.CHUNKED[heads]])
+    is_grouped = config["num_attention_heads"] > config["num_key_value_heads"]
+    assert is_grouped == (heads == "grouped key heads")
+    monkeypatch.setattr(attention, "causal_lower_right", causal_upper_left)
+    [line] = gpu_checks.check_chunks(heads, dtype, "cpu")
+    assert not line["holds"]

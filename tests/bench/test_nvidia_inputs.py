@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench import cuda_engines, gpu_steps, nvidia, nvidia_cases, nvidia_parts
+from mlx_zip.bench import cuda_engines, gpu_steps, machine_state, nvidia, nvidia_cases, nvidia_parts
 from mlx_zip.bench.nvidia_cases import Cases
 from mlx_zip.bench.nvidia_folder import all_records
 from mlx_zip.bench.records import read_lines
@@ -28,9 +28,8 @@ from support.places import REPO
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:2])
-    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:2])
+    monkeypatch.setattr(nvidia_parts, "WHOLE", [one for one in nvidia_parts.WHOLE[:3] if one[1] == "16"])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -112,7 +111,7 @@ def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
 
 
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
-    phi = [name for name in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
+    phi = [name for name, _ in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
     monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "generate", "steps") == 1
     for part, kind in (("generate", "generate"), ("steps", "nvidia-steps")):
@@ -121,7 +120,7 @@ def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys,
         assert {one["model"]["name"] for one in lines if one["bench"] == kind} == {"llama-3.2-1b-narrow"}
         assert [one["error"] for one in lines if "error" in one] == ["RuntimeError: CUDA error: out of memory"]
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "summary") == 0
-    assert "failed  torch-base torch-zip at phi-3.5-mini-narrow: RuntimeError" in capsys.readouterr().out
+    assert "failed  torch-base torch-zip at phi-3.5-mini-narrow, 16 bit: RuntimeError" in capsys.readouterr().out
 
 
 def _refusing(make, shapes):
@@ -168,7 +167,7 @@ def test_a_card_that_is_lost_is_used_again_in_a_new_process_behind_the_case_that
         started.append(words)
         raise SystemExit
 
-    phi = [name for name in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
+    phi = [name for name, _ in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
     monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
     monkeypatch.setattr(nvidia_cases, "card_is_lost", lambda: True)
     monkeypatch.setattr(nvidia.os, "execv", new_process)
@@ -188,6 +187,50 @@ def test_a_group_that_lost_the_card_is_left_out_whole(tmp_path):
         with cases.group(name):
             cases.run(f"{name} kernel", lambda name=name: done.append(name) or ())
     assert done == ["second"]
+
+
+# ---- the card's state
+
+ASKED = """#!/bin/sh
+case "$*" in
+    *clocks_{unknown}_reasons*) echo 'Field "..." is not a valid field to query.'; exit 2 ;;
+esac
+[ "$2" = 3 ] || exit 1
+echo "1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz, 612.40 W, 700.00 W, 61, P0, Active, {no}, {no}, {no}, {no}"
+"""
+
+
+@pytest.fixture
+def smi(request, tmp_path, monkeypatch):
+    """Puts a program in the place of nvidia-smi; an old one does not know the newer names."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(ASKED.format(unknown={"old": "event", "new": "throttle"}[request.param], no="Not Active"))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+
+
+@pytest.mark.parametrize("smi", ["old", "new"], indirect=True)
+def test_the_cards_clocks_power_and_what_holds_them_back_are_read(smi, monkeypatch):
+    state = machine_state.card_state()
+    assert (state["clocks.sm"], state["power.draw"], state["pstate"]) == ("1980 MHz", "612.40 W", "P0")
+    assert machine_state.held_back(state) == ["sw_power_cap"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine_state.card_state() == {}
+
+
+@pytest.mark.parametrize("smi", ["new"], indirect=True)
+def test_each_part_has_the_cards_state_before_and_after_it_and_the_summary_says_what_held_it_back(
+    smi, tmp_path, capsys
+):
+    folder = tmp_path / "out"
+    assert tiny_bench.run("nvidia", "--rehearse", "--out", folder, "--parts", "steps", "summary") == 0
+    lines = read_lines(folder / "steps.jsonl")
+    ends = [(one["bench"], one["part"], one["when"]) for one in (lines[0], lines[-1])]
+    assert ends == [("nvidia-card", "steps", "before"), ("nvidia-card", "steps", "after")]
+    assert {one["bench"] for one in lines[1:-1]} == {"nvidia-steps"}
+    assert "held back  before steps: sw_power_cap, at 1980 MHz" in capsys.readouterr().out
 
 
 # ---- the script

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from mlx_zip.bench import cuda_engines, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
+from mlx_zip.bench import cuda_engines, device_clock, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
 from mlx_zip.bench.shape_table import SHAPES, ZipOptions  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
@@ -22,7 +22,8 @@ from support.pretend_card import pretended_card  # noqa: E402
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(device_clock, "CARD_SIDE", 64)
+    monkeypatch.setattr(gpu_kernels, "cache_bytes", lambda device: 0)
     monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
     monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
     yield
@@ -52,21 +53,22 @@ def test_the_checks_hold_and_compare_graphs_with_eager_work(card, tmp_path):
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     names = [one["check"] for one in read_lines(tmp_path / "checks.jsonl") if one["holds"]]
     assert sum(name.startswith("CUDA graphs of") for name in names) == 2
-    assert len(names) == 5
+    assert sum(name.startswith("two chunks equal one") for name in names) == 4
+    assert len(names) == 9
 
 
 def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory_of_their_own(card):
     """Rows and results of a single call would stay in the cache of a large GPU, which is faster than its memory."""
     config, device = SHAPES["tiny"], torch.device("cuda")
-    found = dict(gpu_kernels.cases(config, device, torch.bfloat16, 8, 8))
-    work = next(work for name, work in found.items() if name.startswith("hyper embedding"))
+    found = gpu_kernels.cases(config, device, torch.bfloat16, 8, 8, 0)
+    case = next(case for case in found if case.name.startswith("hyper embedding"))
     results = []
 
     def kept(impl):
-        results.append(work(impl))
+        results.append(case.work(impl))
         return results[-1]
 
-    gpu_kernels.time_kernel(kept, device, 1, 1.0, False, 3)
+    gpu_kernels.time_kernel(case._replace(work=kept), device, 1, 1.0, False, 3)
     one, two, three = results[-3:]  # those that the graph holds
     assert len({part.held.untyped_storage().data_ptr() for part in (one, two, three)}) == 3
     assert not torch.equal(one, two)

@@ -1,12 +1,13 @@
 """Compiles kernels for a GPU, on a machine that needs none. A program: run without the interpreter.
 
-    python tests/cuda/compile_for_gpu.py CAPABILITY [--every]
+    python tests/cuda/compile_for_gpu.py CAPABILITY [--every | --products]
 
 The interpreter lets pass what the compiler refuses: branches of different types, shapes that are no powers of two. It
 also knows nothing of registers. One line is printed for each variant: capability, kernel, warps, registers, bytes
-spilled (the sine of large angles takes 32), bytes of shared memory, loads of 16 bytes, other loads, constants. Without
---every the step's kernels are compiled with the first of their sizes; with it all kernels in every form and with all
-sizes (many minutes).
+spilled (the sine of large angles takes 32), bytes of shared memory, loads of 16 bytes, other loads, instructions per
+weight (of a product with one vector, over all columns; else "-"), constants. The step's kernels are compiled with the
+first of their sizes. --every: all kernels in every form and with all sizes (many minutes). --products: products with
+one vector, with and without a norm, with all sizes.
 """
 
 # Triton's own types do not foresee this.
@@ -88,7 +89,33 @@ def report(kernel: Any) -> str:
     names, values = kernel.src.fn.arg_names, kernel.src.constants.items()
     constants = [f"{names[at[0]]}={value}" for at, value in values if names[at[0]].isupper()]
     loads, wide = (len(re.findall(rf"ld\.global\S*{kind}", kernel.asm["ptx"])) for kind in ("", r"v4\S*32"))
-    return " ".join(str(part) for part in [*parts, kernel.metadata.shared, wide, loads - wide, ",".join(constants)])
+    parts += [kernel.metadata.shared, wide, loads - wide, per_weight(kernel)]
+    return " ".join(str(part) for part in [*parts, ",".join(constants)])
+
+
+def per_weight(kernel: Any) -> str:
+    """Returns the instructions that a thread issues over its weights, in a matrix as wide as `compiled_cases.WIDTH`.
+
+    What stands before and after the only loop counts once. "-" for other kernels than products with one vector.
+    """
+    names = kernel.src.fn.arg_names
+    sizes = {names[at[0]]: value for at, value in kernel.src.constants.items()}
+    if kernel.name != "_one" or "LINES" not in sizes:
+        return "-"
+    code = instructions(kernel.asm["cubin"])
+    jumps = [(int(found[1], 16), at) for at, text in code if (found := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text))]
+    [(begin, end)] = [(to, at) for to, at in jumps if to < at]
+    last = max(number for number, (_, text) in enumerate(code) if text.endswith("EXIT"))
+    inside = sum(begin <= at <= end for at, _ in code)
+    rounds = -(-compiled_cases.WIDTH // sizes["COLUMNS"])
+    issued = last + 1 + inside * (rounds - 1)
+    return f"{issued * 32 * kernel.metadata.num_warps / (sizes['LINES'] * compiled_cases.WIDTH):.2f}"
+
+
+def instructions(binary: bytes) -> list[tuple[int, str]]:
+    """Returns address and text of a compiled kernel's instructions, without those that do nothing."""
+    found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", dumped(binary, "-sass"), re.MULTILINE)
+    return [(int(at, 16), text) for at, text in found if "NOP" not in text]
 
 
 def check_small_floats(kernel: Any) -> None:
@@ -99,25 +126,25 @@ def check_small_floats(kernel: Any) -> None:
 
 def usage(binary: bytes) -> dict[str, int]:
     """Returns the resources of a compiled kernel: REG registers of a thread, STACK bytes that it spills them to, ..."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        text = subprocess.run(
-            [TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    words = text.split("\n Function ")[-1].split()
+    words = dumped(binary, "--dump-resource-usage").split("\n Function ")[-1].split()
     return {name: int(value) for name, _, value in (word.partition(":") for word in words) if value.isdigit()}
 
 
-def main(capability: int, every: bool) -> None:
-    """Prints the lines of kernels for one kind of GPU."""
+def dumped(binary: bytes, flag: str) -> str:
+    """Returns what the tool that comes with Triton says of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([TOOL, flag, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def main(capability: int, which: str) -> None:
+    """Prints the lines of kernels for one kind of GPU. which: a flag, or "" for the step's."""
     found = compile_only()
     driver.set_active(NoDriver(capability))
-    if every:
+    if which:
         all_sizes()
-        compiled_cases.every()
-    else:
-        compiled_cases.step()
+    {"--every": compiled_cases.every, "--products": compiled_cases.one_vector, "": compiled_cases.step}[which]()
     done = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in found]
     for kernel in {kernel.hash: kernel for kernel in done}.values():
         check_small_floats(kernel)
@@ -125,4 +152,4 @@ def main(capability: int, every: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "--every" in sys.argv[2:])
+    main(int(sys.argv[1]), " ".join(sys.argv[2:]))

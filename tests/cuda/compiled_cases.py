@@ -59,6 +59,13 @@ def step(batches: tuple[int, ...] = (1, 4)) -> None:
         attention(1, 4096, dtype, *HEADS[name])
 
 
+def one_vector() -> None:
+    """Launches products with one vector in bfloat16, without and with a norm."""
+    for matrix in matrices():
+        for norm in (None, (zeros(WIDTH), 1e-5)):
+            matvec(zeros(1, WIDTH), matrix, norm=norm, impl="triton")
+
+
 def every() -> None:
     """Launches every kernel in every form; float16 is compiled as bfloat16 is, but for products with a norm."""
     for dtype in (HALF, FULL):

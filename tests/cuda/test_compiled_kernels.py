@@ -24,3 +24,8 @@ def test_kernels_of_a_step_are_compiled_without_spilled_registers(tmp_path):
     for _, name, _, _, local, shared in kernels:
         assert int(local) <= 32, f"{name} spills {local} bytes"  # the sine of large angles takes 32
         assert int(shared) <= 99 * 1024, f"{name} needs {shared} bytes of shared memory"
+    counts = [line.split()[8:10] for line in done.stdout.splitlines() if line.split()[8] != "-"]
+    most = {"BITS=0": 9, "BITS=4": 9, "BITS=8": 12}  # instructions per weight, the prologue's among them
+    assert {constants.split(",")[0] for _, constants in counts} == most.keys()
+    for count, constants in counts:
+        assert 3 < float(count) < most[constants.split(",")[0]], constants

@@ -16,6 +16,7 @@ pytest.importorskip("mlx.core")
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 
+from mlx_zip.bench import card_steps  # noqa: E402
 from mlx_zip.bench.shape_table import SHAPES, ZipOptions, zip_config  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels import gate, norm  # noqa: E402
@@ -221,6 +222,10 @@ def test_a_step_without_hypertokens_reads_the_weights_once(phi):
 def test_a_layer_of_a_step_launches_no_more_than_the_budget(phi):
     for costs in phi:
         assert costs.warm.count <= PER_LAYER * 32 + 16
+
+
+def test_the_page_of_cards_computes_with_the_launches_that_are_counted(phi):
+    assert card_steps.launches(32) == phi[0].warm.count
 
 
 def test_a_warm_step_with_hypertokens_adds_few_launches_and_few_bytes(phi):

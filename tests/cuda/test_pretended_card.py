@@ -21,7 +21,7 @@ pytest.importorskip("mlx.core")
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.ceiling import copy_speed  # noqa: E402
+from mlx_zip.cuda.ceiling import PRODUCTS, read_speed  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_store  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
@@ -184,9 +184,9 @@ def test_graphs_of_two_threads_are_captured_one_after_the_other(card):
     assert card.replays == 2
 
 
-def test_a_copys_speed_is_measured_by_the_cards_clock(card):
-    seconds = 1e-6 * (1 + 1)  # one piece of work between the events
-    assert copy_speed(CARD, 4000) == pytest.approx(2 * 4000 / seconds)
+def test_the_speed_of_reading_is_measured_by_the_cards_clock(card):
+    seconds = 1e-6 * (1 + PRODUCTS)  # the pieces of work between the events
+    assert read_speed(CARD, 50) == pytest.approx(PRODUCTS * 4 * 50**2 / seconds)
 
 
 # ---- copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from triton.runtime.errors import OutOfResources  # noqa: E402
+from triton.compiler.errors import (  # noqa: E402
+    CompilationError,
+    CompileTimeAssertionFailure,
+    UnsupportedLanguageConstruct,
+)
+from triton.runtime.errors import OutOfResources, PTXASError  # noqa: E402
 
 from mlx_zip.cuda.kernels import tuning  # noqa: E402
 
@@ -18,16 +24,17 @@ TIMES = {512: 3.0, 1024: 1.0, 2048: 2.0}
 
 
 class Kernel:
-    """Takes a time of its own for each size and notes its launches. refused: sizes that the GPU has no room for."""
+    """Takes a time of its own for each size and notes its launches. refused: sizes that raise `error`."""
 
     def __init__(self, *refused: int) -> None:
         self.now, self.launched, self.compiled, self.refused = 0.0, [], [], refused
+        self.error: Exception = OutOfResources(300_000, 232_448, "shared memory")
         self.waits = 0  # for one event; a wait for the whole card would break what another thread captures
 
     def __getitem__(self, grid):
         def launch(*args, COLUMNS, num_warps):
             if COLUMNS in self.refused:
-                raise OutOfResources(300_000, 232_448, "shared memory")
+                raise self.error
             self.launched.append((grid, args, COLUMNS, num_warps))
             self.now += TIMES[COLUMNS]
 
@@ -81,6 +88,40 @@ def test_the_fastest_size_is_found_at_the_first_launch_of_a_key_and_taken_from_t
 def test_sizes_that_the_gpu_has_no_room_for_are_left_out(kernel):
     tuning.Tuned(kernel, CHOICES).launch("a", (7,))
     assert kernel.launched[-1][2] == 2048
+
+
+def compiling(kind):
+    return kind("def kernel(): pass", ast.parse("kernel()").body[0], "no such operation")
+
+
+@pytest.mark.parametrize("kernel", [(1024,)], indirect=True)
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfResources(300_000, 232_448, "shared memory"),
+        PTXASError("too many registers"),
+        compiling(CompilationError),
+        compiling(CompileTimeAssertionFailure),
+        compiling(UnsupportedLanguageConstruct),
+        RuntimeError("PassManager::run failed"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_sizes_that_do_not_compile_or_fit_are_left_out_and_the_log_names_them(kernel, caplog, error):
+    kernel.error = error
+    tuning.Tuned(kernel, CHOICES).launch("a", (7,))
+    assert kernel.launched[-1][2] == 2048
+    said = [record.getMessage() for record in caplog.records if record.name == tuning.__name__]
+    assert len(said) == 1
+    assert said[0].startswith(f"sizes COLUMNS=1024 with 8 warps are left out: {type(error).__name__}: ")
+
+
+@pytest.mark.parametrize("kernel", [(1024,)], indirect=True)
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), ValueError("no pointer")])
+def test_an_error_that_is_not_of_the_sizes_is_raised(kernel, error):
+    kernel.error = error
+    with pytest.raises(type(error), match=str(error)):
+        tuning.Tuned(kernel, CHOICES).launch("a", (7,))
 
 
 @pytest.mark.parametrize("kernel", [(512, 1024, 2048)], indirect=True)

@@ -302,7 +302,7 @@ def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch)
 
     calls = []
     monkeypatch.setattr(ceiling, "_measured", {})
-    monkeypatch.setattr(ceiling, "copy_speed", lambda *facts: calls.append(facts) or 1e9)
+    monkeypatch.setattr(ceiling, "read_speed", lambda *facts: calls.append(facts) or 1e9)
     with engine() as made, made.without_hypertokens("plain") as plain:
         found = made.ceiling()
         assert found == made.ceiling() == plain.ceiling()
@@ -312,18 +312,18 @@ def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch)
     assert calls[0][2] < 1
 
 
-def test_the_bandwidth_is_measured_by_copies_and_not_where_memory_is_short(monkeypatch):
+def test_the_bandwidth_is_measured_by_reading_and_not_where_memory_is_short(monkeypatch):
     import torch
 
     from mlx_zip.cuda import ceiling
 
-    assert ceiling.copy_speed(torch.device("cpu"), 1 << 16) > 0
-    calls, copy_s = [], ceiling._copy_s
-    monkeypatch.setattr(ceiling, "_copy_s", lambda *both: calls.append(both) or copy_s(*both))
-    assert ceiling.copy_speed(torch.device("cpu"), 1 << 16, 0.0) > 0
-    assert len(calls) == 1  # there is no time, but one copy is needed
+    assert ceiling.read_speed(torch.device("cpu"), 128) > 0
+    calls, products_s = [], ceiling._products_s
+    monkeypatch.setattr(ceiling, "_products_s", lambda *both: calls.append(both) or products_s(*both))
+    assert ceiling.read_speed(torch.device("cpu"), 128, 0.0) > 0
+    assert len(calls) == 2  # there is no time, but one product is needed after the one that warms up
     monkeypatch.setattr(ceiling, "_measured", {})
-    monkeypatch.setattr(ceiling, "free_bytes", lambda device: 2 * ceiling.COPIED - 1)
+    monkeypatch.setattr(ceiling, "free_bytes", lambda device: 4 * ceiling.BANDWIDTH_SIDE**2 - 1)
     with engine() as made:
         assert made.ceiling() is None
 

@@ -60,37 +60,44 @@ def packed_sums(
 ):  # fmt: skip
     """Returns W x [LINES] of packed rows `lines` (int64) and one vector, and the sum of x's squares.
 
-    All is [words, LINES, weights of a word], also what is loaded: so values stay with their threads, and a thread has
-    several lines for each of its words. The bits of a level are used as a float as they lie, that is level * 2**(place
-    - 149), and x is scaled to it: two operations a weight, where moving and converting each level takes many more.
+    Everything is [words, lines], as the words are loaded, and x is loaded anew for each place in a word: so no value
+    moves between threads, and sums are chains of multiplications with an addition. The bits of a level are used as a
+    float as they lie, that is level * 2**(place - 149), and x is scaled to it: two operations a weight. Moving and
+    converting each level would take many more.
     """
     PER: tl.constexpr = 32 // BITS  # weights in a word
     WORDS: tl.constexpr = COLUMNS // PER
     LOW: tl.constexpr = 23 // BITS  # levels of a word that lie within a float's fraction; the others are moved there
-    number = tl.arange(0, PER)
-    down = tl.where(number < LOW, 0, 32 - LOW * BITS)
-    place = number * BITS - down
-    down, mask = down[None, None, :], (((1 << BITS) - 1) << place)[None, None, :]
-    factor = ((127 + 64 - place) << 23).to(tl.float32, bitcast=True)[None, None, :]  # 2**(64 - place)
-    scaled, shifted = tl.zeros((WORDS, LINES, 1), tl.float32), tl.zeros((WORDS, LINES, 1), tl.float32)
-    squares = tl.zeros((WORDS, 1, 1), tl.float32)
-    line = lines[None, :, None]
+    DOWN: tl.constexpr = 32 - LOW * BITS
+    scaled, shifted = tl.zeros((WORDS, LINES), tl.float32), tl.zeros((WORDS, LINES), tl.float32)
+    squares = tl.zeros((WORDS, 1), tl.float32)
+    line = lines[None, :]
     for start in tl.range(0, width // PER, WORDS, num_stages=STAGES):
-        word = (start + tl.arange(0, WORDS))[:, None, None]
-        seen = (word < width // PER) & (line >= 0)
-        at = words + line * (width // PER) + word
-        packed = tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
+        word = (start + tl.arange(0, WORDS))[:, None]
+        inside = word < width // PER
+        seen = inside & (line >= 0)
+        packed = tl.load(words + line * (width // PER) + word, mask=seen, other=0, eviction_policy="evict_first")
         group = line * (width // GROUP) + word * PER // GROUP
         scale = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32)
         bias = tl.load(biases + group, mask=seen, other=0.0).to(tl.float32)
-        columns = word * PER + number[None, None, :]
-        plain, value = normed(x, norm, columns, columns < width, NORM)
-        level = ((packed >> down) & mask).to(tl.float32, bitcast=True)
-        scaled += scale * tl.sum(level * (value * factor), axis=2, keep_dims=True)
-        shifted += bias * tl.sum(value, axis=2, keep_dims=True)
-        squares += tl.sum(plain * plain, axis=2, keep_dims=True)
-    total = scaled * 38685626227668133590597632.0 + shifted  # 2**(149 - 64)
-    return tl.sum(tl.sum(total, axis=2), axis=0), tl.sum(squares)
+        moved = packed >> DOWN
+        found = tl.zeros((WORDS, LINES), tl.float32)
+        total = tl.zeros((WORDS, 1), tl.float32)
+        for number in tl.static_range(PER):
+            plain, value = normed(x, norm, word * PER + number, inside, NORM)
+            if number < LOW:
+                level = packed & (((1 << BITS) - 1) << (number * BITS))
+                factor = value * (2.0 ** (64 - number * BITS))
+            else:
+                level = moved & (((1 << BITS) - 1) << (number * BITS - DOWN))
+                factor = value * (2.0 ** (64 - number * BITS + DOWN))
+            found += level.to(tl.float32, bitcast=True) * factor
+            total += value
+            squares += plain * plain
+        scaled += scale * found
+        shifted += bias * total
+    whole = scaled * 38685626227668133590597632.0 + shifted  # 2**(149 - 64)
+    return tl.sum(whole, axis=0), tl.sum(squares)
 
 
 @triton.jit

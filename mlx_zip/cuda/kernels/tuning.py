@@ -9,6 +9,7 @@ compiled at the same time and measured by turns, so that a GPU whose clock still
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,13 @@ from typing import Any
 
 import torch
 import triton
-from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure, UnsupportedLanguageConstruct
 from triton.runtime.errors import OutOfResources, PTXASError
 
+log = logging.getLogger(__name__)
 Sizes = tuple[Mapping[str, int], int]  # constants of the kernel, and warps of a program
-REFUSALS = (OutOfResources, PTXASError, CompileTimeAssertionFailure)  # this GPU has no room for a choice
+# whole messages of RuntimeErrors with which the compiler's passes give a choice up; those of a launch have other ones
+GIVEN_UP = ("PassManager::run failed", "failed to translate module to LLVM IR")
 ROUNDS = 15  # launches of each choice that are measured
 FLUSHED = 128 << 20  # bytes that are written before each launch, so that nothing of it is in the GPU's cache
 COMPILERS = 8  # choices that are compiled at the same time
@@ -88,24 +91,42 @@ def _compiling() -> Any:
 
 
 def fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
-    """Returns the choice whose launch takes the shortest time in the median, among those that fit this GPU.
+    """Returns the choice whose launch takes the shortest time in the median, among those that run on this GPU.
 
-    Raises what the first choice raises if none fits.
+    One that does not compile, or that the GPU has no room for, is left out, and the log says so. If all are left out,
+    the first one is returned: launching it says why.
     """
-    fitting = [sizes for sizes in choices if _fits(sizes, launch)]
+    fitting = [sizes for sizes in choices if _runs(sizes, launch)]
     if len(fitting) < 2:
         return fitting[0] if fitting else choices[0]
     times = _measured(fitting, launch)
     return fitting[times.index(min(times))]
 
 
-def _fits(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
-    """Launches a choice; returns False if the GPU has no room for it."""
+def _runs(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
+    """Launches a choice; returns False if it does not compile or the GPU has no room for it."""
     try:
         launch(sizes)
-    except REFUSALS:
-        return False
+    except (
+        CompileTimeAssertionFailure,
+        UnsupportedLanguageConstruct,
+        CompilationError,
+        PTXASError,
+        OutOfResources,
+    ) as error:
+        return _left_out(sizes, error)
+    except RuntimeError as error:
+        if str(error) not in GIVEN_UP:
+            raise
+        return _left_out(sizes, error)
     return True
+
+
+def _left_out(sizes: Sizes, error: Exception) -> bool:
+    """Says in the log which choice is left out and why; returns False."""
+    constants = ", ".join(f"{name}={value}" for name, value in sizes[0].items())
+    log.warning("sizes %s with %d warps are left out: %s: %s", constants, sizes[1], type(error).__name__, error)
+    return False
 
 
 def _measured(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> list[float]:
