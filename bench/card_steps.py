@@ -60,11 +60,11 @@ def launches(layers: int) -> int:
 
 def step_bytes(name: str, precision: str) -> int:
     """Returns the bytes of weights, keys and values that a step of a shape reads."""
-    from .mac_steps import bytes_of
+    from .mac_steps import sizes_of
     from .runs import kv_bytes
     from .shape_table import SHAPES
 
-    return round(bytes_of(name, precision)["weights"] + KV_IDS * kv_bytes(SHAPES[name], 2))
+    return round(sizes_of(name, precision)["weights"].bytes + KV_IDS * kv_bytes(SHAPES[name], 2))
 
 
 def steps_table(records: Records) -> str:
