@@ -138,8 +138,9 @@ class Emitted:
     """One emitted id. base_ids: what it expands to, without what follows an eos or the limit.
 
     logprob: natural log-probability that it was chosen from, None unless asked for. likely: the most likely ids of the
-    step, most likely first. learned: base ids of each entry that this id has just installed in the codebook. origin:
-    with `Submission.show`, where a hypertoken's entry was learned, None for a base id.
+    step, most likely first. learned: base ids of each entry that was installed in the codebook since the last event of
+    this kind, as a rule by this id. origin: with `Submission.show`, where a hypertoken's entry was learned, None for a
+    base id.
     """
 
     id: int

@@ -207,7 +207,8 @@ class Job:
         self.base_tokens += len(base_ids)
         if self._entries is None and self.book is not None:
             self._entries = following(self.book, self.submission.show)
-        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely)
+        late = () if self._entries is None else self._entries.installed(self.book)  # by the id before, if read late
+        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely, learned=late)
         if self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.of(chosen.id, len(expansion)))
 
@@ -241,7 +242,7 @@ class Job:
         if emitted is None:
             return
         learned = () if self._entries is None else self._entries.installed(self.book)
-        self.send(replace(emitted, learned=learned) if learned else emitted)
+        self.send(replace(emitted, learned=(*emitted.learned, *learned)) if learned else emitted)
         if self.submission.show and (now := time.perf_counter()) - self._counted_s >= COUNT_S:
             self._counted_s = now
             self.send(Counted(self.counts()))

@@ -118,11 +118,17 @@ def compression(policy):
     }
 
 
-def agrees(watch, log):
+def agrees(watch, log, late=False):
+    """late: whether what an id installs may be told with the next id."""
     params, prompt = log
     expected = replayed(params, [*prompt, *watch.ids], len(prompt))
     last = [(expected[-1][0], said(watch)[-1][1])]  # the last id may never be read
-    assert said(watch) == [*expected[:-1], *last]
+    if not late:
+        assert said(watch) == [*expected[:-1], *last]
+        return
+    (origins, learned), (wanted, installed) = zip(*said(watch), strict=True), zip(*[*expected[:-1], *last], strict=True)
+    assert origins == wanted
+    assert sum(learned, ()) == sum(installed, ())
 
 
 @pytest.mark.parametrize("policy", ["freeze", "lru", "use-count"])
@@ -145,6 +151,17 @@ def test_an_engine_says_where_entries_were_learned_after_sessions_and_rewinds(po
         kinds = {one.origin.kind for w in (watch, resumed, branch) for one in w.emitted if one.origin}
         assert "prompt" in kinds
         assert policy == "freeze" or "answer" in kinds
+
+
+@pytest.mark.parametrize("policy", ["freeze", "lru"])
+@pytest.mark.parametrize("border", [20, 21, 22, 23])
+def test_it_says_so_after_the_context_was_read_again_for_longrope(policy, border, logs):
+    def change(model):
+        model.traits = type(model.traits)(**{**vars(model.traits), "long_context": border})
+
+    with tiny_engine("phi3", change=change, model={"compression": compression(policy)}) as engine:
+        watch = ask(engine, tiny.base_ids(20), show=True, max_tokens=80)[1].wait()
+        agrees(watch, logs[-1], late=True)
 
 
 @both
