@@ -206,7 +206,7 @@ def copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -
             after = _places(cache)
             for name, group in found.items():
                 pairs = zip(before[name], after[name], strict=False)  # a table may have come meanwhile
-                moved = [then.bytes for now, then in pairs if now.shape == then.shape and now.address != then.address]
+                moved = [now.bytes for then, now in pairs if now.shape == then.shape and now.address != then.address]
                 group["windows"] += bool(moved)
                 group["bytes"] += sum(moved)
             windows, before, left = windows + 1, after, next(lengths)

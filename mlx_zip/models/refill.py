@@ -53,10 +53,20 @@ class Refill:
         return h
 
     def finish(self) -> None:
-        """Puts what was filled into the request's KV caches. All ids must have been read."""
-        for cache, filled in zip(self._kv, self.filled, strict=True):
-            vars(cache).update(vars(filled))
-        self._state.long_rope = self._long
+        """Puts what was filled into the request's KV caches. All ids must have been read.
+
+        If something raises, an interrupt for example, the caches are as before.
+        """
+        entries = [*self._kv, self._state]
+        before = [dict(vars(entry)) for entry in entries]
+        try:
+            for cache, filled in zip(self._kv, self.filled, strict=True):
+                vars(cache).update(vars(filled))
+            self._state.long_rope = self._long
+        except BaseException:
+            for entry, attributes in zip(entries, before, strict=True):
+                vars(entry).update(attributes)
+            raise
 
 
 def _emptied(cache: Any) -> Any:

@@ -35,7 +35,7 @@ class Watched(RowStore):
 
     def _keep(self, encoded):
         self.ages += [self.begun - self._born.pop(id(one.rows), -1) for one in encoded]
-        return super()._keep(encoded)
+        super()._keep(encoded)
 
 
 @pytest.fixture

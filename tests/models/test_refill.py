@@ -141,6 +141,29 @@ def test_until_all_ids_are_read_the_cache_is_as_it_was():
     np.testing.assert_allclose(got, last(model, ids[:short], model.make_cache()), atol=1e-4)
 
 
+def test_an_interrupt_while_the_new_keys_are_put_in_leaves_the_old_ones():
+    model = model_of()
+    ids, cache = ids_of(model), model.make_cache()
+    short = below(model, ids)
+    model(mx.array(ids[None, :short]), cache=cache)
+    before = [dict(vars(entry)) for entry in cache[:-1]]
+    refill = Refill(model, cache[:-1], cache[-1], True)
+    refill.read(short)
+    refill.filled[-1] = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        refill.finish()
+    assert [vars(entry) for entry in cache[:-1]] == before
+    assert not cache[-1].long_rope
+
+
+class Interrupting:
+    """Interrupts whoever looks at its attributes."""
+
+    @property
+    def __dict__(self):
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_in_chunks_has_the_factors_of_its_end_from_the_start(mode, columns):
     model = model_of(mode)

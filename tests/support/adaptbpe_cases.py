@@ -5,7 +5,6 @@ from functools import cache
 from random import Random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -18,9 +17,6 @@ FIXTURE = GOLDEN_MODELS / "llama_transformer_tied_lora" / "base" / "tokenizer.js
 TEXT = "<|user|>the cat sat on the mat, the cat<|end|><|bos|> it's 12345 café 日本 \n\n x"
 GPT2 = SHARED / "golden" / "gpt2_vocab.bpe"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="needs the larger shared data (golden/gpt2_vocab.bpe)")
-
-settings.register_profile("untimed")  # a busy machine is no failure
-settings.load_profile("untimed")
 
 
 def write_head(folder):
