@@ -60,8 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def newest(system: str) -> str:
-    """Returns the newest of `SYSTEMS` that a machine with this version of macOS has. Raises `SystemExit`."""
-    usable = [one for one in SYSTEMS if _version(one) <= _version(system)]
+    """Returns the newest of `SYSTEMS` that a machine with this version of macOS has. Raises `SystemExit`.
+
+    A Python that was built before macOS 26 is told 16 for it (python/cpython#135675); no macOS is called 16.
+    """
+    found = _version(system)
+    usable = [one for one in SYSTEMS if _version(one) <= ((26, *found[1:]) if found[0] == 16 else found)]
     if not usable:
         raise SystemExit(f"this Mac has macOS {system}, and the app needs {SYSTEMS[0]} or newer")
     return max(usable, key=_version)

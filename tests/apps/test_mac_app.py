@@ -89,6 +89,7 @@ def test_briefcase_gives_pip_the_options_that_are_checked(tmp_path):
 
 def test_the_app_is_built_for_the_newest_macos_that_the_machine_has():
     assert [build.newest(one) for one in ("14.0", "15.7.1", "26.0", "26.2", "27.1")] == ["14.0"] * 2 + ["26.0"] * 3
+    assert build.newest("16.0") == "26.0"  # as an older Python calls macOS 26
     with pytest.raises(SystemExit, match=r"14\.0 or newer"):
         build.newest("13.6")
 
