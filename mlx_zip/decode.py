@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.device import on_gpu
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.refill import Refill
+from mlx_zip.models.refill import factors_for
 from mlx_zip.state import submitting
 
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
@@ -78,19 +78,15 @@ def read_again(
     Returns further arguments of these calls: which factors to use, {} for a model without LongRoPE. Raises `CodecError`
     for ids that the model would not take.
     """
-    if model.traits.long_context is None:
-        return {}
-    kv, state = model.check_cache(cache)
-    long = model.needs_long(state, ids)
-    if state.offset and long != state.long_rope:
-        refill = Refill(model, kv, state, long)
+    factors, refill = factors_for(model, cache, ids)
+    if refill is not None:
         while refill.left:
             refill.read(chunk)
             mx.eval([entry.state for entry in refill.filled])
             report(refill.done, refill.total)
             mx.clear_cache()
         refill.finish()
-    return {"long": long}
+    return factors
 
 
 class _Steps:

@@ -14,7 +14,7 @@ from mlx_zip.engine.group import Group
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.served import Served
-from mlx_zip.models.refill import Refill
+from mlx_zip.models.refill import Refill, factors_for
 
 
 class Reading:
@@ -28,7 +28,7 @@ class Reading:
         self._refill: Refill | None = None
         self._factors: dict[str, bool] = {}
         if served.long_context is not None:
-            self._factors, self._refill = served.factors(job.cache, self._next)
+            self._factors, self._refill = factors_for(served.model, job.cache, self._next[None])
         self._again = 0 if self._refill is None else self._refill.total
 
     @property

@@ -18,7 +18,6 @@ from mlx_zip.generate import bounded_cache, check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
 from mlx_zip.models.batching import batches, entries_of
-from mlx_zip.models.refill import Refill
 from mlx_zip.models.sharding import machines_of
 from mlx_zip.request import base_config
 from mlx_zip.sampling import Sampling, make_processors
@@ -73,17 +72,6 @@ class Served:
     def state_of(self, cache: list[Any]) -> ZipState | None:
         """Returns the `ZipState` of a cache, None for a plain model's."""
         return find_state(cache)
-
-    def factors(self, cache: list[Any], ids: Any) -> tuple[dict[str, bool], Refill | None]:
-        """Returns arguments of the calls that read ids [L] next, which say what factors of LongRoPE to use.
-
-        Also returns what reads again the ids that the cache holds, if these were read with other factors. Only for a
-        model with LongRoPE.
-        """
-        kv, state = self.model.check_cache(cache)
-        long = self.model.needs_long(state, ids[None])
-        again = state.offset and long != state.long_rope
-        return {"long": long}, Refill(self.model, kv, state, long) if again else None
 
     def make_draws(self, options: Sampling, state: mx.array | None) -> Draws:
         """Returns a request's sampler. state: random state to go on from if the options have no seed."""

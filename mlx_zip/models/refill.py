@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_zip.models.inputs import cut_offsets, kv_length
 from mlx_zip.models.positions import positions_of_log
@@ -67,6 +68,20 @@ class Refill:
             for entry, attributes in zip(entries, before, strict=True):
                 vars(entry).update(attributes)
             raise
+
+
+def factors_for(model: Any, cache: Sequence[Any], ids: np.ndarray) -> tuple[dict[str, bool], Refill | None]:
+    """Returns arguments of the calls that read ids [B, L] next, which say what factors of LongRoPE to use.
+
+    They are {} for a model without LongRoPE. Also returns what reads again the ids that the cache holds, None unless
+    these were read with other factors. Raises `CodecError` for ids that the model would not take.
+    """
+    if model.traits.long_context is None:
+        return {}, None
+    kv, state = model.check_cache(cache)
+    long = model.needs_long(state, ids)
+    again = state.offset and long != state.long_rope
+    return {"long": long}, Refill(model, kv, state, long) if again else None
 
 
 def _emptied(cache: Any) -> Any:
