@@ -93,7 +93,8 @@ def arithmetic_table(records: Records) -> str:
             for rates in CARDS.values():
                 weights_per_s = rates.bytes_per_s / WEIGHT_BYTES[bits]
                 found = [rates.issued_per_s / (count * weights_per_s) for count in (normed, plain)]
-                shares.append("all" if min(found) >= 1 else f"{found[0]:.0%} to {min(1.0, found[1]):.0%}")
+                low, high = (f"{min(1.0, share):.0%}" for share in found)
+                shares.append("all" if low == "100%" else f"{low} to {high}")
             rows.append([triton, bits, f"{plain:.1f} to {normed:.1f}", *shares])
     return table(["Triton", "bits", "instructions per weight", *(f"share on an {card}" for card in CARDS)], rows)
 
