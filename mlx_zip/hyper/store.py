@@ -130,16 +130,21 @@ class RowStore:
         return [one.rows for one in fresh]
 
     def settle_submitted(self) -> None:
-        """Keeps the rows that `submit` returned. Nothing has to wait if the id computed with them was read."""
-        self._keep(self._submitted)
+        """Keeps the rows that `submit` returned. Nothing has to wait if the id computed with them was read.
+
+        Rows that cannot be computed are forgotten, whatever is raised: no later call meets them again.
+        """
+        rows, self._submitted = self._submitted, []
+        self._keep(rows)
 
     def settle_unsubmitted(self) -> None:
         """Keeps the rows that `submit` has not returned, and evaluates them if nothing else has yet.
 
         The model calls this at the beginning of each call: without a loop of ours, the caller has read what the
-        previous call returned, and so its rows are there.
+        previous call returned, and so its rows are there. Raises as `settle_submitted` does.
         """
-        self._keep(self._fresh)
+        rows, self._fresh = self._fresh, []
+        self._keep(rows)
 
     def settle(self) -> None:
         """Keeps all rows encoded so far, and waits for those that are still being computed."""
@@ -147,7 +152,7 @@ class RowStore:
         self.settle_unsubmitted()
 
     def _keep(self, encoded: list[_Encoded]) -> None:
-        """Keeps rows in memory and, where they may be, in the folder, and empties the list."""
+        """Keeps rows in memory and, where they may be, in the folder."""
         for kind, names, rows in encoded:
             data = bytes(host_bytes(rows))  # `rows` is uint8 already, so this enqueues no operation
             self._memory.put(names, _split(data, kind.rows.row_bytes))
@@ -155,7 +160,6 @@ class RowStore:
                 keys = np.frombuffer(b"".join(name[_PREFIX:] for name in names), np.uint32)
                 array = np.frombuffer(data, np.uint8).reshape(len(names), kind.rows.row_bytes)
                 self._disk.add(kind.rows, keys.reshape(len(names), -1), array)
-        encoded.clear()
 
     def flush(self) -> None:
         """Keeps all rows encoded so far, and writes new rows to the folder."""

@@ -78,7 +78,7 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
     if any(isinstance(layer, _SINGLE) for layer in entries_of(kv)):
         raise ModelError("the cache to add to is one of a single request: merge it first")
     state, other = find_state(batch), find_state(cache)
-    with _all_or_nothing(batch):
+    with all_or_nothing(batch):
         if state is not None and other is not None:
             state.extend(other)
         for layer, added in zip(kv, more, strict=True):
@@ -98,7 +98,7 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
     read = next((kv_length(layer) for layer in entries_of(kv) if type(layer) is BatchKVCache), min(padding))
     if min(padding) > read:
         raise ModelError(f"the cache has {min(padding)} columns of left padding, and has not read them all yet")
-    with _all_or_nothing(batch):
+    with all_or_nothing(batch):
         if state is not None:
             state.filter(indices)
         for layer in kv:
@@ -118,7 +118,7 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
 
 
 @contextmanager
-def _all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
+def all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
     """If something raises inside, an interrupt for example, the cache is as before: all attributes get their values."""
     entries = list(entries_of(batch))
     before = [dict(vars(entry)) for entry in entries]

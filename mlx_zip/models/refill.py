@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.models.batching import all_or_nothing
 from mlx_zip.models.inputs import cut_offsets, kv_length
 from mlx_zip.models.positions import positions_of_log
 from mlx_zip.state import ZipState
@@ -42,6 +43,7 @@ class Refill:
         model, state = self._model, self._state
         embeddings = self._h
         if embeddings is None:
+            model.session.settle_unsubmitted()
             model.bind_tuned(state)
             model.fill_outputs(state)  # input rows may be the same ones
             self._log = state.log(model.config.pad_id)
@@ -56,18 +58,12 @@ class Refill:
     def finish(self) -> None:
         """Puts what was filled into the request's KV caches. All ids must have been read.
 
-        If something raises, an interrupt for example, the caches are as before.
+        If something raises, an interrupt for example, the KV caches are as before: layers must not differ in factors.
         """
-        entries = [*self._kv, self._state]
-        before = [dict(vars(entry)) for entry in entries]
-        try:
+        with all_or_nothing([*self._kv, self._state]):
             for cache, filled in zip(self._kv, self.filled, strict=True):
                 vars(cache).update(vars(filled))
             self._state.long_rope = self._long
-        except BaseException:
-            for entry, attributes in zip(entries, before, strict=True):
-                vars(entry).update(attributes)
-            raise
 
 
 def factors_for(model: Any, cache: Sequence[Any], ids: np.ndarray) -> tuple[dict[str, bool], Refill | None]:

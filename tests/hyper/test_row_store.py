@@ -328,3 +328,23 @@ def test_a_store_without_room_still_gives_rows():
         np.testing.assert_array_equal(np.array(store.rows(kind(), ids, lengths, encoder)), true_rows(ids, lengths))
         store.settle()
     assert (encoder.calls, store.nbytes) == ([5, 5], 0)
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_rows_that_cannot_be_computed_fail_once_and_are_encoded_anew(submitted, monkeypatch):
+    def broken(rows):
+        raise RuntimeError("no memory")
+
+    encoder, store = Encoder(), RowStore()
+    ids, lengths = entries(5)
+    store.rows(kind(), ids, lengths, encoder)
+    settle = store.settle_submitted if submitted and store.submit() else store.settle_unsubmitted
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_zip.hyper.store.host_bytes", broken)
+        with pytest.raises(RuntimeError):
+            settle()
+        settle()  # or each later call of any request would fail too
+    np.testing.assert_array_equal(np.array(store.rows(kind(), ids, lengths, encoder)), true_rows(ids, lengths))
+    store.settle()
+    store.rows(kind(), ids, lengths, encoder)
+    assert encoder.calls == [5, 5]
