@@ -53,7 +53,7 @@ def step(batches: tuple[int, ...] = (1, 4)) -> None:
     """Launches the kernels of a step in bfloat16."""
     for matrix, batch in product(matrices(), batches):
         products(batch, matrix)
-        heads(batch, matrix, ROWS - 3, top=20)
+        heads(batch, matrix, ROWS - 3)
         rows_of(batch, matrix)
     for name, dtype in (("phi-3.5-mini", HALF), ("llama-3.2-1b", HALF), ("llama-3.2-1b", FULL)):
         attention(1, 4096, dtype, *HEADS[name])
@@ -104,12 +104,11 @@ def heads(
     matrix: torch.Tensor | Packed,
     boundary: int,
     dtype: torch.dtype = HALF,
-    top: int = 0,
     logits: bool = False,
 ) -> None:
     """Launches the joint head."""
     rows, installed = zeros(batch, SLOTS, WIDTH, dtype=dtype), zeros(batch, SLOTS, dtype=torch.bool)
-    joint_head(zeros(batch, WIDTH, dtype=dtype), matrix, rows, installed, boundary, logits, top, impl="triton")
+    joint_head(zeros(batch, WIDTH, dtype=dtype), matrix, rows, installed, boundary, logits, impl="triton")
 
 
 def rows_of(batch: int, matrix: torch.Tensor | Packed, dtype: torch.dtype = HALF) -> None:

@@ -127,14 +127,6 @@ def test_a_packed_tables_rows_count_as_they_are_packed():
     assert found.sizes["encoder.reference_rows"] == 3 * 8 + 3 * row + 3 * F4 * 64
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_head_that_finds_the_highest_logits_launches_twice_more(impl):
-    x, base, rows, installed = torch.ones(1, 8), torch.ones(100, 8), torch.ones(1, 50, 8), torch.ones(1, 50) > 0
-    with counted() as found:
-        joint_head(x, base, rows, installed, 90, top=5, impl=impl)
-    assert found.count == 4
-
-
 @pytest.mark.parametrize("places", [32, 300])
 def test_attention_launches_as_often_as_its_triton_form_and_reads_what_a_sequence_has(places):
     q, lengths = torch.ones(2, 4, 16), torch.tensor([3, 20])

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Packed, as_parts
 from mlx_zip.cuda.kernels.products_triton import dense_sums, many_sums, packed_sums
-from mlx_zip.cuda.kernels.top_triton import launch as launch_top
 from mlx_zip.cuda.kernels.tuning import Sizes, Tuned, is_interpreted
 
 IDS = 16  # ids per program
@@ -37,18 +36,14 @@ def launch(
     installed: torch.Tensor,
     boundary: int,
     logits: bool,
-    top: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Returns what a `Head` holds; arguments as in `head.joint_head`, which has checked them.
-
-    For the highest logits, all are written to memory of the call's own: 4 bytes for each row of the matrix.
-    """
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns what a `Head` holds; arguments as in `head.joint_head`, which has checked them."""
     batch, (height, width), capacity = x.shape[0], base.shape, rows.shape[1]
     whole, low, high = height + capacity, triton.cdiv(boundary, IDS), triton.cdiv(capacity, IDS)
     blocks = low + high
     kind = {"device": x.device, "dtype": torch.float32}
     found = torch.empty((3, batch, blocks), **kind)  # maximum, sum of exponentials, best id (as its bits)
-    out = torch.empty((batch, whole), **kind) if logits or top else None
+    out = torch.empty((batch, whole), **kind) if logits else None
     best, lse = torch.empty((batch,), dtype=torch.int64, device=x.device), torch.empty((batch,), **kind)
     if batch:
         matrix, scales, biases, bits, group = as_parts(base)
@@ -63,8 +58,7 @@ def launch(
         )  # fmt: skip
         lanes = min(LANES, triton.next_power_of_2(blocks))
         _reduce[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=lanes)
-    values, ids = launch_top(out, boundary + capacity, top) if out is not None and top else (None, None)
-    return best, lse, out if logits else None, values, ids
+    return best, lse, out
 
 
 @triton.jit
