@@ -205,9 +205,11 @@ class Job:
         self.steps += 1
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
-        if self._entries is None and self.book is not None:
-            self._entries = following(self.book, self.submission.show)
-        late = () if self._entries is None else self._entries.installed(self.book)  # by the id before, if read late
+        late = ()
+        if self.book is not None:
+            if self._entries is None:
+                self._entries = following(self.book, self.submission.show)
+            late = self._entries.installed(self.book)  # by the id before, if it was delivered before it was read
         self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely, learned=late)
         if self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.of(chosen.id, len(expansion)))

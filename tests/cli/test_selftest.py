@@ -73,7 +73,7 @@ def test_the_report_says_first_that_a_check_failed():
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
 def test_a_rest_that_nobody_can_wait_for_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys, seconds):
     only(monkeypatch)
-    assert main(["selftest", "--out", str(tmp_path / "report.md"), "--rest", seconds]) == 1
+    assert main(["selftest", "--out", str(tmp_path / "report.md"), "--rest", seconds]) == 2
     assert f"--rest must be from 0 to 3600, got {seconds}" in capsys.readouterr().err
 
 
