@@ -116,7 +116,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
 
 
 def _window_folder() -> Path | None:
-    """Returns the folder of what the window keeps, such as drafts; None, with a note, if it cannot be used."""
+    """Returns the folder of what the window keeps, such as a draft; None, with a note, if it cannot be used."""
     folder = data_folder() / "window"
     problem = make_private(folder)
     if problem is not None:
