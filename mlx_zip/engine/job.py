@@ -212,7 +212,7 @@ class Job:
             late = self._entries.installed(self.book)  # by the id before, if it was delivered before it was read
         self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely, learned=late)
         if self.submission.show and isinstance(self._entries, Origins):
-            self._emitted = replace(self._emitted, origin=self._entries.of(chosen.id, len(expansion)))
+            self._emitted = replace(self._emitted, origin=self._entries.of(self.book, chosen.id, len(expansion)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
@@ -239,7 +239,10 @@ class Job:
             self._deaf = self.handle.cancelled = True
 
     def send_emitted(self) -> None:
-        """Delivers the id that was taken last, with the entries that it has installed since."""
+        """Delivers the id that was taken last, with the entries that ids have installed since the id before it.
+
+        Where LongRoPE's switch has the context read again, the id that came before is read after it was delivered.
+        """
         emitted, self._emitted = self._emitted, None
         if emitted is None:
             return

@@ -37,9 +37,14 @@ class Origins:
         for slot, at in zip(new.slots.tolist(), ends[new.at].tolist(), strict=True):
             self._at[slot] = at
         self._prompt = self._book.base_length
+        self._learned: list[Entry] = []  # installed since the last call of `installed`
 
-    def of(self, one: int, length: int) -> Origin | None:
-        """Returns where the entry of the next id was learned, None for a base id. length: base ids of that id."""
+    def of(self, book: Codebook, one: int, length: int) -> Origin | None:
+        """Returns where the entry of the next id was learned, None for a base id.
+
+        book: the request's codebook, which has not read that id. length: base ids of that id.
+        """
+        self._follow(book)
         slot = one - self._first_id
         if slot < 0:
             return None
@@ -48,15 +53,18 @@ class Origins:
         return _PACK if at == FROM_PACK else Origin("prompt" if at <= self._prompt else "answer", at)
 
     def installed(self, book: Codebook) -> tuple[Entry, ...]:
-        """Returns the entries that the last id has installed. book: the request's codebook, which may have read it."""
-        if book.mark() == self._book.mark():
-            return ()
-        new = self._book.push(book.last)
-        if not len(new):
-            return ()
-        slot = int(new.slots[0])
-        self._at[slot] = self._book.base_length
-        return (self._book.entry(slot),)
+        """Returns the entries that ids have installed since the last call. book: the request's codebook now."""
+        self._follow(book)
+        learned, self._learned = self._learned, []
+        return tuple(learned)
+
+    def _follow(self, book: Codebook) -> None:
+        """Reads the ids that the request's codebook has read since the last call; there may be none, or several."""
+        more = book.mark() - self._book.mark()
+        for one in [book.last] if more == 1 else book.ids[-more:].tolist() if more > 0 else ():
+            for slot in self._book.push(one).slots.tolist():
+                self._at[slot] = self._book.base_length
+                self._learned.append(self._book.entry(slot))
 
 
 def following(book: Codebook, origins: bool) -> NewEntries | Origins:

@@ -1,6 +1,9 @@
 """Which request does what next: prompts are read in chunks, in turn, between the steps of answers."""
 
+from dataclasses import replace
 from itertools import groupby
+
+import pytest
 
 from mlx_zip.engine import Failed, Finished, Started, Submission
 from mlx_zip.engine.job import Job
@@ -60,6 +63,20 @@ def test_between_two_steps_of_an_answer_no_more_than_one_chunk_of_prompts_is_rea
         read += facts[1] if what == "read" else 0
         assert read <= CHUNK
     assert sum(note[2] for note in work.served.notes if note[0] == "read") == 3 + 87 + 4 + 4 + 33
+
+
+@pytest.mark.parametrize("running", [1, 2])
+def test_a_prompt_is_read_in_large_chunks_only_while_nobody_else_waits(running):
+    work = Work(max_running=running)
+    work.served.options = replace(work.served.options, alone_step_size=4 * CHUNK)
+    first = work.add(1, 8 * CHUNK)
+    work.rounds(1)
+    work.add(2, 3 * CHUNK)
+    work.rounds(1)
+    first.handle.cancelled = True
+    work.rounds(1)
+    reads = [note[1:] for note in work.served.notes if note[0] == "read"]
+    assert reads[:2] == [(1, 4 * CHUNK), (1, CHUNK)]
 
 
 def test_every_answer_takes_one_step_in_every_round():

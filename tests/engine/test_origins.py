@@ -65,7 +65,7 @@ def test_origins_are_those_of_a_replay_by_the_plain_python_codec(params, seed, p
     book.rewind(prompt)
     found, origins = [], Origins(book)
     for one in ids[prompt:]:
-        origin = origins.of(one, len(book.expand(one)) if one < V + len(book) else length(book, one))
+        origin = origins.of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
         book.push(one)
         found.append((origin and tuple(origin), origins.installed(book)))
     assert found == replayed(params, ids, prompt)
@@ -76,6 +76,24 @@ def length(book, one):
     book = book.copy()
     book.push(one)
     return int(book.logged(book.mark() - 1)[1][0])
+
+
+@settings(max_examples=50)
+@given(PARAMS, st.integers(0, 10**6), st.lists(st.integers(0, 3), min_size=1, max_size=20))
+def test_ids_may_be_delivered_before_they_are_read(params, seed, read):
+    ids, book, learned = legal_ids(params, seed, 10 + sum(read)), Codebook(params), []
+    book.push(ids[:10])
+    origins, done = Origins(book), 10
+    for n in read:
+        for one in ids[done : done + n]:
+            book.push(one)
+        done += n
+        if done < len(ids):
+            one = ids[done]
+            origin = origins.of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
+            assert (origin and tuple(origin)) == replayed(params, ids, 10)[done - 10][0]
+        learned += origins.installed(book)
+    assert tuple(learned) == sum((entries for _, entries in replayed(params, ids, 10)), ())
 
 
 @given(st.integers(0, 10**6))
@@ -219,3 +237,18 @@ def test_a_plain_model_has_no_origins(kind):
         watch = ask(engine, tiny.base_ids(30), show=True)[1].wait()
         assert {one.origin for one in watch.emitted} == {None}
         assert watch.end.counts.hypertokens == 0
+
+
+@pytest.mark.parametrize("policy", ["freeze", "lru", "use-count"])
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_origins_are_right_after_longrope_has_the_context_read_again(mode, policy, logs):
+    changes = {"position_mode": mode, "compression": compression(policy)}
+    with tiny_engine("phi3", model=changes, run={"prefill_step_size": 7}) as engine:
+        for prompt in (tiny.base_ids(20), tiny.base_ids(26, 1)):
+            watch = ask(engine, prompt, show=True, max_tokens=160)[1].wait()
+            params, read = logs.pop()
+            expected = replayed(params, [*read, *watch.ids], len(read))
+            assert [one.origin and tuple(one.origin) for one in watch.emitted] == [origin for origin, _ in expected]
+            told = [entry for one in watch.emitted for entry in one.learned]
+            made = [entry for _, entries in expected for entry in entries]
+            assert told in (made, made[: len(made) - len(expected[-1][1])])  # the last id may never be read

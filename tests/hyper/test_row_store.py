@@ -348,3 +348,15 @@ def test_rows_that_cannot_be_computed_fail_once_and_are_encoded_anew(submitted, 
     store.settle()
     store.rows(kind(), ids, lengths, encoder)
     assert encoder.calls == [5, 5]
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_a_store_keeps_the_rows_of_all_submissions_and_those_never_submitted(end, tmp_path):
+    encoder, store, (ids, lengths) = Encoder(), RowStore(tmp_path), entries(9)
+    for at in range(0, 9, 3):
+        store.rows(kind(), ids[at : at + 3], lengths[at : at + 3], encoder)
+        if at < 6:
+            assert len(store.submit()) == 1
+    getattr(store, end)()
+    RowStore(tmp_path).rows(kind(), ids, lengths, encoder)
+    assert encoder.calls == [3, 3, 3]

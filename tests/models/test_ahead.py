@@ -16,6 +16,7 @@ from mlx_zip.hyper import HeadTable, RowStore, RowTable, TurningTable
 from mlx_zip.models import Model, ModelArgs
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.launches import added_launches, gpu_forms
+from mlx_zip.state import ZipState
 from support import tiny
 
 WARM, PER_SIDE, BASE_TOKEN_END, CANONICAL = 10, 30, 3, 6  # launches that a step may add to mlx-lm's
@@ -174,6 +175,31 @@ def test_a_hypertoken_that_is_installed_by_being_read_runs_the_body_again():
         )
     assert cache[-1].second_bodies == 1
     assert plain[-1].second_bodies == 0
+
+
+def test_input_rows_that_run_encodes_go_into_a_table_of_two_copies():
+    model = tiny.tiny_model()
+    cache, y = read(model)
+    assert not isinstance(cache[-1].inputs, TurningTable)
+    assert len(cache[-1].missing_installed_inputs()) >= INPUTS_TOGETHER
+    Ahead(model, cache).run(y)
+    assert isinstance(cache[-1].inputs, TurningTable)
+    assert not len(cache[-1].missing_installed_inputs())
+
+
+def test_a_batch_that_was_saved_and_loaded_goes_on_ahead():
+    model, logits = tiny.tiny_model(), []
+    ids = np.array([tiny.base_ids(20, seed) for seed in (1, 2)], np.int32)
+    for ahead in (False, True):
+        cache = model.make_cache(left_padding=[0, 0])
+        model(mx.array(ids), cache=cache)
+        cache = [*cache[:-1], ZipState.from_state(cache[-1].state)]  # without rows and without places
+        y = mx.array([model.layout.hyper_id(len(book) - 1) for book in cache[-1].books])
+        if ahead:
+            logits.append(Ahead(model, cache).follow(Ahead(model, cache).run(y), y))
+        else:
+            logits.append(model(y[:, None], cache=cache))
+    np.testing.assert_allclose(*map(np.array, logits), atol=1e-4)
 
 
 # ---- tables

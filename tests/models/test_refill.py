@@ -1,5 +1,7 @@
 """LongRoPE's switch in chunks: what the chunks fill equals what one call with all ids fills."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from mlx_zip.hyper import RowStore
 from mlx_zip.models import Model
 from mlx_zip.models.inputs import kv_length
 from mlx_zip.models.refill import Refill
+from mlx_zip.state import ZipState
+from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import tiny
 
 BORDER, CHUNK = 30, 7
@@ -167,6 +171,35 @@ def test_rows_of_refills_that_are_given_up_do_not_pile_up():
         Refill(model, cache[:-1], cache[-1], True).read(CHUNK)
     assert len(model.session.store._fresh) <= 2  # of the last one, on both sides
     assert model.session.store.submit()
+
+
+def loaded(cache):
+    """The cache as it is after it was saved and loaded: without any rows."""
+    return [*cache[:-1], ZipState.from_state(cache[-1].state)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_loaded_cache_is_read_again_with_the_rows_that_it_had(tied):
+    """Tuned rows, and where input rows are output rows, rows that no call has encoded since."""
+    config = tiny.tiny_config("phi3", tie_encoders=tied) | {"tie_word_embeddings": tied}
+    model = tiny.random_model(config, 0, 0.3).eval()
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": BORDER})
+    assert model.sides_are_one == tied
+    if not tied:
+        rows = np.random.default_rng(0).normal(0, 0.3, (2, 2, 32)).astype(np.float32)
+        start = ((5, 6), (7, 8, 9))
+        found = TunedStart(start, TunedRows(rows[0], rows[1], model.fingerprint))
+        model.session.config, model.session.pack = replace(model.config, start=start), found
+    ids, cache = ids_of(model), model.make_cache()
+    short = below(model, ids)
+    if not tied:
+        ids[:2] = tiny.VOCAB, tiny.VOCAB + 1
+        ids[2:] = np.arange(len(ids) - 2) % 30 + 4
+    model(mx.array(ids[None, :short]), cache=cache)
+    cache = loaded(cache)
+    read_again(model, cache, ids[None, short : short + 1], CHUNK)
+    got = last(model, ids[short : short + 1], cache)
+    np.testing.assert_allclose(got, last(model, ids[: short + 1], model.make_cache()), atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", MODES)
