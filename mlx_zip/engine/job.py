@@ -205,12 +205,9 @@ class Job:
         self.steps += 1
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
-        late = ()
-        if self.book is not None:
-            if self._entries is None:
-                self._entries = following(self.book, self.submission.show)
-            late = self._entries.installed(self.book)  # by the id before, if it was delivered before it was read
-        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely, learned=late)
+        if self._entries is None and self.book is not None:
+            self._entries = following(self.book, self.submission.show)
+        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely)
         if self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.of(self.book, chosen.id, len(expansion)))
 
@@ -247,7 +244,7 @@ class Job:
         if emitted is None:
             return
         learned = () if self._entries is None else self._entries.installed(self.book)
-        self.send(replace(emitted, learned=(*emitted.learned, *learned)) if learned else emitted)
+        self.send(replace(emitted, learned=learned) if learned else emitted)
         if self.submission.show and (now := time.perf_counter()) - self._counted_s >= COUNT_S:
             self._counted_s = now
             self.send(Counted(self.counts()))
