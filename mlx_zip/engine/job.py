@@ -208,7 +208,7 @@ class Job:
         if self._entries is None and self.book is not None:
             self._entries = following(self.book, self.submission.show)
         self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely)
-        if self.submission.show and isinstance(self._entries, Origins):
+        if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.of(self.book, chosen.id, len(expansion)))
 
     def needs_long(self, token: int) -> bool:
