@@ -10,7 +10,6 @@ pytest.importorskip("torch", reason="bench checkpoint needs torch")
 
 from safetensors.torch import load_file
 
-from mlx_zip.bench import cuda_engines
 from mlx_zip.bench.records import read_lines
 from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.errors import MlxZipError
@@ -45,7 +44,6 @@ def test_the_published_package_and_transformers_are_timed_beside_our_engines(fol
     for library in ("triton", "peft", "zip2zip"):
         pytest.importorskip(library, reason=f"the engine zip2zip needs {library}")
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
     try:
         flags = ["--engines", "torch-zip", "hf", "zip2zip", "--published", folder, "--parts", "others"]
         assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, *flags) == 0

@@ -349,7 +349,6 @@ def test_the_command_prints_the_folder_and_its_warnings_on_stderr(
     assert capsys.readouterr().err == f"error: {out} already exists; delete it or choose another --out\n"
 
 
-def test_the_old_name_of_out_still_works() -> None:
+def test_without_out_the_folder_has_the_published_packages_name() -> None:
     parser = cli.command_parser("export", "x")
-    assert parser.parse_args(["--model", "m", "--save-path", "there"]).out == "there"
     assert parser.parse_args(["--model", "m"]).out == "zip2zip_model"

@@ -278,11 +278,6 @@ def test_the_library_gives_the_record_that_the_command_writes(run, zipped, text)
     assert ours["models"][0]["text"]["bits_per_byte"] == record["models"][0]["text"]["bits_per_byte"]
 
 
-def test_the_old_name_of_out_still_works(run, zipped, text, tmp_path):
-    assert run("--model", zipped, "--data", text, "--json", tmp_path / "old.json")[0] == 0
-    assert json.loads((tmp_path / "old.json").read_text())["version"] == report.VERSION
-
-
 def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
     tokenizer = load(zipped)[1]
     entry = tokenizer.encode("cat", add_special_tokens=False)[:2]

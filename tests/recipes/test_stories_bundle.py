@@ -191,7 +191,7 @@ def test_its_pack_is_not_in_the_way_of_others_nor_of_data_without(tmp_path):
     model = ["--model", "stories", "--data", str(text)]
     learn = ["vocab", "pack", "learn", *model, "--merge-size", "3", "--codebook-size", "64", "--size", "8"]
     assert cli.main([*learn, "--out", str(tmp_path / "a.npz")]) == 0
-    prepare = ["prepare", *model, "--workers", "1", "--no-start"]
+    prepare = ["prepare", *model, "--workers", "1", "--empty-start"]
     assert cli.main([*prepare, "--out", str(tmp_path / "data")]) == 0
     assert json.loads((tmp_path / "data/index.json").read_text())["codec"].get("start") is None
     assert cli.main([*prepare, "--pack", str(tmp_path / "a.npz"), "--out", str(tmp_path / "other")]) == 2

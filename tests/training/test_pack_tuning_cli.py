@@ -100,7 +100,7 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
             "<end>",
             "--pack",
             file,
-            "--json",
+            "--out",
             "e.json",
         )
         assert status == 0, err
@@ -152,7 +152,7 @@ def test_a_plain_model_runs_with_a_pack_tuned_for_it(run, mode):
         "text.txt",
         "--pack",
         "tuned.npz",
-        "--json",
+        "--out",
         "e.json",
     )
     assert status == 0, err

@@ -120,27 +120,8 @@ def test_another_suffix_is_told_before_anything_is_read(run, method):
     assert "is a .npz file" in err
 
 
-@pytest.mark.parametrize(("method", "name", "other"), [("multitok", "train", "learn"), ("hbpe", "learn", "train")])
-def test_an_action_with_two_names_is_one(run, folder, method, name, other):
-    words, _ = LEARNED[method]
-    out = folder / words[words.index("--out") + 1]
-    written = []
-    for action in (name, other):
-        assert run(method, action, *words[1:])[0] == 0
-        written.append(out.read_bytes())
-    assert written[0] == written[1]
-
-
-def test_stats_can_be_called_show(run):
-    run("multitok", *LEARNED["multitok"][0])
-    status, out, err = run("multitok", "show", "a.mtok")
-    assert (status, err) == (0, "")
-    assert out == run("multitok", "stats", "a.mtok")[1] != ""
-
-
 def test_older_names_of_flags_give_the_same(run):
     pairs = [
-        (("hbpe", "train", *LEARNED["hbpe"][0][1:]), ("hbpe", *LEARNED["hbpe"][0])),
         (("adapt", "learn", "--text", "some.txt", *ADAPT), ("adapt", "learn", "--data", "some.txt", *ADAPT)),
         (
             ("adapt", "show", "b.json", "--base", "mini", "--text", "some.txt"),
