@@ -1,6 +1,6 @@
 """Times each kernel of mlx_zip's engine on PyTorch alone, at the sizes of a shape: the roofline's rows.
 
-Beside them stand controls: PyTorch's own products of the same sizes, a copy, and a sum.
+Controls are timed too: PyTorch's own products of the same sizes, a copy, and a sum.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def products(
     cache: int,
     random: Callable[..., torch.Tensor],
 ) -> Iterator[Case]:
-    """Yields the products with matrices of so many bits, None for dense ones, each with its controls behind it."""
+    """Yields the products with matrices of `bits` bits, None for dense ones; the controls of each product follow it."""
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     folder, numbers = random_folder(dict(config), device, dtype, bits, GROUP_SIZE), count()
     x, wide, rows, norm = random(1, width), random(1, inner), random(1, slots, width), (random(width), 1e-5)

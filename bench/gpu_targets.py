@@ -1,8 +1,8 @@
 """The targets of the PyTorch engine, and which of them a run's records meet.
 
 A target's cases are what it must hold for, such as shapes and texts; the worst one counts. A target is not met as long
-as one of its cases is missing. Shares of the bandwidth have a target for each card: the faster the memory, the more the
-time weighs that a step loses beside reading.
+as one of its cases is missing. Shares of the bandwidth have a target for each card: on a card with faster memory, the
+time that a step spends on anything but reading is a larger share of the step.
 """
 
 from __future__ import annotations

@@ -148,4 +148,4 @@ def add_pack(add: Any, purpose: str = PACK) -> None:
 
     add: a parser's or group's `add_argument`. purpose: the help text.
     """
-    add("--pack", help=purpose, dest="pack", metavar="FILE", action="append")
+    add("--pack", help=purpose, metavar="FILE", action="append")

@@ -44,16 +44,17 @@ def decode_steps(
 
     max_steps: -1 for no limit. processors: logits processors; the ids that they get include hypertokens. after_call:
     called with the cache after every model call, for example to quantize KV caches. progress: called with the number of
-    prompt ids read so far and of all; also with ids of the context, when it is read again because LongRoPE's factors
-    change. ahead: whether a step's body runs before the host has read the step's id; None
-    means on a GPU only. (The CPU backend keeps ten operations in flight at most, so there is nothing to gain.)
+    prompt ids read so far and of all, and with ids of the context when that is read again for LongRoPE's other factors.
+    ahead: whether a step's body runs before the host has read the step's id; None means on a GPU only. (The CPU backend
+    keeps ten operations in flight at most, so there is nothing to gain.)
 
     When an id is yielded, the cache holds the prompt and every emitted id, that one included, because the next step has
     begun. Raises what the model raises; the cache is then as before the model call that failed.
     """
     ahead = on_gpu() if ahead is None else ahead
-    steps = _Steps(model, cache, sampler, processors, after_call, ahead)
-    y, logprobs = steps.prefill(prompt, prefill_step_size, progress)
+    report = progress or (lambda done, total: None)
+    steps = _Steps(model, cache, sampler, processors, after_call, ahead, prefill_step_size, report)
+    y, logprobs = steps.prefill(prompt)
     n = 0
     with nullcontext() if ahead else submitting(cache[-1]):
         while n != max_steps:
@@ -92,6 +93,8 @@ def read_again(
 class _Steps:
     """What the steps of one request share. tokens: all ids so far; emitted ids are added only if there are processors.
 
+    chunk: ids of the prompt per call. report: as `progress` of `decode_steps`.
+
     In the methods, y [1] is the id to be read next, perhaps not yet read by the host, and logprobs [1, W] or [W] are
     the log-probabilities that it was chosen from.
     """
@@ -104,24 +107,20 @@ class _Steps:
         processors: Sequence[LogitsProcessor],
         after_call: Callable[[list[Any]], None],
         ahead: bool,
+        chunk: int,
+        report: Callable[[int, int], None],
     ) -> None:
         self.model, self.cache, self.after_call = model, cache, after_call
         self.ahead = Ahead(model, cache) if ahead else None
         self.sampler, self.processors = sampler, processors
         self.tokens = mx.zeros(0, mx.int32)
-        self._chunk, self._report = 1, lambda done, total: None
+        self.chunk, self.report = chunk, report
 
-    def prefill(
-        self, prompt: np.ndarray, chunk: int, progress: Callable[[int, int], None] | None
-    ) -> tuple[mx.array, mx.array]:
-        """Reads a prompt, `chunk` ids per call and the last id alone; returns the first emitted id y and its logprobs.
-
-        progress: as in `decode_steps`.
-        """
+    def prefill(self, prompt: np.ndarray) -> tuple[mx.array, mx.array]:
+        """Reads a prompt, the last id alone, and returns the first emitted id y and its logprobs."""
         ids = mx.array(prompt.astype(np.int32))
         last = len(prompt) - 1
-        report = progress or (lambda done, total: None)
-        self._chunk, self._report = chunk, report
+        chunk, report = self.chunk, self.report
         with mx.stream(generation_stream):
             factors = read_again(self.model, self.cache, prompt[None], chunk, report)
             report(0, len(prompt))
@@ -162,7 +161,7 @@ class _Steps:
         h = None if self.ahead is None else self.ahead.run(y)
         if self.ahead is None or h is None:
             if self.model.traits.long_context is not None:
-                read_again(self.model, self.cache, np.array([[y.item()]]), self._chunk, self._report)
+                read_again(self.model, self.cache, np.array([[y.item()]]), self.chunk, self.report)
             return self.model(y[:, None], cache=self.cache)
         mx.async_eval(h)
         return self.ahead.follow(h, y)

@@ -102,27 +102,21 @@ class BatchLoop:
 
     def _prefill(self) -> mx.array:
         """Reads the prompts, and returns the logits [B, W] after their last ids."""
-        if not self.cache:
-            return self._prefill_alone()
-        last = self.ids.shape[1] - 1
-        factors = self._factors(self.ids)
-        for begin in range(0, last, self.chunk):
-            self.model(mx.array(self.ids[:, begin : min(begin + self.chunk, last)]), cache=self.cache, **factors)
-            mx.eval([entry.state for entry in self.cache])
-        return self.model(mx.array(self.ids[:, last:]), cache=self.cache)[:, -1]
-
-    def _prefill_alone(self) -> mx.array:
-        """Does what `_prefill` does, one prompt after the other, and merges their caches."""
-        caches, logits = [], []
-        for prompt in self._read:
-            cache, ids = make_prompt_cache(self.model), mx.array(prompt)[None]
-            for begin in range(0, len(prompt) - 1, self.chunk):
-                self.model(ids[:, begin : min(begin + self.chunk, len(prompt) - 1)], cache=cache)
-                mx.eval([entry.state for entry in cache])
-            logits.append(self.model(ids[:, -1:], cache=cache)[:, -1])
-            caches.append(cache)
+        if self.cache:
+            return self._logits_after(self.ids, self.cache, **self._factors(self.ids))
+        caches = [make_prompt_cache(self.model) for _ in self._read]
+        alone = zip(self._read, caches, strict=True)
+        logits = [self._logits_after(np.array([prompt], np.int32), cache) for prompt, cache in alone]
         self.cache = merge_caches(self.model, caches)
         return mx.concatenate(logits)
+
+    def _logits_after(self, ids: np.ndarray, cache: list[Any], **factors: bool) -> mx.array:
+        """Reads ids [B, L], the last column alone, and returns the logits [B, W] after it. factors: see `_factors`."""
+        last = ids.shape[1] - 1
+        for begin in range(0, last, self.chunk):
+            self.model(mx.array(ids[:, begin : min(begin + self.chunk, last)]), cache=cache, **factors)
+            mx.eval([entry.state for entry in cache])
+        return self.model(mx.array(ids[:, last:]), cache=cache)[:, -1]
 
     def _factors(self, ids: np.ndarray) -> dict[str, bool]:
         """Returns further arguments of the calls that read ids [B, L] next; see `read_again`."""

@@ -23,7 +23,8 @@ HERE = Path(__file__).resolve().parent
 REPO, WHEELS = HERE.parents[1], HERE / "wheels"
 SYSTEMS = ("14.0", "26.0")  # oldest macOS that an app can be built for: each has wheels of MLX of its own
 LOCAL = ("proxy_tools==0.1.0",)  # what pywebview needs and what the registry has as source only; plain Python
-# pip decides by the machine that it runs on which requirements are a Mac's; so on other machines it is told otherwise
+# A program that runs pip with the environment markers of a Mac; argv[1] is the version of the Mac's Python. pip takes
+# markers from the machine that it runs on, so on Linux it would leave out what only a Mac needs.
 _PIP_OF_A_MAC = """
 import sys
 from pip._internal.cli.main import main
@@ -62,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 def newest(system: str) -> str:
     """Returns the newest of `SYSTEMS` that a machine with this version of macOS has. Raises `SystemExit`.
 
-    A Python that was built before macOS 26 is told 16 for it (python/cpython#135675); no macOS is called 16.
+    A Python that was built for an older macOS is given 16 as the version of macOS 26 (python/cpython#135675), so 16
+    counts as 26.
     """
     found = _version(system)
     usable = [one for one in SYSTEMS if _version(one) <= ((26, *found[1:]) if found[0] == 16 else found)]
@@ -154,7 +156,7 @@ def _platform_tag(macos: str) -> str:
 
 
 def requirements() -> list[str]:
-    """Returns what Briefcase is told to install."""
+    """Returns the requirements of the app in Briefcase's settings."""
     settings = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))
     return settings["tool"]["briefcase"]["app"]["mlx_zip_app"]["macOS"]["requires"]
 

@@ -61,7 +61,9 @@ class Origins:
     def _follow(self, book: Codebook) -> None:
         """Reads the ids that the request's codebook has read since the last call; there may be none, or several."""
         more = book.mark() - self._book.mark()
-        for one in [book.last] if more == 1 else book.ids[-more:].tolist() if more > 0 else ():
+        if more < 1:
+            return
+        for one in [book.last] if more == 1 else book.ids[-more:].tolist():
             for slot in self._book.push(one).slots.tolist():
                 self._at[slot] = self._book.base_length
                 self._learned.append(self._book.entry(slot))

@@ -329,7 +329,7 @@ def test_an_evaluation_says_whether_other_ids_had_probability(tmp_path, capsys):
     folder = tiny_text.converted("llama_transformer_tied_lora")
     (tmp_path / "text.txt").write_text("The cat sat on the mat. The cat sat on the mat.")
     file = tmp_path / "record.json"
-    flags = ["--model", str(folder), "--data", str(tmp_path / "text.txt"), "--json", str(file)]
+    flags = ["--model", str(folder), "--data", str(tmp_path / "text.txt"), "--out", str(file)]
     bits = {}
     for flag in ("--canonical", "--no-canonical"):
         assert cli.main(["evaluate", *flags, flag]) == 0
