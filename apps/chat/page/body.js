@@ -69,12 +69,6 @@ export class Body {
     else this.#redraw();
   }
 
-  /** Draws the last block once more, as a whole, when no more text comes. */
-  finish() {
-    if (this.#open.length) this.#redraw();
-    this.#prose = null;
-  }
-
   #clear() {
     this.element.classList.remove("plain");
     this.element.replaceChildren();
@@ -124,16 +118,17 @@ export class Body {
     if (!open) colour(nodes);
     this.#tint(nodes, block.raw, offset);
     const wanted = missing(nodes);
-    if (wanted) wanted.then(() => this.#again(nodes, block, offset));
+    if (wanted) wanted.then(() => this.#again(nodes, block, offset, open));
     return nodes;
   }
 
-  /** Draws a block again whose libraries have come, unless its nodes are gone by now. */
-  #again(nodes, block, offset) {
-    if (!nodes[0]?.isConnected || this.#open === nodes) return;
-    const fresh = this.#draw(block, offset);
+  /** Draws a block again whose libraries have come, unless its nodes are gone by now. They may not be on the page yet. */
+  #again(nodes, block, offset, open) {
+    if (!nodes[0]?.parentNode) return;
+    const fresh = this.#draw(block, offset, open);
     nodes[0].before(...fresh);
     for (const node of nodes) node.remove();
+    if (this.#open === nodes) this.#open = fresh;
   }
 
   #tint(nodes, source, offset) {

@@ -91,6 +91,32 @@ def test_a_table_keeps_its_alignment_and_a_list_its_first_number(answered):
     assert found == ["right", 5, None]
 
 
+# Draws a text whose library comes while only its first block is drawn: each frame has time for one block, and the next
+# frame begins when the library is there.
+SLOWLY = """async (text) => {
+  const { Body } = await import('/app/page/body.js');
+  const now = performance.now.bind(performance);
+  const frame = requestAnimationFrame;
+  let past = 0;
+  performance.now = () => now() + (past += 5);
+  window.requestAnimationFrame = async (next) => {
+    while (!globalThis.katex) await new Promise((done) => setTimeout(done, 10));
+    frame(() => setTimeout(next, 20));
+  };
+  const element = document.createElement('div');
+  element.id = 'slow';
+  document.body.append(element);
+  new Body(element).set(text, null);
+}"""
+
+
+@pytest.mark.parametrize("text", ["$x^2$", "$x^2$\n\nsecond\n\nthird"])
+def test_formulas_are_set_in_a_text_that_stands_whenever_their_library_comes(evil, open_tab, text):
+    tab = open_tab(evil)
+    tab.page.evaluate(SLOWLY, text)
+    tab.page.wait_for_selector("#slow .math > *")
+
+
 def test_lines_from_right_to_left_run_from_right_to_left(answered):
     found = answered.page.evaluate(
         """text => {
