@@ -12,6 +12,16 @@ LINE = """() => {
   const rows = new Set(shown.map((one) => Math.round(one.getBoundingClientRect().top)));
   return [rows.size, shown.length, line.scrollWidth <= line.clientWidth];
 }"""
+# Puts figures into the line that are as wide as they get.
+WIDEST = """() => {
+  const widest = {speed: ['1,234'], 'per-step': ['2.99'], saved: ['12,345'], codebook: ['2,048', '/ 2,048'],
+    memory: ['99.9 MB'], ceiling: ['100%']};
+  for (const [name, texts] of Object.entries(widest)) {
+    const figure = document.querySelector(`[data-testid=live-${name}]`);
+    figure.hidden = false;
+    texts.forEach((text, i) => { figure.querySelectorAll('b')[i].textContent = text; });
+  }
+}"""
 THEMES = ["light", "dark"]
 PANELS = ["conversation", "vocabulary-open", "settings-open", "race-open", "shortcuts", "conversation-menu", "edit"]
 
@@ -94,6 +104,16 @@ def test_the_line_of_figures_keeps_to_one_line_or_to_two_on_a_narrow_screen(told
     shown = lines[1600][1]
     assert shown >= 5
     assert lines == {width: [1 if width > 800 and width != 1110 else 2, shown, True] for width in lines}
+
+
+def test_the_line_has_room_for_the_widest_figures(told):
+    told.page.evaluate(WIDEST)
+    lines = {}
+    for width in (1600, 1180, 1000, 920, 840, 800, 520, 420, 390, 375, 360, 320):
+        told.page.set_viewport_size({"width": width, "height": 800})
+        lines[width] = told.page.evaluate(LINE)
+    told.page.set_viewport_size({"width": 1280, "height": 800})
+    assert lines == {width: [lines[width][0], 6, True] for width in lines}
 
 
 def opened(tab: Tab, panel: str) -> None:
