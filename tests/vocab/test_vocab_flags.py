@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mlx_zip import bundled
-from mlx_zip.cli.vocabulary import METHODS, method_parser
+from mlx_zip.cli.vocab import METHODS, method_parser
 from mlx_zip.vocab.adaptbpe.adapted import read_adapted
 from mlx_zip.vocab.hbpe_table import PatchTable
 from mlx_zip.vocab.multitok import Dictionary, Tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import TOKENIZER, add_json, printable, writable
-from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
+from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import DataError
 from mlx_zip.progress import counted
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, writable
-from mlx_zip.cli.multitok_export import export, export_flags
-from mlx_zip.cli.multitok_texts import (
+from mlx_zip.cli.vocab.multitok_export import export, export_flags
+from mlx_zip.cli.vocab.multitok_texts import (
     DICTIONARY,
     TRAINED,
     add_text_flags,
@@ -21,8 +21,8 @@ from mlx_zip.cli.multitok_texts import (
     texts_of,
     tokenizer_for,
 )
-from mlx_zip.cli.multitok_training import draw_uses, train, train_flags
-from mlx_zip.cli.vocab_plots import add_plot, plot_file
+from mlx_zip.cli.vocab.multitok_training import draw_uses, train, train_flags
+from mlx_zip.cli.vocab.plots import add_plot, plot_file
 
 EXAMPLES = """\
 examples:

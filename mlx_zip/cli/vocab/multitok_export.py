@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import TOKENIZER, add_json, writable
-from mlx_zip.cli.multitok_texts import DICTIONARY, tokenizer_for
+from mlx_zip.cli.vocab.multitok_texts import DICTIONARY, tokenizer_for
 from mlx_zip.errors import DataError
 
 SIZE, MERGE_SIZE = 1024, 3  # defaults: entries of a pack, base ids of an entry

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli import vocabulary_adapt_flags as flags
 from mlx_zip.cli.actions import add_actions, first_stage, printable, writable
-from mlx_zip.cli.vocab_plots import draw_bars, plot_file
+from mlx_zip.cli.vocab import adapt_flags as flags
+from mlx_zip.cli.vocab.plots import draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.progress import ProgressBar
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes
 from mlx_zip.cli.actions import DATA, TOKENIZER, add_json
-from mlx_zip.cli.vocab_plots import add_plot
+from mlx_zip.cli.vocab.plots import add_plot
 
 ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
 # settings of --method adapt: defaults

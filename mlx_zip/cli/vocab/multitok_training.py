@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.actions import add_json, writable
-from mlx_zip.cli.multitok_texts import (
+from mlx_zip.cli.vocab.multitok_texts import (
     TRAINED,
     Texts,
     add_text_flags,
@@ -18,7 +18,7 @@ from mlx_zip.cli.multitok_texts import (
     texts_of,
     tokens_of,
 )
-from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
+from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import CodecError, DataError, GenerationError
 
 _SETTINGS = ("window", "first_id", "limit", "unk_id")

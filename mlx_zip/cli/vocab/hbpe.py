@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import hbpe_models
 from mlx_zip.cli.actions import TOKENIZER, Action, add_actions, add_json, first_stage, writable
-from mlx_zip.cli.vocab_plots import add_plot, draw_bars, plot_file
+from mlx_zip.cli.vocab import hbpe_models
+from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError
 
 EXAMPLES = """\

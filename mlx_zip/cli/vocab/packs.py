@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import pack_files, pack_tuning
 from mlx_zip.cli.actions import add_actions, add_json, writable
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
-from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
+from mlx_zip.cli.vocab import pack_files, pack_tuning
+from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import DataError
 from mlx_zip.progress import ProgressBar, counted
 

@@ -8,10 +8,13 @@ from importlib import import_module
 from mlx_zip.arguments import Parser
 
 METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), purpose for --help)
-    "pack": ("mlx_zip.cli.vocab_packs", "learn and manage packs, the entries that a codebook begins with"),
-    "multitok": ("mlx_zip.cli.multitok", "learn phrases that texts repeat, and write each as one id (MultiTok)"),
-    "adapt": ("mlx_zip.cli.vocabulary_adapt", "shorten a tokenizer's merge list and adapt it to texts (AdaptBPE)"),
-    "hbpe": ("mlx_zip.cli.hbpe", "split the tokens of any tokenizer into short patches of symbols (hierarchical BPE)"),
+    "pack": ("mlx_zip.cli.vocab.packs", "learn and manage packs, the entries that a codebook begins with"),
+    "multitok": ("mlx_zip.cli.vocab.multitok", "learn phrases that texts repeat, and write each as one id (MultiTok)"),
+    "adapt": ("mlx_zip.cli.vocab.adapt", "shorten a tokenizer's merge list and adapt it to texts (AdaptBPE)"),
+    "hbpe": (
+        "mlx_zip.cli.vocab.hbpe",
+        "split the tokens of any tokenizer into short patches of symbols (hierarchical BPE)",
+    ),
 }
 
 
