@@ -11,13 +11,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import add_limit_bytes
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli.actions import add_actions, first_stage, printable, writable
-from mlx_zip.cli.vocab import adapt_flags as flags
-from mlx_zip.cli.vocab.plots import draw_bars, plot_file
+from mlx_zip.cli.actions import DATA, TOKENIZER, add_actions, add_json, first_stage, printable, writable
+from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.progress import ProgressBar
 
+_ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
+_SWAPS = {"margin": 0, "max_swaps": None, "tie": "high", "counting": "overlapping"}  # defaults of --method adapt
 _EXAMPLE = """examples:
   mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
   mlx_zip vocab adapt show adapted.json --tokenizer model-folder --data held-out.txt
@@ -35,6 +37,99 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs one action and returns the exit status 0. Raises `MlxZipError` before anything is written."""
     return args.do(args)
+
+
+def _learn_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `learn`."""
+    add = parser.add_argument
+    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
+    add(
+        "--data",
+        "--text",
+        dest="data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=f"texts to adapt the tokenizer to: {DATA}",
+    )
+    add(
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts to measure the adapted tokenizer on; nothing is learned from them",
+    )
+    add(
+        "--merges",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of merges in the adapted tokenizer, besides the 256 bytes and the added tokens",
+    )
+    add("--out", required=True, metavar="FILE", help="file to write the adapted tokenizer to (JSON)")
+    add(
+        "--method",
+        choices=("adapt", "first-k", "top-k"),
+        default="adapt",
+        help="which N merges are kept. adapt: the first N, of which rare ones are swapped for ones that save more "
+        "tokens; first-k: the first N; top-k: the N used most in the texts (default: adapt)",
+    )
+    add(
+        "--rule",
+        choices=("replay", "final"),
+        help="how new texts are encoded. replay: the swaps are repeated in order; final: all merges are applied, then "
+        "tokens that are not kept are split (default: replay; final for top-k)",
+    )
+    add(
+        "--margin",
+        type=int,
+        metavar="N",
+        help="with --method adapt: swap only if more than N tokens are saved (default: 0)",
+    )
+    add(
+        "--max-swaps",
+        type=int,
+        metavar="N",
+        help="with --method adapt: maximum number of swaps (default: as many as save tokens)",
+    )
+    add(
+        "--tie",
+        choices=("high", "low"),
+        help="with --method adapt: which of equally rare merges is swapped out first, the one of high or of low rank "
+        "(default: high)",
+    )
+    add(
+        "--counting",
+        choices=("overlapping", "firing"),
+        help="with --method adapt: how the pair that a merge joins is counted. overlapping: at every position; firing: "
+        "only where it would be joined (default: overlapping)",
+    )
+    add(
+        "--pieces",
+        choices=("gpt2", "cl100k", "digits", "whole"),
+        help="how text is split before merging, for a tokenizer file that does not say so (default: gpt2 for merge "
+        "lists; by its name for a .tiktoken file)",
+    )
+    add(
+        "--tokenizer-json",
+        metavar="FILE",
+        help="also write the adapted tokenizer to FILE as a tokenizer.json; an error if a merge was swapped out",
+    )
+    _common(add, "--data, and at most N of --held-out")
+
+
+def _common(add: Any, texts: str) -> None:
+    """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="KEY=NAME",
+        help="column of .jsonl records that holds the text, as text=NAME (default: text)",
+    )
+    add_limit_bytes(add, texts)
+    add_plot(add, "bytes per token of the adapted and the base tokenizer")
+    add_json(add)
 
 
 def _learn(args: argparse.Namespace) -> int:
@@ -93,12 +188,35 @@ def _plot(path: Path | None, record: dict[str, Any]) -> None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
-    chosen = {name: value for name in (*flags.SWAPS, "rule") if (value := getattr(args, name)) is not None}
-    if args.method != "adapt" and (lost := [name for name in chosen if name in flags.SWAPS]):
+    chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
+    if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
         raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
     if args.method == "top-k" and args.rule == "replay":
         raise GenerationError("--rule replay has no swaps to replay with --method top-k, whose rule is final")
-    return flags.SWAPS | chosen if args.method == "adapt" else chosen
+    return _SWAPS | chosen if args.method == "adapt" else chosen
+
+
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `show`."""
+    add = parser.add_argument
+    add("file", metavar="FILE", help=_ADAPTED)
+    add(
+        "--tokenizer",
+        "--base",
+        dest="tokenizer",
+        metavar="NAME",
+        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER}",
+    )
+    add(
+        "--data",
+        "--text",
+        dest="data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help=f"texts to count tokens in: {DATA}",
+    )
+    _common(add, "--data")
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -118,6 +236,25 @@ def _show(args: argparse.Namespace) -> int:
         _plot(plot, record)
     _print(args, record)
     return 0
+
+
+def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `encode`."""
+    add = parser.add_argument
+    add("file", metavar="FILE", help=_ADAPTED)
+    add(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 text file to encode, or with --decode a file of ids separated by blanks; - reads standard input",
+    )
+    add("--decode", action="store_true", help="read ids and print their text (default: read text and print its ids)")
+    add(
+        "--base-ids",
+        action="store_true",
+        help="print base ids instead of adapted ids; with --decode, read base ids (default: off)",
+    )
+    add_json(add)
 
 
 def _encode(args: argparse.Namespace) -> int:
@@ -140,6 +277,26 @@ def _encode(args: argparse.Namespace) -> int:
     shown = (vocabulary.ids[ids] if args.base_ids else ids).tolist()
     print(json.dumps({"ids": shown, "bytes": len(text.encode("utf-8"))}) if args.json else " ".join(map(str, shown)))
     return 0
+
+
+def _convert_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `convert`."""
+    add = parser.add_argument
+    add("file", metavar="FILE", help=_ADAPTED)
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="model whose tokenizer was adapted: folder or bundled model, plain or zip2zip, quantized or not",
+    )
+    add(
+        "--out",
+        "--mlx-path",
+        dest="out",
+        required=True,
+        metavar="DIR",
+        help="folder to write the converted model to; it must not exist",
+    )
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -261,15 +418,15 @@ def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
 
 
 ACTIONS = {
-    "learn": (flags.learn_arguments, "adapt a tokenizer to texts and write the adapted one", _learn),
+    "learn": (_learn_flags, "adapt a tokenizer to texts and write the adapted one", _learn),
     "show": (
-        flags.show_arguments,
+        _show_flags,
         "show what an adapted tokenizer keeps, check its base, count its tokens in texts",
         _show,
     ),
-    "encode": (flags.encode_arguments, "turn a text into ids, or ids into text", _encode),
+    "encode": (_encode_flags, "turn a text into ids, or ids into text", _encode),
     "convert": (
-        flags.convert_arguments,
+        _convert_flags,
         "write a model folder that keeps the adapted tokenizer's rows and ids",
         _convert,
     ),
