@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.training.batches import make_batch
-from mlx_zip.training.shards import Sample, grows
+from mlx_zip.training.prepare.shards import Sample, grows
 from mlx_zip.training.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ from mlx_zip.canonical import excluded_after
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.training.padding import CLOSE, Padding
-from mlx_zip.training.shards import Sample, grows
+from mlx_zip.training.prepare.shards import Sample, grows
 
 SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.training.shards import Sample, Shards, grows
+from mlx_zip.training.prepare.shards import Sample, Shards, grows
 
 
 class Joined:

@@ -29,13 +29,13 @@ from mlx_zip.training.held_out import held_out_count, split
 from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.pack_rows import PackAndModelTrainee
+from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.recompute import recompute_activations
 from mlx_zip.training.requantize import type_to_save
 from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters, read_object
 from mlx_zip.training.saving import save_trained
 from mlx_zip.training.services import Services, check_services
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
-from mlx_zip.training.shards import Shards
 from mlx_zip.training.starting_model import fingerprint, freeze, start_model
 from mlx_zip.training.stepping import Stepper
 from mlx_zip.training.summary import closing, header

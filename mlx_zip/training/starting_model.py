@@ -22,8 +22,8 @@ from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import load_failures, read_config, rope_settings
 from mlx_zip.models import Model, ModelArgs
 from mlx_zip.register import MODEL_TYPE
+from mlx_zip.training.prepare.shards import grows
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
-from mlx_zip.training.shards import grows
 
 SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
 OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first; measured, see docs/decisions.md

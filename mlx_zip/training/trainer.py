@@ -36,11 +36,11 @@ from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
 from mlx_zip.training.padding import CLOSE, FEW
+from mlx_zip.training.prepare.shards import Sample
+from mlx_zip.training.prepare.texts import Texts
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Sample
 from mlx_zip.training.stepping import Stepper, is_compiled
 from mlx_zip.training.stopping import stop_signals
-from mlx_zip.training.texts import Texts
 
 Data = Joined | Chosen | Texts
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from mlx_zip.errors import DataError
 from mlx_zip.text.hub import is_hub_id
 from mlx_zip.training.joined import Joined
-from mlx_zip.training.prepared_folder import STATE
+from mlx_zip.training.prepare.folder import STATE
+from mlx_zip.training.prepare.shards import is_prepared
 from mlx_zip.training.settings import RunOptions
-from mlx_zip.training.shards import is_prepared
 
 SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
 

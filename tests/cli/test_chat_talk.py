@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_zip.cli.chat import commands, terminal
+from mlx_zip.cli.chat.answer import split_reasoning
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import PlainView
 from mlx_zip.cli.chat.program import Program, Settings

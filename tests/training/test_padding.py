@@ -72,7 +72,7 @@ def test_few_sizes_change_no_loss(canonical):
 
 def varied(folder, lengths):
     """Prepared data of samples of these many base ids."""
-    from mlx_zip.training.shards import ShardWriter, codec_record, write_index
+    from mlx_zip.training.prepare.shards import ShardWriter, codec_record, write_index
 
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "shard-00000")

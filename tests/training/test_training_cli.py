@@ -25,9 +25,9 @@ from mlx_zip.training.joined import Joined
 from mlx_zip.training.metrics import Metrics, plot, read_metrics
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
+from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_of
-from mlx_zip.training.shards import Shards
 from mlx_zip.training.stepping import to_device
 from support.tiny_training import options, settings, write_shards
 

@@ -248,7 +248,7 @@ def _codec_of(name: str) -> Any:
     from mlx_zip.bundled import here_or_bundled
     from mlx_zip.loading import read_config
     from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.training.planning import own_codec
+    from mlx_zip.training.prepare.plan import own_codec
 
     path = here_or_bundled(name)
     if path.is_file() and path.name != "tokenizer.json":

@@ -144,8 +144,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """Returns the plan (codec and context), the tokenizer, and whether the model is plain. Raises `DataError`."""
-    from mlx_zip.training.planning import make_plan
-    from mlx_zip.training.prepare_options import PrepareOptions
+    from mlx_zip.training.prepare.options import PrepareOptions
+    from mlx_zip.training.prepare.plan import make_plan
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
@@ -172,7 +172,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
     from mlx_zip.text.sources import Source
-    from mlx_zip.training.texts import compress_windows, cut_pieces, read_pieces
+    from mlx_zip.training.prepare.texts import compress_windows, cut_pieces, read_pieces
 
     def windows(some: Any, most_ids: int) -> list[Any]:
         return cut_pieces(list(read_pieces(some, tokenizer, most_ids, report)), tokenizer, plan.context)

@@ -74,7 +74,7 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
 
 def _learn(args: argparse.Namespace) -> int:
     """Learns a pack, writes it and prints its rates; returns the exit status 0."""
-    from mlx_zip.training.planning import make_plan
+    from mlx_zip.training.prepare.plan import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn, measured
     from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
@@ -118,7 +118,7 @@ def _learn(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Any:
     """Returns the flags as `PrepareOptions`, with which `make_plan` reads tokenizer and codec."""
-    from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.training.prepare.run import PrepareOptions
 
     return PrepareOptions(
         sources=sources(args),
@@ -151,7 +151,7 @@ def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
 
 def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
-    from mlx_zip.training.texts import read_pieces
+    from mlx_zip.training.prepare.texts import read_pieces
 
     found = []
     with ProgressBar(args.most_ids, "id", "Reading") as count:
@@ -324,7 +324,7 @@ def _check(args: argparse.Namespace) -> int:
     from mlx_zip.errors import CodecError
     from mlx_zip.loading import read_config
     from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.training.planning import own_codec
+    from mlx_zip.training.prepare.plan import own_codec
     from mlx_zip.vocab.packs import load_pack
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)

@@ -22,12 +22,12 @@ from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError, reason
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
-from mlx_zip.training.mixture import kept_samples, next_sources
-from mlx_zip.training.planning import make_plan
-from mlx_zip.training.prepare_options import PrepareOptions
-from mlx_zip.training.prepared_folder import POOL, PreparedFolder
-from mlx_zip.training.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
-from mlx_zip.training.shards import codec_record
+from mlx_zip.training.prepare.folder import POOL, PreparedFolder
+from mlx_zip.training.prepare.mixture import kept_samples, next_sources
+from mlx_zip.training.prepare.options import PrepareOptions
+from mlx_zip.training.prepare.plan import make_plan
+from mlx_zip.training.prepare.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
+from mlx_zip.training.prepare.shards import codec_record
 
 ROUND = 16  # shards that are chosen at a time, by the shares that a mixture has reached
 Records = list[list[dict[str, Any]]]  # for each source, the records of its shards in order

@@ -17,9 +17,9 @@ from mlx_zip.text.formats import is_tokenizer_file
 from mlx_zip.text.sources import Source, files_of
 from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
-from mlx_zip.training.prepare_options import PrepareOptions
-from mlx_zip.training.sharding import Plan
-from mlx_zip.training.shards import codec_record, is_prepared
+from mlx_zip.training.prepare.options import PrepareOptions
+from mlx_zip.training.prepare.sharding import Plan
+from mlx_zip.training.prepare.shards import codec_record, is_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.sources import Source
-from mlx_zip.training.encoding import TRAIN_ON
+from mlx_zip.training.prepare.encoding import TRAIN_ON
 
 
 @dataclass(frozen=True)

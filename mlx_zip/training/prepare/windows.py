@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.training.encoding import Piece
+from mlx_zip.training.prepare.encoding import Piece
 
 
 @dataclass(frozen=True)

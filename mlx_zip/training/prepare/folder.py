@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError, reason
 from mlx_zip.files import remove_partials, sole_user, write_json
-from mlx_zip.training.sharding import record_file
-from mlx_zip.training.shards import INDEX, PARTS, Shards, ShardWriter, part_file, read_array, write_index
+from mlx_zip.training.prepare.sharding import record_file
+from mlx_zip.training.prepare.shards import INDEX, PARTS, Shards, ShardWriter, part_file, read_array, write_index
 
 STATE, POOL = "prepare.json", "pool.npy"
 _POOL_FILES = {POOL, "pool.lengths.npy"}
