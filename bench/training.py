@@ -153,9 +153,8 @@ def synthetic_documents(length: int, context: int, merge_size: int) -> Documents
 
 def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -> dict[str, float]:
     """Writes documents as a shard, as `mlx_zip prepare` does, on one core; returns the seconds of each stage."""
-    from mlx_zip.training.prepare.encoding import Piece
+    from mlx_zip.training.prepare.encoding import Piece, compress_window, cut
     from mlx_zip.training.prepare.shards import ShardWriter
-    from mlx_zip.training.prepare.windows import compress_window, cut
 
     pieces = [Piece(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents.ids]
     times = [time.perf_counter()]
@@ -388,7 +387,7 @@ class Bench:
 
     def _ours(self) -> int:
         """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
-        from mlx_zip.training.joined import Joined
+        from mlx_zip.training.data import Joined
         from mlx_zip.training.objective import LossWeights, Trainee
         from mlx_zip.training.starting_model import freeze
         from mlx_zip.training.trainer import Trainer

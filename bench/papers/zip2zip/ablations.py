@@ -265,7 +265,8 @@ class Laboratory:
         Raises `MlxZipError` unless training reads every window equally often.
         """
         from mlx_zip.text.sources import Source
-        from mlx_zip.training.prepare.run import PrepareOptions, prepare
+        from mlx_zip.training.prepare.plan import PrepareOptions
+        from mlx_zip.training.prepare.run import prepare
 
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size

@@ -132,8 +132,8 @@ def fit(args: argparse.Namespace) -> int:
     from mlx_zip.files import at_home
     from mlx_zip.training.hbpe_fit import MODEL, FitOptions, evaluate_texts
     from mlx_zip.training.hbpe_fit import fit as train
+    from mlx_zip.training.loop import Stopped
     from mlx_zip.training.settings import TrainSettings
-    from mlx_zip.training.stopping import Stopped
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):
         raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
     if args.plot:
-        from mlx_zip.training.curves import load_matplotlib
+        from mlx_zip.training.metrics import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
@@ -144,8 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """Returns the plan (codec and context), the tokenizer, and whether the model is plain. Raises `DataError`."""
-    from mlx_zip.training.prepare.options import PrepareOptions
-    from mlx_zip.training.prepare.plan import make_plan
+    from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")

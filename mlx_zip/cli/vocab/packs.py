@@ -118,7 +118,7 @@ def _learn(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Any:
     """Returns the flags as `PrepareOptions`, with which `make_plan` reads tokenizer and codec."""
-    from mlx_zip.training.prepare.run import PrepareOptions
+    from mlx_zip.training.prepare.plan import PrepareOptions
 
     return PrepareOptions(
         sources=sources(args),

@@ -1,9 +1,9 @@
-"""Turns the options of `prepare` into a plan: tokenizer, codec, and the settings that a later run must match."""
+"""The options of `prepare`, and the plan that follows: tokenizer, codec, settings that a later run must match."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,75 @@ from mlx_zip.text.formats import is_tokenizer_file
 from mlx_zip.text.sources import Source, files_of
 from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
-from mlx_zip.training.prepare.options import PrepareOptions
+from mlx_zip.training.prepare.encoding import TRAIN_ON
 from mlx_zip.training.prepare.sharding import Plan
 from mlx_zip.training.prepare.shards import codec_record, is_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
 
-MERGE_SIZE, CODEBOOK_SIZE = 3, 2048
+_MERGE_SIZE, _CODEBOOK_SIZE = 3, 2048
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to prepare, from which texts.
+
+    sources: one source, or those of a mixture. out: the folder to write. model: folder or hub id of a model, which
+    gives the tokenizer and, if it is a zip2zip model, the codec; tokenizer: instead of it, a tokenizer.
+    context: maximum base ids per window. merge_size, codebook_size: None: the model's, else 3 and 2048; merge size 1 or
+    codebook size 0 leaves base ids uncompressed. disable: ids that never merge; None: the model's, else the special
+    ids. protect: further such ids, "digits" or ids separated by commas.
+    pack: file of the pack that codebooks begin with; None: the model's own. empty_start: begin without entries.
+    start_draw: number of the pack's entries that are drawn at random for each sample; None: all entries, no drawing.
+    fill_windows: put several records into one window; None: yes for documents, no for conversations.
+    train_on: see `Encoder`. shard_samples: approximate samples per shard. seed: of the drawing. limit: maximum number
+    of samples; None: no limit. max_skipped: maximum number of invalid records that are skipped.
+
+    Raises `DataError` naming an option that is not allowed.
+    """
+
+    sources: tuple[Source, ...]
+    out: Path
+    model: str | None = None
+    tokenizer: str | None = None
+    context: int = 1024
+    merge_size: int | None = None
+    codebook_size: int | None = None
+    disable: tuple[int, ...] | None = None
+    protect: tuple[str, ...] = ()
+    pack: Path | None = None
+    empty_start: bool = False
+    start_draw: int | None = None
+    fill_windows: bool | None = None
+    train_on: str = "answers"
+    shard_samples: int = 1024
+    seed: int = 0
+    limit: int | None = None
+    max_skipped: int = 100
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise DataError("no data: name files or data sets")
+        if (self.model is None) == (self.tokenizer is None):
+            raise DataError("name either a model or a tokenizer")
+        if self.train_on not in TRAIN_ON:
+            raise DataError(f"train_on {self.train_on!r} is not one of {', '.join(TRAIN_ON)}")
+        if self.pack is not None and self.empty_start:
+            raise DataError("pack (--pack) and empty_start (--empty-start) exclude each other")
+        if self.start_draw is not None and self.pack is None:
+            raise DataError("start_draw (--start-draw) draws from a pack: name it with pack (--pack)")
+        for name, least in (
+            ("context", 2),
+            ("start_draw", 1),
+            ("shard_samples", 1),
+            ("seed", 0),
+            ("limit", 1),
+            ("max_skipped", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")
 
 
 def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, dict[str, Any]]:
@@ -40,7 +102,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
     config = read_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(lead_ids(tokenizer))):
         raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
-    params = codec_for(options, tokenizer, config, pads)
+    params = _codec_for(options, tokenizer, config, pads)
     pool = None
     if options.start_draw is not None:
         pool, params = _pool(options, params, tokenizer), replace(params, start=None)
@@ -68,7 +130,7 @@ def _tokenizer_place(options: PrepareOptions) -> Path:
     return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
 
 
-def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
+def _codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
     """Returns the codec: each option, else the zip2zip model's own value, else a default. Raises `DataError`.
 
     config: the model's config.json, empty without a model. pads: whether samples are padded and so need a pad id.
@@ -89,8 +151,8 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
     if high := [i for i in disabled if not 0 <= i < vocab_size]:
         raise DataError(f"id {high[0]}, which must never merge, is not a base id (0 to {vocab_size - 1})")
     sizes = (
-        options.codebook_size if options.codebook_size is not None else own.codebook_size if own else CODEBOOK_SIZE,
-        options.merge_size if options.merge_size is not None else own.merge_size if own else MERGE_SIZE,
+        options.codebook_size if options.codebook_size is not None else own.codebook_size if own else _CODEBOOK_SIZE,
+        options.merge_size if options.merge_size is not None else own.merge_size if own else _MERGE_SIZE,
     )
     if own is not None and own.policy != "freeze":
         raise DataError(

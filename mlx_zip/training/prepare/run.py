@@ -24,8 +24,7 @@ from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
 from mlx_zip.training.prepare.folder import POOL, PreparedFolder
 from mlx_zip.training.prepare.mixture import kept_samples, next_sources
-from mlx_zip.training.prepare.options import PrepareOptions
-from mlx_zip.training.prepare.plan import make_plan
+from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
 from mlx_zip.training.prepare.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
 from mlx_zip.training.prepare.shards import codec_record
 

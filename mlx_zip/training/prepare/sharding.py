@@ -16,9 +16,8 @@ from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
 from mlx_zip.text.sources import Item, Record, Skipped, parse
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.prepare.encoding import Encoder, Piece
+from mlx_zip.training.prepare.encoding import Encoder, Piece, compress_window, cut
 from mlx_zip.training.prepare.shards import ShardWriter
-from mlx_zip.training.prepare.windows import compress_window, cut
 
 NOTED = 20  # skipped records that a shard names; the others are counted
 BYTES_PER_ID = 4  # rough guess, to estimate how much text fills a shard

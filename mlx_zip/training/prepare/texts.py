@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.text.sources import Reader, Skipped, Source, parse
-from mlx_zip.training.prepare.encoding import Encoder, Piece
+from mlx_zip.training.prepare.encoding import Encoder, Piece, Window, compress_window, cut
 from mlx_zip.training.prepare.shards import Sample
-from mlx_zip.training.prepare.windows import Window, compress_window, cut
 
 
 def read_pieces(
