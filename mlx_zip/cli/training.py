@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     values = _merged(_read_yaml(args.config), given)
     options, settings = run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
     if values.get("plot"):
-        from mlx_zip.training.curves import load_matplotlib
+        from mlx_zip.training.metrics import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     from mlx_zip.machines import is_first

@@ -9,7 +9,8 @@ from mlx_zip.errors import DataError
 from mlx_zip.text import sources
 from mlx_zip.text.sources import Source
 from mlx_zip.training.prepare import sharding
-from mlx_zip.training.prepare.run import PrepareOptions, prepare
+from mlx_zip.training.prepare.plan import PrepareOptions
+from mlx_zip.training.prepare.run import prepare
 from support.prepared import (
     BOS,
     EOS,

@@ -21,7 +21,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer
 from mlx_zip.training.batches import make_batch
-from mlx_zip.training.joined import Joined
+from mlx_zip.training.data import Joined
 from mlx_zip.training.metrics import Metrics, plot, read_metrics
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer

@@ -13,7 +13,7 @@ import pytest
 from mlx_zip.errors import DataError
 from mlx_zip.models import Model
 from mlx_zip.training.batches import make_batch
-from mlx_zip.training.joined import Joined
+from mlx_zip.training.data import Joined
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.run import train
