@@ -28,8 +28,8 @@ from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar
 from mlx_zip.training.metrics import Metrics
 from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
-from mlx_zip.vocab.hbpe import MARK
-from mlx_zip.vocab.hbpe_measures import bits_per_byte
+from mlx_zip.vocab.hbpe.measures import bits_per_byte
+from mlx_zip.vocab.hbpe.merges import MARK
 
 Uint32s = NDArray[np.uint32]
 

@@ -16,7 +16,7 @@ from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.settings_flags import add_some
 from mlx_zip.cli.training import stopped
 from mlx_zip.progress import counted
-from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, read_tower
+from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
     from mlx_zip.patches import Written
@@ -161,7 +161,7 @@ def generate(args: argparse.Namespace) -> int:
     """Prints text as it is generated. Returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     from mlx_zip.models.hbpe_folder import load_patch_model
     from mlx_zip.patches import generate_text
-    from mlx_zip.vocab.hbpe import MARK
+    from mlx_zip.vocab.hbpe.merges import MARK
 
     prompt = "" if args.prompt is None else read_prompt(args.prompt)
     saved = load_patch_model(args.model)

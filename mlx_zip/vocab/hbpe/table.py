@@ -27,7 +27,7 @@ from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import whole_file
 from mlx_zip.vocab.first_stage import fingerprint
-from mlx_zip.vocab.hbpe import MARK, Merges, check_mode, learn
+from mlx_zip.vocab.hbpe.merges import MARK, Merges, check_mode, learn
 
 VERSION = 1
 SUFFIX = ".npz"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.vocab.hbpe import Merges
-from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.hbpe.merges import Merges
+from mlx_zip.vocab.hbpe.table import PatchTable
 
 _WORD = re.compile(rb" ?[^\s]+|\s")
 LONGEST = 6  # maximum bytes of a patch, as in the paper

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.hbpe_table import PatchTable
-from mlx_zip.vocab.hbpe_tokens import encoder_of, tokens_of
+from mlx_zip.vocab.hbpe.table import PatchTable
+from mlx_zip.vocab.hbpe.tokens import encoder_of, tokens_of
 
 END = "<|endofdocument|>"  # added to a tokenizer without a token for the end
 
