@@ -348,7 +348,7 @@ class Laboratory:
 
     def _text(self, path: str, tokenizer: Any) -> Any:
         """Returns the windows of a --valid text. They are cut once and are the same for every setting."""
-        from mlx_zip.evaluation.windows import cut_windows
+        from mlx_zip.evaluation.bits import cut_windows
         from mlx_zip.text.documents import read_corpus
 
         if path not in self._windows:
