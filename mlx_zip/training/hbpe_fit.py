@@ -29,8 +29,7 @@ from mlx_zip.vocab.hbpe.measures import (
     hierarchical_flops,
     words_of,
 )
-from mlx_zip.vocab.hbpe.text import PatchText
-from mlx_zip.vocab.hbpe.tokens import learn_tokenizer, read_tokenizer
+from mlx_zip.vocab.hbpe.text import PatchText, learn_tokenizer, read_tokenizer
 
 MODEL = "model"  # folder inside the run's folder that a finished run writes
 

@@ -13,7 +13,7 @@ from mlx_zip.errors import CodecError, DataError
 from mlx_zip.vocab.hbpe import merges as hbpe
 from mlx_zip.vocab.hbpe import twin
 from mlx_zip.vocab.hbpe.merges import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn, too_long
-from mlx_zip.vocab.hbpe.tokens import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
 from support.places import GOLDEN, SHARED
 
 CASES = json.loads((GOLDEN / "hbpe.json").read_text())

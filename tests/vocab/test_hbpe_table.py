@@ -12,7 +12,7 @@ from mlx_zip.errors import CodecError, DataError
 from mlx_zip.vocab.first_stage import BYTE_OF
 from mlx_zip.vocab.hbpe.merges import MARK, Merges, learn
 from mlx_zip.vocab.hbpe.table import PatchTable, fingerprint
-from mlx_zip.vocab.hbpe.tokens import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
 from support.tiny_vocabularies import SIZE, TEXT, letters, tokens, write_folder, write_pair, write_ranks
 
 BYTE_LEVEL = b'"decoder": {"type": "ByteLevel"}'

@@ -23,9 +23,8 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
 from mlx_zip.vocab.hbpe.merges import learn, too_long
-from mlx_zip.vocab.hbpe.patching import space_patches
-from mlx_zip.vocab.hbpe.table import PatchTable, fingerprint
-from mlx_zip.vocab.hbpe.tokens import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.table import PatchTable, fingerprint, space_patches
+from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
 
 SIZES = (4, 6, 8, 10, 12, 16)
 GPT2 = {4: 5095, 6: 1149, 8: 466, 10: 240, 12: 143, 16: 79}  # V' of its 50,256 tokens

@@ -173,7 +173,7 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.text.formats import read_library
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
     from mlx_zip.vocab.hbpe.table import PatchTable
-    from mlx_zip.vocab.hbpe.tokens import encoder_of
+    from mlx_zip.vocab.hbpe.text import encoder_of
 
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())

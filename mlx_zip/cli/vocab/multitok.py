@@ -213,7 +213,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.text.token_facts import special_ids
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Dictionary, Words
-    from mlx_zip.vocab.multitok.export import as_pack
+    from mlx_zip.vocab.multitok.dictionary import as_pack
     from mlx_zip.vocab.packs import SUFFIX, save_pack
 
     check_at_least(args, 1, "size")

@@ -9,13 +9,19 @@ A table file is a .npz archive without pickle; `version` is checked first, `chec
     rows         uint16 [V, S]: the patch of each id, padded with the end mark
     fingerprint  sha256 in hex of the tokens' bytes (`first_stage.fingerprint`)
     checksum     sha256 in hex
+
+Tables over other patches are made here too, as baselines: bytes cut at blanks, and where the next byte is hard to
+predict (arXiv 2510.15517 §3.2, which uses published code for both). Every patch ends with the end mark here, so that
+one model reads all kinds; the published code has no end mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +37,11 @@ from mlx_zip.vocab.hbpe.merges import MARK, Merges, check_mode, learn
 
 VERSION = 1
 SUFFIX = ".npz"
-FIELDS = ("version", "patch_size", "mode", "merges", "rows", "fingerprint", "checksum")
+_FIELDS = ("version", "patch_size", "mode", "merges", "rows", "fingerprint", "checksum")
 
 Uint16s = NDArray[np.uint16]
+_WORD = re.compile(rb" ?[^\s]+|\s")
+_LONGEST = 6  # maximum bytes of a patch, as in the paper
 
 
 class PatchTable:
@@ -172,8 +180,8 @@ def _read_fields(path: Path) -> dict[str, NDArray[Any]]:
     version = fields["version"].tolist() if "version" in fields else None
     if version != VERSION:
         raise DataError(f"{path} is a patch table of version {version!r:.40}; this mlx_zip reads version {VERSION}")
-    if fields.keys() != set(FIELDS):
-        raise DataError(f"{path} must hold {', '.join(FIELDS)}; it holds {', '.join(sorted(fields))}")
+    if fields.keys() != set(_FIELDS):
+        raise DataError(f"{path} must hold {', '.join(_FIELDS)}; it holds {', '.join(sorted(fields))}")
     if str(fields.pop("checksum")) != _checksum(fields):
         raise DataError(f"{path} is damaged: its checksum does not match; make the table again")
     return fields
@@ -190,3 +198,37 @@ def _checksum(fields: dict[str, NDArray[Any]]) -> str:
         kind = f"{array.dtype.str} {array.shape}" if array.ndim else ""
         digest.update(f"{name} {kind} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def space_patches(data: bytes, longest: int = _LONGEST) -> list[bytes]:
+    """Cuts bytes into patches: each word with the blank before it, and each other white-space byte.
+
+    A word of more than `longest` bytes becomes several patches. Joined, the patches are `data`.
+    """
+    return [piece for word in _WORD.findall(data) for piece in _parts(word, longest)]
+
+
+def entropy_patches(data: bytes, entropies: Any, threshold: float, longest: int = _LONGEST) -> list[bytes]:
+    """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
+
+    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `longest` bytes
+    becomes several patches. Joined, the patches are `data`.
+    """
+    starts = np.flatnonzero(np.asarray(entropies) > threshold)
+    cuts = sorted({0, *starts.tolist(), len(data)})
+    return [piece for a, b in pairwise(cuts) for piece in _parts(data[a:b], longest)]
+
+
+def number(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
+    """Gives distinct patches ids in order of appearance -> (ids of each document, table of the patches).
+
+    documents: the patches of each document, of at most `longest` bytes. The table has no merges.
+    """
+    known: dict[bytes, int] = {}
+    ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
+    return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
+
+
+def _parts(data: bytes, longest: int) -> list[bytes]:
+    """Cuts bytes into parts of `longest` bytes; the last part may be shorter."""
+    return [data[at : at + longest] for at in range(0, len(data), longest)]
