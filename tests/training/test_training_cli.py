@@ -16,7 +16,7 @@ import pytest
 
 from mlx_zip import load
 from mlx_zip.cli import command_parser, main
-from mlx_zip.cli.settings_flags import ENCODER_FLAGS
+from mlx_zip.cli.training import ENCODER_FLAGS
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer

@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _learn_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `learn`."""
     add = parser.add_argument
     add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
     add(
@@ -197,7 +196,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `show`."""
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -239,7 +237,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `encode`."""
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -280,7 +277,6 @@ def _encode(args: argparse.Namespace) -> int:
 
 
 def _convert_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `convert`."""
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(

@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _learn_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `learn`."""
     add = parser.add_argument
     _tokenizer_flag(add)
     add("--out", required=True, metavar="TABLE", help="file to write the patch table to (.npz)")
@@ -56,7 +55,6 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `show`."""
     add = parser.add_argument
     add("table", metavar="TABLE", help=_TABLE)
     _show_flag(add, "merges")
@@ -65,7 +63,6 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `encode`."""
     add = parser.add_argument
     add("table", metavar="TABLE", help=_TABLE)
     _tokenizer_flag(add)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import add_limit_bytes, add_separator, check_at_least
 from mlx_zip.cli.actions import DATA
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.cli.settings_flags import add_some
-from mlx_zip.cli.training import stopped
+from mlx_zip.cli.training import add_some, stopped
 from mlx_zip.progress import counted
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 

@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `encode`."""
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
     add_text_flags(add, "the one that the dictionary was trained with, if any; otherwise such a unit is an error")
@@ -112,7 +111,6 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _stats_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `stats`."""
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
     add(
@@ -186,7 +184,6 @@ def _stats_lines(record: dict[str, Any]) -> list[str]:
 
 
 def _export_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=f"{DICTIONARY} with --tokenizer")
     add("--tokenizer", metavar="NAME", help=f"tokenizer that the dictionary was trained with: {TOKENIZER}")

@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _learn_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `learn`."""
     add = parser.add_argument
     add_source_flags(parser)
     add_codec_flags(parser)
@@ -214,7 +213,6 @@ def _shown_in(count: ProgressBar) -> Any:
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `show`."""
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to show (.npz, .json or .npy)")
     add(
@@ -277,7 +275,6 @@ def _uses(pack: Any) -> list[int]:
 
 
 def _merge_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `merge`."""
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="pack files to merge (.npz, .json or .npy), all of the same tokenizer")
     add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
@@ -310,7 +307,6 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _check_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `check`."""
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to check (.npz, .json or .npy)")
     add("--model", required=True, help="model that shall use the pack: model folder, bundled model or hub id")
