@@ -14,9 +14,7 @@ from mlx_zip.cli.generation_flags import NUMBERS, add_kv_size, check_kv_size
 from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions, add_wired, check_wired
 from mlx_zip.errors import GenerationError, missing_library
 
-_REFUSED = {  # flags of mlx_lm.chat that cannot work here, and why
-    "pipeline": "a chat runs on one machine; `mlx_zip serve` runs on several",
-}
+_NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
 _MAX_TOKENS = 256
 _SEED = 0
 _LIBRARIES = ("prompt_toolkit", "rich")
@@ -65,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_size(add)
     add_kv(add)
     rows.add_flags(add)
-    add("--pipeline", action="store_true", default=None, help="refused: " + _REFUSED["pipeline"])
+    add("--pipeline", action="store_true", default=None, help="refused: " + _NO_PIPELINE)
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)
 
 
@@ -102,9 +100,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises `GenerationError` for flags that cannot be used here, and for values out of range."""
-    for name, why in _REFUSED.items():
-        if getattr(args, name) is not None:
-            raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {why}; mlx_lm.chat has it")
+    if args.pipeline is not None:
+        raise GenerationError(f"--pipeline cannot be used: {_NO_PIPELINE}; mlx_lm.chat has it")
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     check_at_least(args, 1, *_COUNTS)
