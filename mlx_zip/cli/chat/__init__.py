@@ -15,7 +15,7 @@ from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions, add_wired
 from mlx_zip.errors import GenerationError, missing_library
 
 _NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
-_MAX_TOKENS = 256
+MAX_TOKENS = 256
 _SEED = 0
 _LIBRARIES = ("prompt_toolkit", "rich")
 _COUNTS = ("max_tokens", "prefill_step_size")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         "-m",
         type=int,
-        help=f"maximum number of base tokens of an answer (default: {_MAX_TOKENS}, without --model 400)",
+        help=f"maximum number of base tokens of an answer (default: {MAX_TOKENS}, without --model 400)",
     )
     for name, (kind, default, text) in NUMBERS.items():
         if name == "seed":
@@ -115,7 +115,7 @@ def _settings(args: argparse.Namespace) -> Any:
 
     sampling = {name: getattr(args, name) for name in NUMBERS if name != "seed"}
     Sampling.of({**sampling, "seed": args.seed})
-    default = _MAX_TOKENS if args.model is not None else bundled.MAX_TOKENS
+    default = MAX_TOKENS if args.model is not None else bundled.MAX_TOKENS
     return _module("program").Settings(
         max_tokens=args.max_tokens or default,
         sampling=sampling,
