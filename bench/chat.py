@@ -97,7 +97,7 @@ def _answer(tokenizer: Any, events: Sequence[Emitted], shown: str) -> list[float
 def _view(shown: str, out: TextIO) -> Any:
     """Returns what shows an answer."""
     if shown == "plain":
-        return import_module("mlx_zip.cli.chat.lines").PlainView(out, True)
+        return import_module("mlx_zip.cli.chat.front").PlainView(out, True)
     screen = import_module("mlx_zip.cli.chat.screen").Screen(out)
     tint = import_module("mlx_zip.cli.colours").code if shown.endswith("colours") else lambda length: ""
     return import_module("mlx_zip.cli.chat.markdown").MarkdownStream(screen, tint)

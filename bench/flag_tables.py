@@ -72,7 +72,7 @@ def timed() -> set[str]:
 
 def _vocab_parsers() -> dict[str, argparse.ArgumentParser]:
     """Returns the parsers of `mlx_zip vocab` by name: "METHOD ACTION", or "METHOD" for a method without actions."""
-    vocabulary, found = import_module("mlx_zip.cli.vocabulary"), {}
+    vocabulary, found = import_module("mlx_zip.cli.vocab"), {}
     for method in vocabulary.METHODS:
         parser = vocabulary.method_parser(method)
         groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
@@ -100,7 +100,7 @@ def _command_table(prefix: str, choices: Mapping[str, tuple[str, str]]) -> str:
 
 LISTS: dict[str, Callable[[], str]] = {
     "commands": lambda: _command_table("mlx_zip", import_module("mlx_zip.cli").COMMANDS),
-    "methods": lambda: _command_table("mlx_zip vocab", import_module("mlx_zip.cli.vocabulary").METHODS),
+    "methods": lambda: _command_table("mlx_zip vocab", import_module("mlx_zip.cli.vocab").METHODS),
     "benches": lambda: _command_table("mlx_zip bench", benches()),
     "experiments": lambda: _command_table("mlx_zip bench", experiments()),
 }

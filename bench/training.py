@@ -153,9 +153,8 @@ def synthetic_documents(length: int, context: int, merge_size: int) -> Documents
 
 def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -> dict[str, float]:
     """Writes documents as a shard, as `mlx_zip prepare` does, on one core; returns the seconds of each stage."""
-    from mlx_zip.training.encoding import Piece
-    from mlx_zip.training.shards import ShardWriter
-    from mlx_zip.training.windows import compress_window, cut
+    from mlx_zip.training.prepare.encoding import Piece, compress_window, cut
+    from mlx_zip.training.prepare.shards import ShardWriter
 
     pieces = [Piece(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents.ids]
     times = [time.perf_counter()]
@@ -173,7 +172,7 @@ def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -
 
 def write_prepared(folder: Path, documents: Documents) -> Path:
     """Writes a prepared folder of one shard and returns it."""
-    from mlx_zip.training.shards import codec_record, write_index
+    from mlx_zip.training.prepare.shards import codec_record, write_index
 
     write_shard(folder, documents)
     ends = np.load(folder / "shard-00000.ends.npy")
@@ -184,7 +183,7 @@ def write_prepared(folder: Path, documents: Documents) -> Path:
 
 def read_back(data: Path) -> Documents:
     """Returns the samples of a prepared folder as base ids."""
-    from mlx_zip.training.shards import Shards
+    from mlx_zip.training.prepare.shards import Shards
 
     shards = Shards(data)
     return Documents(list(expanded(shards, range(len(shards)))), replace(shards.params, start=None), shards.context)
@@ -204,7 +203,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from mlx_zip.loading import model_folder, read_config
         from mlx_zip.training.batches import grows
-        from mlx_zip.training.shards import Shards
+        from mlx_zip.training.prepare.shards import Shards
 
         self.args, self.folder = args, folder
         self.base = model_folder(args.model) if args.model else None
@@ -388,7 +387,7 @@ class Bench:
 
     def _ours(self) -> int:
         """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
-        from mlx_zip.training.joined import Joined
+        from mlx_zip.training.data import Joined
         from mlx_zip.training.objective import LossWeights, Trainee
         from mlx_zip.training.starting_model import freeze
         from mlx_zip.training.trainer import Trainer

@@ -26,8 +26,8 @@ from mlx_zip.models.whole import NoCache, Samples
 from mlx_zip.training.batches import Batch, make_batch
 from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples_of
 from mlx_zip.training.optimizer import clip, make_optimizer
+from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Sample
 from mlx_zip.training.starting_model import freeze
 from mlx_zip.training.stepping import LOW, Stepper, is_compiled, to_device
 

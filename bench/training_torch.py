@@ -14,9 +14,9 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.training.batches import Batch, make_batch
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.optimizer import make_optimizer
+from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.run import make_stepper
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Sample
 from mlx_zip.training.starting_model import freeze
 
 from .record import summary

@@ -21,9 +21,9 @@ import numpy as np
 import mlx_zip
 from mlx_zip.config import config_of
 from mlx_zip.converters import hub, output
+from mlx_zip.converters.output import ADAPTERS
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
-from mlx_zip.converters.writing import ADAPTERS
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints

@@ -18,10 +18,10 @@ import mlx_zip
 from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
 from mlx_zip.converters import output, source
 from mlx_zip.converters.hub import Place
+from mlx_zip.converters.output import ADAPTERS
 from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted, parameters_of
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
-from mlx_zip.converters.writing import ADAPTERS
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.progress import ProgressBar

@@ -14,8 +14,7 @@ from typing import Any
 
 from mlx_zip import named
 from mlx_zip.converters import hub
-from mlx_zip.converters.base import base_folder
-from mlx_zip.converters.conversion import convert
+from mlx_zip.converters.conversion import base_folder, convert
 from mlx_zip.converters.hub import Place
 from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import Recipe, quantize_model

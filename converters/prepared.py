@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 import mlx_zip
 from mlx_zip.config import SIDES, ZipConfig
-from mlx_zip.converters import hub, names, source
+from mlx_zip.converters import hub, source
 from mlx_zip.converters.hub import Place
 from mlx_zip.converters.lora import Lora, check_targets, merge, read_lora
 from mlx_zip.converters.meta_pt import encoder_overrides
-from mlx_zip.converters.tensors import FLOATS, load, read_model_files
+from mlx_zip.converters.tensors import FLOATS, Table, Tensor, load, read_model_files, some
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.layout import Layout
@@ -26,6 +27,10 @@ from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.packs import Pack
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROTARY_BUFFER = ".rotary_emb.inv_freq"  # older transformers saved it; it follows from the config
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass
@@ -80,7 +85,7 @@ def _prepare_checkpoint(
     _check_twin(plan, weights)
     if lora is not None and not keep_adapter:
         merge(weights, lora)
-    stored = dtype or str(FLOATS[plan.tensors[names.EMBEDDING].dtype]).removeprefix("mlx.core.")
+    stored = dtype or str(FLOATS[plan.tensors[EMBEDDING].dtype]).removeprefix("mlx.core.")
     model.load_weights(list(weights.items()), strict=True)
     cast_floats(model, DTYPES[stored])
     adapter = None if lora is None else "kept" if keep_adapter else "merged"
@@ -132,17 +137,17 @@ def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, A
 
 def _plans(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
-) -> tuple[names.Plan, names.Plan]:
+) -> tuple[Plan, Plan]:
     """Returns which source tensor fills which tensor of the decoder, and of the encoders. Raises `ConversionError`."""
     shapes = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
     encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
-    plan = names.plan_decoder(checkpoint.decoder, decoder_shapes)
+    plan = _plan_decoder(checkpoint.decoder, decoder_shapes)
     if checkpoint.partial:
-        plan = names.plan_override(plan, checkpoint.partial, decoder_shapes, source.PARTIAL)
+        plan = _plan_override(plan, checkpoint.partial, decoder_shapes, source.PARTIAL)
     if lora is not None:
         check_targets(lora, decoder_shapes)
-    return plan, names.plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
+    return plan, _plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
 
 
 def parameters_of(model: nn.Module) -> dict[str, mx.array]:
@@ -150,14 +155,14 @@ def parameters_of(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
-def _check_twin(plan: names.Plan, weights: dict[str, mx.array]) -> None:
+def _check_twin(plan: Plan, weights: dict[str, mx.array]) -> None:
     """Raises `ConversionError` if a tied model stores its embedding and its head with different values."""
     if plan.twin is None:
         return
     twin = load({"twin": plan.twin})["twin"]
-    if twin.shape != weights[names.EMBEDDING].shape or not mx.array_equal(twin, weights[names.EMBEDDING]).item():
+    if twin.shape != weights[EMBEDDING].shape or not mx.array_equal(twin, weights[EMBEDDING]).item():
         raise ConversionError(
-            f"{names.HEAD} differs from {names.EMBEDDING} although the word embeddings are tied; "
+            f"{HEAD} differs from {EMBEDDING} although the word embeddings are tied; "
             "set tie_word_embeddings to false in the base's config.json to keep both"
         )
 
@@ -178,7 +183,7 @@ def _record_source(
     dtype: str,
     overrides: dict[str, bool],
     adapter: str | None,
-    *plans: names.Plan,
+    *plans: Plan,
 ) -> None:
     """Writes into config.json's content what the model was made from.
 
@@ -225,3 +230,104 @@ def load_converted(place: Place) -> tuple[Any, dict[str, Any]]:
         return load_model(place.folder, lazy=True)
     except ValueError as error:
         raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+
+
+# ---- a checkpoint's tensor names as the model's names; every tensor on both sides is accounted for; no arrays here
+
+
+@dataclass
+class Plan:
+    """Which tensor goes where. tensors: model name -> source tensor. dropped: reason -> names that are left out.
+
+    twin: a second copy of a tied matrix, which must equal the embedding before it is left out.
+    """
+
+    tensors: Table
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    twin: Tensor | None = None
+
+
+def _plan_decoder(found: Table, expected: Shapes) -> Plan:
+    """Matches a decoder's tensors with `expected`, the model's names and shapes without the encoders.
+
+    Rotary buffers and the head's copy of a tied matrix are left out. A tied model saved with only the head's name gets
+    its embedding from the head. Raises `ConversionError` listing unknown, missing or misshapen names.
+    """
+    plan = Plan(dict(found))
+    buffers = [name for name in found if name.endswith(_ROTARY_BUFFER)]
+    if buffers:
+        plan.dropped["rotary buffers"] = [plan.tensors.pop(name).key for name in buffers]
+    if HEAD in found and HEAD not in expected:
+        head = plan.tensors.pop(HEAD)
+        if EMBEDDING in plan.tensors:
+            plan.twin = head
+            plan.dropped["tied head"] = [HEAD]
+        else:
+            plan.tensors[EMBEDDING] = head
+    check(plan.tensors, expected, "decoder")
+    return plan
+
+
+def _plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -> Plan:
+    """Returns the plan `base` with tensors replaced by those of a partial decoder.
+
+    found: the partial decoder's tensors. expected: the model's names and shapes. Raises `ConversionError`, naming
+    `file_name`, for unknown or misshapen tensors and for a file that replaces nothing.
+    """
+    extra = {name: t for name, t in found.items() if not name.endswith(_ROTARY_BUFFER)}
+    twin = base.twin
+    if {EMBEDDING, HEAD} & extra.keys() and HEAD not in expected:
+        head = extra.pop(HEAD, None)
+        twin = head if EMBEDDING in extra else None
+        if head is not None:
+            extra.setdefault(EMBEDDING, head)
+    if not extra:
+        raise ConversionError(f"{file_name} overrides nothing")
+    check(extra, {name: shape for name, shape in expected.items() if name in extra}, file_name)
+    return Plan({**base.tensors, **extra}, base.dropped, twin)
+
+
+def _plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
+    """Matches the tensors of the encoder file with `expected`, the encoders' names and shapes in the model.
+
+    tied: whether input and output share an encoder; the output's tensors are then left out, as in zip2zip. Raises
+    `ConversionError` listing unknown, missing or misshapen names.
+    """
+    plan = Plan(dict(found))
+    if tied:
+        extra = [name for name in found if name.startswith(SIDES[1])]
+        if extra:
+            plan.dropped["output_encoder of tied encoders"] = [plan.tensors.pop(name).key for name in extra]
+    _check_positions(plan.tensors, expected)
+    check(plan.tensors, expected, "encoders")
+    return plan
+
+
+def _check_positions(found: Table, expected: Shapes) -> None:
+    """Raises `ConversionError` if an encoder's position embedding has another merge size than the config."""
+    for side in SIDES:
+        name = f"{side}pos_embed.weight"
+        if name in found and name in expected and found[name].shape[:1] != expected[name][:1]:
+            raise ConversionError(
+                f"max_subtokens is {expected[name][0]} but {name} has positions for {found[name].shape[0]}"
+            )
+
+
+def check(found: Table, expected: Shapes, what: str) -> None:
+    """Raises `ConversionError` unless names and shapes are exactly the expected ones and all tensors are floats.
+
+    what: the part of the model, for the message.
+    """
+    problems = []
+    if unknown := found.keys() - expected.keys():
+        problems.append(f"unknown: {some(unknown)}")
+    if missing := expected.keys() - found.keys():
+        problems.append(f"missing: {some(missing)}")
+    both = found.keys() & expected.keys()
+    if wrong := [n for n in both if found[n].shape != expected[n]]:
+        shapes = (f"{n} {list(found[n].shape)} instead of {list(expected[n])}" for n in wrong)
+        problems.append(f"misshapen: {some(shapes)}")
+    if problems:
+        raise ConversionError(f"{what} tensors do not match the config; {'; '.join(problems)}")
+    if odd := [f"{n} {found[n].dtype}" for n in both if found[n].dtype not in FLOATS]:
+        raise ConversionError(f"{what} tensors that are not {', '.join(FLOATS)}: {some(odd)}")

@@ -18,7 +18,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.models.hbpe import PatchModel
 from mlx_zip.models.hbpe_folder import SavedPatchModel
 from mlx_zip.text.prompts import check_unicode
-from mlx_zip.vocab.hbpe import MARK, Merges, check_mode
+from mlx_zip.vocab.hbpe.merges import MARK, Merges, check_mode
 
 COLDEST = 1e-30  # smallest temperature used: already greedy, and dividing by less would leave float32
 

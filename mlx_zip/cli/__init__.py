@@ -41,7 +41,7 @@ COMMANDS = {
     "compress": ("mlx_zip.cli.compression", "show the hypertokens of a text, without a model"),
     "train": ("mlx_zip.cli.training", "train a model on prepared data, with or without hypertokens"),
     "vocab": (
-        "mlx_zip.cli.vocabulary",
+        "mlx_zip.cli.vocab",
         "learn vocabularies: packs, phrases (MultiTok), adapted tokenizers (AdaptBPE), patches (H-BPE)",
     ),
     "rows": ("mlx_zip.cli.rows", "show or delete the hypertoken rows that --row-cache keeps on disk"),

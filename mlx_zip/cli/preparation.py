@@ -166,7 +166,8 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
-    from mlx_zip.training.prepare import PrepareOptions, prepare
+    from mlx_zip.training.prepare.plan import PrepareOptions
+    from mlx_zip.training.prepare.run import prepare
 
     if not args.out:
         raise DataError("--out is empty: name the folder to write")
@@ -193,7 +194,7 @@ def _one_pack(files: list[str] | None) -> Path | None:
 def sources(args: argparse.Namespace) -> tuple[Any, ...]:
     """Returns the sources of text that --data or --mixture name. Raises `DataError`."""
     from mlx_zip.text.sources import Source
-    from mlx_zip.training.mixture import load_mixture
+    from mlx_zip.training.prepare.mixture import load_mixture
 
     if (args.data is None) == (args.mixture is None):
         raise DataError("name either --data or --mixture")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.settings_flags import ENCODER_FLAGS, add_all, flag
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import at_home
 from mlx_zip.training.mlx_lm_names import NAMES, translate
@@ -23,9 +23,10 @@ from mlx_zip.training.settings import (
     EncoderOptions,
     RunOptions,
     TrainSettings,
+    help_of,
 )
 
-STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run: exit status
+_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run: exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
 _KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hold for names that are not settings
     **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), str),
@@ -36,6 +37,17 @@ _KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hol
 }
 _FOLDERS = ("data", "valid")
 _WORDS: dict[Any, str] = {str: "text", bool: "true or false", int: "a whole number", (int, float): "a number"}
+_TYPES = {"int": int, "int | None": int, "float": float, "str": str}
+ENCODER_FLAGS = {  # field of EncoderOptions: its flag's name
+    "kind": "encoder",
+    "num_hidden_layers": "encoder_layers",
+    "num_heads": "encoder_heads",
+    "size": "encoder_size",
+    "intermediate_size": "encoder_intermediate_size",
+    "tie_encoders": "tie_encoders",
+    "residual_by_side": "residual_by_side",
+    "position_mode": "position_mode",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of another run whose trained weights (LoRA adapters, hyper-encoders) this run begins with; its "
         "optimizer starts anew (default: new adapters and encoders)",
     )
-    add_all(add, TrainSettings)
-    add_all(add, EncoderOptions, ENCODER_FLAGS)
+    _add_all(add, TrainSettings)
+    _add_all(add, EncoderOptions, ENCODER_FLAGS)
     _add_mlx_lm_names(parser.add_argument_group("mlx-lm's names").add_argument)
 
 
@@ -143,9 +155,9 @@ def run(args: argparse.Namespace) -> int:
     """Trains. Returns 0, or 129/130/143 when a signal ended the run early, after its last step was saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merged(_read_yaml(args.config), given)
-    options, settings = run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
+    options, settings = _run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
     if values.get("plot"):
-        from mlx_zip.training.curves import load_matplotlib
+        from mlx_zip.training.metrics import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     from mlx_zip.machines import is_first
@@ -171,7 +183,7 @@ def _merged(of_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {**translate({**of_file, **iters}), **translate(given)}
 
 
-def run_options(values: dict[str, Any]) -> RunOptions:
+def _run_options(values: dict[str, Any]) -> RunOptions:
     """Returns what a run reads and writes, from the flags' values. Raises `TrainingError` naming a missing flag."""
     for name in ("data", "out"):
         if not values.get(name):
@@ -192,7 +204,7 @@ def run_options(values: dict[str, Any]) -> RunOptions:
 def stopped(step: int, number: int) -> int:
     """Prints on stderr that signal `number` ended a run early, after `step`; returns the exit status."""
     print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
-    return STOPPED[signal.Signals(number)]
+    return _STOPPED[signal.Signals(number)]
 
 
 def _read_yaml(path: str | None) -> dict[str, Any]:
@@ -246,3 +258,35 @@ def _paths(value: str | list[str]) -> list[Path]:
 
 def _path(value: str | None) -> Path | None:
     return None if value is None else at_home(value)
+
+
+def flag(name: str) -> str:
+    """Returns the flag of a setting: `save_every` becomes `--save-every`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _add_all(add: Any, cls: type[TrainSettings] | type[EncoderOptions], names: Mapping[str, str] | None = None) -> None:
+    """Declares every field of a settings class as a flag whose value is None unless given.
+
+    add: a parser's `add_argument`. names: field name -> flag name, where the two differ.
+    """
+    for one in fields(cls):
+        name, kind = (names or {}).get(one.name, one.name), str(one.type)
+        if kind == "bool":
+            add(flag(name), action="store_true", default=None, help=help_of(one))
+        else:
+            add(flag(name), type=_TYPES[kind], choices=one.metadata["choices"], help=help_of(one))
+
+
+def add_some(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
+    """Declares some training settings as flags with defaults of the command's own.
+
+    add: a parser's `add_argument`. defaults: setting -> default. purposes: setting -> help text, where it is not the
+    setting's own.
+    """
+    known = {one.name: one for one in fields(TrainSettings)}
+    for name, default in defaults.items():
+        one = known[name]
+        text = (purposes or {}).get(name)
+        shown = help_of(one, default) if text is None else f"{text} (default: {default})"
+        add(flag(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=shown)

@@ -6,13 +6,17 @@ With p the model's probabilities of the ids that a text of B UTF-8 bytes becomes
 
 A text has many segmentations into hypertokens. Only the canonical one is scored, so a zip2zip model's figure is an
 upper bound of what the text costs the model.
+
+Texts are scored in windows of base ids, and every model of a comparison scores the same windows. A model reads one
+unscored id before each window, bos, or eos if the tokenizer has no bos, so that every byte of the text is predicted.
+Each window has a fresh codebook.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,12 +25,104 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scored import Compressed, Scored
 from mlx_zip.evaluation.scoring import compress_row, context_limit, score, scores_itself
-from mlx_zip.evaluation.windows import Window, Windows
 from mlx_zip.layout import is_zip
+from mlx_zip.text.documents import Document
+from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.tuned import AnyStart
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of text that is scored on its own.
+
+    base_ids: uint32 [n]. scored: bool [n], False for an eos between documents. n_bytes: UTF-8 bytes of its text.
+    """
+
+    base_ids: Uint32s
+    scored: NDArray[np.bool_]
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Windows:
+    """All windows of some documents. prefix: the id that a model reads before each window.
+
+    altered: number of documents whose base ids decode to another text.
+    """
+
+    windows: tuple[Window, ...]
+    prefix: int
+    altered: int
+
+    def same_as(self, other: Windows) -> bool:
+        """Returns whether two sets of windows hold the same text, cut in the same places."""
+        return self.prefix == other.prefix and _all_equal(self.windows, other.windows)
+
+
+def _all_equal(a: Sequence[Window], b: Sequence[Window]) -> bool:
+    """Returns whether two lists of windows hold the same base ids."""
+    return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
+
+
+def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fill_windows: bool = False) -> Windows:
+    """Encodes documents and cuts them into windows of at most `context` base ids.
+
+    Each document begins a new window, unless `fill_windows`: then documents follow one another with an eos between two,
+    and only the last window is shorter. The windows' bytes add up to the text's, even if a window ends inside a
+    character. Raises `DataError`.
+    """
+    if context < 1:
+        raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
+    streams = [_encoded(tokenizer, document) for document in documents]
+    pairs = zip(documents, streams, strict=True)
+    altered = sum(_decoded(tokenizer, stream[0]) != document.text for document, stream in pairs)
+    streams = [_packed(tokenizer, streams)] if fill_windows else streams
+    windows = tuple(window for stream in streams for window in _cut(*stream, context))
+    return Windows(windows, prefix_id(tokenizer), altered)
+
+
+def prefix_id(tokenizer: Any) -> int:
+    """Returns the id that stands before a text: bos, else eos, else the model's own eos. Raises `DataError`."""
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, min(tokenizer.eos_token_ids, default=None)):
+        if token_id is not None:
+            return int(token_id)
+    raise DataError("the tokenizer has neither a bos nor an eos token, so the first id of a window has no context")
+
+
+_Stream = tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]  # ids, scored, bytes per id
+
+
+def _encoded(tokenizer: Any, document: Document) -> _Stream:
+    """Returns a document as base ids, all scored, with the bytes of each. Raises `DataError` if it gives no id."""
+    ids, n_bytes = encode_with_bytes(tokenizer, document.text)
+    if not len(ids):
+        raise DataError(f"{document.source}: the tokenizer makes no token of its {document.n_bytes} bytes")
+    return ids, np.ones(len(ids), np.bool_), n_bytes
+
+
+def _packed(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
+    """Returns all documents as one stream, with an unscored eos between two. Raises `DataError`."""
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
+    eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)
+    ids, scored, n_bytes = zip(*[part for stream in streams for part in (eos, stream)][1:], strict=True)
+    return np.concatenate(ids), np.concatenate(scored), np.concatenate(n_bytes)
+
+
+def _cut(ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int) -> Iterator[Window]:
+    """Yields a stream (see `_Stream`) as windows of `context` base ids; the last one may be shorter."""
+    for begin in range(0, len(ids), context):
+        part = slice(begin, begin + context)
+        yield Window(ids[part], scored[part], int(n_bytes[part].sum()))
+
+
+def _decoded(tokenizer: Any, ids: Uint32s) -> str:
+    """Returns the text of base ids, special tokens included."""
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +206,7 @@ def measure_bits(
     number of windows just scored.
     Raises `DataError` if a window has more base ids than the model has positions.
     """
-    check_context(model, max(len(window.base_ids) for window in windows.windows))
+    _check_context(model, max(len(window.base_ids) for window in windows.windows))
     prefix = np.array([windows.prefix], np.uint32)
     if not scores_itself(model):
         mx.reset_peak_memory()
@@ -133,7 +229,7 @@ def measure_bits(
     )
 
 
-def check_context(model: Any, base_ids: int) -> None:
+def _check_context(model: Any, base_ids: int) -> None:
     """Raises `DataError` if a window of so many base ids takes more positions than the model has.
 
     A window takes one position per base id: one id is read before the first, and the last one is predicted but not

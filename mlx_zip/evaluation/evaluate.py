@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_zip import chosen_packs
 from mlx_zip.chosen_packs import Packs
-from mlx_zip.errors import DataError
+from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.config import ZipConfig
+from mlx_zip.errors import DataError, GenerationError, ModelError, reason
 from mlx_zip.evaluation import tasks as benchmark
-from mlx_zip.evaluation.before_loading import check_codebook_size, check_model, check_prompts, check_windows
-from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
+from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.rates import Settings, measure_rates
 from mlx_zip.evaluation.report import make_record
 from mlx_zip.evaluation.scoring import context_limit, scores_itself
-from mlx_zip.evaluation.windows import Windows, cut_windows
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
-from mlx_zip.loading import load, model_folder, read_config
+from mlx_zip.loading import codebook_changes, load, model_folder, read_config
+from mlx_zip.models import ModelArgs
 from mlx_zip.progress import ProgressBar, counted
+from mlx_zip.register import MODEL_TYPE
 from mlx_zip.sampling import Sampling
-from mlx_zip.text.conversations import Prompt, make_conversations, openings, read_prompts
+from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -47,6 +50,7 @@ _OF_TASKS = {  # settings that only benchmark tasks use
     "apply_chat_template",
     "confirm_run_unsafe_code",
 }
+_LARGEST_CODEBOOK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def evaluate(
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
-    check_codebook_size(codebook_size)
+    _check_codebook_size(codebook_size)
     packs = chosen_packs.read_packs(pack)
     inputs = _prepare(models, what, packs, codebook_size)
     runner = Runner("mlx", mx.default_device().type.name, load) if runner is None else runner
@@ -201,7 +205,7 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None, codeb
         tokenizer = load_tokenizer(folders[name], what.trust_remote_code)
         if packs is not None:
             chosen_packs.check_tokenizers(packs, tokenizer)
-        check_model(folders[name], codebook_size, packs)
+        _check_model(folders[name], codebook_size, packs)
         if corpus is not None:
             _check_windows(inputs, corpus, tokenizer, name, models[0], what.fill_windows)
         if number == 0 and what.generate is not None:
@@ -233,7 +237,7 @@ def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, f
             f"{name} has another tokenizer than {first}, so their windows are not the same text; "
             "evaluate each model separately: bits per byte of whole documents can still be compared"
         )
-    check_windows(inputs.folders[name], windows)
+    _check_positions(inputs.folders[name], windows)
 
 
 def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs, runner: Runner) -> str:
@@ -345,3 +349,90 @@ def _tasks(model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs) -> dic
     options = {name: getattr(what, name) for name in (*names, "batch_size", "border")}
     options |= {"manager": inputs.manager, "start": _start(inputs), "context": inputs.task_context}
     return benchmark.run_tasks(model, tokenizer, what.tasks, **options)
+
+
+# ---- checks before a model is loaded, so that hours of measuring do not end in an error
+
+
+def _check_codebook_size(size: int | None) -> None:
+    """Raises `DataError` for a --codebook-size that no model can have; None: each model's own."""
+    if size is not None and not 0 <= size <= _LARGEST_CODEBOOK:
+        raise DataError(f"--codebook-size must be from 0 to {_LARGEST_CODEBOOK}, got {size}")
+
+
+def _check_model(folder: Path, codebook_size: int | None, packs: Packs | None) -> None:
+    """Raises `ModelError`, `ConfigError` or `GenerationError` if a model's config or weights cannot be read.
+
+    codebook_size, packs: those asked for; they must fit a zip2zip model's config.
+    """
+    section = _zip_config(folder, codebook_size)
+    if section is not None and packs is not None:
+        chosen_packs.check_codec(packs, section)
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no weights (model*.safetensors)")
+    for file in files:
+        try:
+            mx.load(str(file))  # reads the header only
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {reason(error)}") from error
+
+
+def _zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
+    """Returns the config of a zip2zip model with the codebook size asked for (None: its own); None for a plain model.
+
+    Raises `ModelError` or `ConfigError`.
+    """
+    config = read_config(folder)
+    if config["model_type"] != MODEL_TYPE:
+        return None
+    changed = {**config, **codebook_changes(config, codebook_size, None)}
+    return ModelArgs.from_dict(changed).zip_config
+
+
+def _check_positions(folder: Path, windows: Windows) -> None:
+    """Raises `DataError` if a window of the text has more base ids than the model in the folder has positions."""
+    positions = read_config(folder).get("max_position_embeddings")
+    longest = max(len(window.base_ids) for window in windows.windows)
+    if isinstance(positions, int) and longest > positions:
+        raise DataError(f"windows of {longest} base ids (--context) do not fit the model's {positions} positions")
+
+
+def check_prompts(
+    folder: Path,
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Prompt]],
+    codebook_size: int | None,
+    packs: Packs | None,
+) -> None:
+    """Raises `GenerationError` naming the first conversation whose first prompt a model cannot answer.
+
+    The chat template must render the prompt, and the prompt must leave room in the model's context. Later turns are not
+    checked, because their length depends on the answers. codebook_size, packs: as in `_check_model`.
+    """
+    context = read_config(folder).get("max_position_embeddings")
+    for number, prompts in enumerate(conversations, start=1):
+        try:
+            base_ids = Conversation(tokenizer, prompts).next_prompt()
+        except GenerationError as error:
+            raise GenerationError(f"prompt {number}: {error}") from error
+        if isinstance(context, int) and len(base_ids) >= context:
+            used = _positions(folder, base_ids, codebook_size, packs)
+            if used >= context:
+                raise GenerationError(
+                    f"prompt {number} takes {used} positions, {folder.name}'s context has {context} and generation "
+                    "needs at least one: shorten it (--opening, or the text in --prompts)"
+                )
+
+
+def _positions(folder: Path, base_ids: Sequence[int], codebook_size: int | None, packs: Packs | None) -> int:
+    """Returns how many positions the base ids of a new request take; a lower bound for a plain model with a pack."""
+    section = _zip_config(folder, codebook_size)
+    if section is None:
+        longest = 1 if packs is None else max(map(len, packs.merged.entries), default=1)
+        return -(-len(base_ids) // longest)
+    if section.position_mode == "base_token_end":
+        return len(base_ids)
+    params = section.codec_params
+    params = params if packs is None else replace(params, start=packs.merged.entries)
+    return len(compress_next(Codebook(params), np.array(base_ids, np.uint32)))

@@ -22,11 +22,10 @@ from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImport
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.bits import measure_bits
+from mlx_zip.evaluation.bits import cut_windows, measure_bits, prefix_id
 from mlx_zip.evaluation.rates import can_batch, stream
 from mlx_zip.evaluation.scored import Compressed
 from mlx_zip.evaluation.scoring import compress_row, context_limit, score
-from mlx_zip.evaluation.windows import cut_windows, prefix_id
 from mlx_zip.layout import is_zip
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import render_chat

@@ -30,8 +30,8 @@ from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError
-from mlx_zip.vocab.hbpe import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
-from mlx_zip.vocab.hbpe_measures import Tower
+from mlx_zip.vocab.hbpe.measures import Tower
+from mlx_zip.vocab.hbpe.merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
 
 NORM_EPS, ROPE_THETA = 1e-5, 10_000.0
 INIT = 0.02  # standard deviation of the start vector

@@ -24,9 +24,8 @@ import mlx_zip
 from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.files import at_home, whole_folder, write_json
 from mlx_zip.models.hbpe import PatchConfig, PatchModel
-from mlx_zip.vocab.hbpe_table import PatchTable
-from mlx_zip.vocab.hbpe_text import PatchText
-from mlx_zip.vocab.hbpe_tokens import read_tokenizer
+from mlx_zip.vocab.hbpe.table import PatchTable
+from mlx_zip.vocab.hbpe.text import PatchText, read_tokenizer
 
 MODEL_TYPE, VERSION = "hbpe", 1
 CONFIG, WEIGHTS, TABLE, TOKENIZER = "config.json", "model.safetensors", "table.npz", "tokenizer.json"

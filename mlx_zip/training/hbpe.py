@@ -24,13 +24,12 @@ from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.hbpe import PatchModel, PlainModel, parameters_of
 from mlx_zip.progress import counted
 from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
-from mlx_zip.training.loop import run_steps, steps_bar
+from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar
 from mlx_zip.training.metrics import Metrics
 from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
-from mlx_zip.training.stopping import Asked, Stopped
-from mlx_zip.vocab.hbpe import MARK
-from mlx_zip.vocab.hbpe_measures import bits_per_byte
+from mlx_zip.vocab.hbpe.measures import bits_per_byte
+from mlx_zip.vocab.hbpe.merges import MARK
 
 Uint32s = NDArray[np.uint32]
 

@@ -17,10 +17,10 @@ from mlx_zip.files import remove_partials, sole_user
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, parameters_of
 from mlx_zip.models.hbpe_folder import SavedPatchModel, save_patch_model
 from mlx_zip.training.hbpe import Corpus, check_run, evaluate, train, windows
+from mlx_zip.training.loop import stop_signals
 from mlx_zip.training.run_folder import open_run
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.stopping import stop_signals
-from mlx_zip.vocab.hbpe_measures import (
+from mlx_zip.vocab.hbpe.measures import (
     FIT_LATENT,
     FIT_LOCAL,
     Tower,
@@ -29,8 +29,7 @@ from mlx_zip.vocab.hbpe_measures import (
     hierarchical_flops,
     words_of,
 )
-from mlx_zip.vocab.hbpe_text import PatchText
-from mlx_zip.vocab.hbpe_tokens import learn_tokenizer, read_tokenizer
+from mlx_zip.vocab.hbpe.text import PatchText, learn_tokenizer, read_tokenizer
 
 MODEL = "model"  # folder inside the run's folder that a finished run writes
 

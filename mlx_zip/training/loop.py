@@ -1,15 +1,26 @@
-"""The training loop that all trainers share: steps, reports, validations and checkpoints."""
+"""The training loop that all trainers share: steps, reports, checkpoints, stop signals, and memory given back.
+
+Source of the memory's handling: mlx-lm 0.32, `mlx_lm.tuner.trainer` (`train`, `_clear_cache` with its default threshold
+of 0 bytes).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import mlx.core as mx
 
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoint import Progress
-from mlx_zip.training.memory import give_back, wired_memory
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.stopping import Asked
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Asked = Callable[[], int | None]  # returns the stop signal received, None before one
 
 
 class Job(Protocol):
@@ -73,3 +84,59 @@ def _run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked
             job.save()
     job.save()
     return stopping
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised when a signal has stopped a run, whose last step is saved. progress: the run's. number: the signal's."""
+
+    def __init__(self, progress: Progress, number: int) -> None:
+        super().__init__(f"stopped after step {progress.step}")
+        self.progress, self.number = progress, number
+
+
+@contextmanager
+def stop_signals() -> Iterator[Asked]:
+    """Yields a function that returns the first stop signal received, or None; it may be called after the block too.
+
+    Only the main thread receives signals: in another thread the function always returns None. A signal that is ignored,
+    as SIGHUP under nohup, stays ignored.
+    """
+    received: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in _STOP_SIGNALS if main and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in ours}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def wired_memory() -> Iterator[None]:
+    """Keeps up to the recommended number of bytes in the GPU's memory while the block runs.
+
+    macOS may otherwise page weights out between two steps. Does nothing on a device that recommends no number.
+    """
+    limit = mx.device_info().get("max_recommended_working_set_size")
+    if not isinstance(limit, int):
+        yield
+        return
+    before = mx.set_wired_limit(limit)
+    try:
+        yield
+    finally:
+        mx.synchronize()
+        mx.set_wired_limit(before)
+
+
+def give_back() -> None:
+    """Gives memory that MLX keeps for reuse back to the system: batches differ in shape, so little of it is reused."""
+    if mx.get_cache_memory() > 0:
+        mx.clear_cache()

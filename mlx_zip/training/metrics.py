@@ -1,15 +1,30 @@
-"""The log of a run, one JSON line per report or validation, and the curves drawn from it."""
+"""The log of a run, one JSON line per report or validation; its curves, and the services that get its lines."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import TrainingError, reason
+from mlx_zip.errors import InstallationError, TrainingError, missing_library, reason
 from mlx_zip.files import check_in, whole_file
+from mlx_zip.training.settings import RunOptions, TrainSettings
 
 FILE = "metrics.jsonl"
+_PANELS = (
+    ("bits_per_byte", "bits per byte"),
+    ("loss", "nats per id"),
+    ("learning_rate", "learning rate"),
+    ("bytes_per_s", "bytes/s"),
+)
+_SERVICES = ("wandb", "swanlab")
+_AS_MLX_LM = {  # our name: mlx-lm's
+    "step": "iteration",
+    "loss": "train_loss",
+    "base_ids_per_s": "tokens_per_second",
+    "seen_base_ids": "trained_tokens",
+}
 
 
 class Metrics:
@@ -58,11 +73,76 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def plot(run: Path) -> Path:
     """Draws loss, bits per byte, learning rate and speed from the run's log; returns the path of `curves.png`.
 
-    Raises `TrainingError` when there is nothing to draw, `InstallationError` without matplotlib.
+    Each of the four panels shows one quantity over the optimizer steps, in training and in validation. Raises
+    `TrainingError` when there is nothing to draw, `InstallationError` without matplotlib.
     """
-    from mlx_zip.training.curves import draw
-
     lines = read_metrics(run)
     if not lines:
         raise TrainingError(f"{run / FILE} has no lines to draw")
-    return draw(run, lines)
+    figure_class, canvas = load_matplotlib()
+    figure = figure_class(figsize=(10, 6), layout="constrained")
+    canvas(figure)
+    for panel, (key, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        for name, label_of in ((key, "training"), (f"val_{key}", "validation")):
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=label_of, linewidth=1)
+        panel.set(xlabel="step", ylabel=label)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    path = run / "curves.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def load_matplotlib() -> tuple[Any, Any]:
+    """Returns matplotlib's classes for a figure and its canvas. Raises `InstallationError` without the library."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_library("--plot", "matplotlib", extra="bench") from error
+    return Figure, FigureCanvasAgg
+
+
+def check_services(names: str | None) -> None:
+    """Raises `TrainingError` for an unknown service, `InstallationError` for one that is not installed.
+
+    names: services separated by commas; None for none.
+    """
+    if names and not _split(names):
+        raise TrainingError(f"--report-to {names!r} names no service; give {' or '.join(_SERVICES)}")
+    for name in _split(names):
+        if name not in _SERVICES:
+            raise TrainingError(f"--report-to {name}: only {' and '.join(_SERVICES)} are known")
+        if find_spec(name) is None:
+            raise InstallationError(f"--report-to {name} needs the package: pip install {name}")
+
+
+def _split(names: str | None) -> list[str]:
+    return [name.strip().lower() for name in (names or "").split(",") if name.strip()]
+
+
+class Services:
+    """Sends lines of the log to the services in `options.report_to`, where the constructor begins a new run."""
+
+    def __init__(self, options: RunOptions, settings: TrainSettings) -> None:
+        from mlx_lm.tuner.callbacks import get_reporting_callbacks
+
+        self._callback = get_reporting_callbacks(
+            ",".join(_split(options.report_to)),
+            project_name=options.project_name,
+            log_dir=str(options.out),
+            config={**settings.to_dict(), "model": options.model, "data": [str(path) for path in options.data]},  # type: ignore[arg-type]
+        )
+
+    def send(self, line: dict[str, Any]) -> None:
+        """Sends a line with a training or a validation loss; ignores any other line."""
+        if self._callback is None:
+            return
+        info = {_AS_MLX_LM.get(name, name): value for name, value in line.items()}
+        if "train_loss" in info:
+            info["peak_memory"] = line["peak_mlx_bytes"] / 1e9
+            self._callback.on_train_loss_report(info)
+        elif "val_loss" in info:
+            self._callback.on_val_loss_report(info)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.models import Model
 from mlx_zip.models.whole import Samples, encode_rows
-from mlx_zip.training.batches import Batch
+from mlx_zip.training.batches import CLOSE, Batch, Padding
 from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.padding import CLOSE, Padding
 
 
 class PackTrainee(Trainee):

@@ -23,24 +23,19 @@ from mlx_zip.machines import check_equal, summed, together
 from mlx_zip.models import Model
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
-from mlx_zip.training.baseline import base_bits_per_byte
 from mlx_zip.training.checkpoint import checkpoints, digest_of_trained, take_trained
-from mlx_zip.training.held_out import held_out_count, split
-from mlx_zip.training.joined import Chosen, Joined
+from mlx_zip.training.data import Chosen, Joined, check_as_asked, check_prepared, held_out_count, split
+from mlx_zip.training.metrics import Services, check_services
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.pack_rows import PackAndModelTrainee
-from mlx_zip.training.recompute import recompute_activations
-from mlx_zip.training.requantize import type_to_save
+from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters, read_object
-from mlx_zip.training.saving import save_trained
-from mlx_zip.training.services import Services, check_services
+from mlx_zip.training.saving import save_trained, type_to_save
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
-from mlx_zip.training.shards import Shards
-from mlx_zip.training.starting_model import fingerprint, freeze, start_model
+from mlx_zip.training.starting_model import fingerprint, freeze, recompute_activations, start_model
 from mlx_zip.training.stepping import Stepper
-from mlx_zip.training.summary import closing, header
+from mlx_zip.training.summary import base_bits_per_byte, closing, header
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
-from mlx_zip.training.unprepared import check_as_asked, check_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import IN_FOLDER
 

@@ -1,4 +1,4 @@
-"""Saves a trained model as an ordinary model folder."""
+"""Saves a trained model as an ordinary model folder, quantized again where it was quantized before."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import save_config, save_model
 
 import mlx_zip
+from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder
 from mlx_zip.hyper import Fingerprints, host_bytes
 from mlx_zip.hyper.model_fingerprint import model_fingerprint
 from mlx_zip.models import Model
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.training.requantize import fuse, quantization, quantize_encoders_again
-from mlx_zip.training.settings import UNQUANTIZED
+from mlx_zip.training.settings import BASE, SAVE_DTYPES, UNQUANTIZED
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import IN_FOLDER, Pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows
 
-GENERATION = "generation_config.json"
+_GENERATION = "generation_config.json"
 # left out of config.json: an older name of torch_dtype; code that is not copied; layers that are quantized no more
-STALE = ("dtype", "auto_map", "quantization", "quantization_config")
+_STALE = ("dtype", "auto_map", "quantization", "quantization_config")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+Config = Mapping[str, Any]
 
 
 def save_trained(
@@ -51,10 +52,10 @@ def save_trained(
     pack_rows: as in `save_adapter`. Raises `TrainingError` when the folder cannot be written.
     """
     fuse(model, adapted_bits)
-    quantize_encoders_again(model, config)
+    _quantize_encoders_again(model, config)
     model.set_dtype(DTYPES[dtype])
     record = {**record, "dtype": dtype, "mlx_zip": mlx_zip.__version__}
-    saved = {**{key: value for key, value in config.items() if key not in STALE}, "torch_dtype": dtype}
+    saved = {**{key: value for key, value in config.items() if key not in _STALE}, "torch_dtype": dtype}
     saved |= quantization(model, config)
     if config.get("model_type") == MODEL_TYPE:
         section = {key: value for key, value in config["zip2zip"].items() if key != "fingerprint"}
@@ -70,8 +71,8 @@ def save_trained(
             tokenizer.save_pretrained(partial)
             if pack_rows and isinstance(model, Model):
                 _save_pack(partial / IN_FOLDER, model, tokenizer, pack_rows, dtype)
-            if origin is not None and (origin / GENERATION).is_file():
-                shutil.copyfile(origin / GENERATION, partial / GENERATION)
+            if origin is not None and (origin / _GENERATION).is_file():
+                shutil.copyfile(origin / _GENERATION, partial / _GENERATION)
     except (OSError, RuntimeError) as error:
         raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
 
@@ -92,3 +93,76 @@ def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
     for name, array in named:
         prints.add(name, array, host_bytes(array))
     return prints.sides(model.config, config.get("quantization", {}))
+
+
+def type_to_save(model: nn.Module) -> str:
+    """Returns the type that a trained model's weights are saved in unless another is asked for.
+
+    It is float32, or for a quantized model the type of its other values, so that it computes in that type as before.
+    model: as it was loaded; new hyper-encoders are left out of account.
+    """
+    named: Any = tree_flatten(model.parameters())
+    if not any(name.endswith(".scales") for name, _ in named):
+        return "float32"
+    old = [value for name, value in named if not name.startswith(SIDES) and mx.issubdtype(value.dtype, mx.floating)]
+    largest = max(old, key=lambda value: value.size)
+    return next((name for name in SAVE_DTYPES if largest.dtype == getattr(mx, name)), "float32")
+
+
+def fuse(model: nn.Module, bits: str = UNQUANTIZED) -> None:
+    """Merges LoRA layers into the linear layers that they adapt, in place and in float32.
+
+    bits: one of `ADAPTED_BITS`, the bits per weight that a quantized layer gets again. One layer is computed at a time,
+    so that the float weights of all need not be in memory together.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
+    for name, module in layers:
+        module.set_dtype(mx.float32)
+        fused = _quantized_again(module.fuse(dequantize=True), module.linear, bits)
+        mx.eval(fused.parameters())
+        model.update_modules(tree_unflatten([(name, fused)]))
+
+
+def _quantized_again(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
+    """Returns a fused layer with `bits` per weight. base: the layer that was adapted, without its adapter.
+
+    Bits other than the base's are affine, in groups of the base's size, or of 32 if that is smaller.
+    """
+    if bits == UNQUANTIZED or not isinstance(base, nn.QuantizedLinear):
+        return fused
+    if bits == BASE:
+        return nn.QuantizedLinear.from_linear(fused, base.group_size, base.bits, mode=base.mode)
+    group = max(base.group_size, 32)
+    return nn.QuantizedLinear.from_linear(fused, group, int(bits)) if fused.weight.shape[-1] % group == 0 else fused
+
+
+def _quantize_encoders_again(model: nn.Module, config: Config) -> None:
+    """Quantizes the hyper-encoders' layers that config.json says were quantized, in place and as they were."""
+    before = config.get("quantization") or {}
+
+    def chosen(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        is_float = path.startswith(SIDES) and isinstance(module, nn.Linear)
+        return before.get(path, False) if is_float else False
+
+    nn.quantize(model, class_predicate=chosen)
+
+
+def quantization(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Returns the keys of config.json by which mlx-lm's loader quantizes layers as they are in the model.
+
+    config: that of the model that training began with, whose default for all layers stays. {} if no layer is quantized.
+    """
+    layers = {path: _sizes(module) for path, module in model.named_modules() if hasattr(module, "scales")}
+    if not layers:
+        return {}
+    before = config.get("quantization") or next(iter(layers.values()))
+    default = {name: value for name, value in before.items() if not isinstance(value, Mapping)}
+    usual = {"mode": "affine", **default}
+    own = {path: sizes for path, sizes in layers.items() if any(usual.get(name) != sizes[name] for name in sizes)}
+    made = {**default, **own}
+    return {"quantization": made, "quantization_config": made}
+
+
+def _sizes(module: Any) -> dict[str, Any]:
+    """Returns how a layer is quantized, as config.json has it."""
+    return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}

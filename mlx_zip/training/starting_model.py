@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import load_failures, read_config, rope_settings
 from mlx_zip.models import Model, ModelArgs
+from mlx_zip.models.recompute import recomputed
 from mlx_zip.register import MODEL_TYPE
+from mlx_zip.training.prepare.shards import grows
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
-from mlx_zip.training.shards import grows
 
-SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
-OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first; measured, see docs/decisions.md
+_SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
+_OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first; measured, see docs/decisions.md
 
 
 def start_model(
@@ -65,7 +66,7 @@ def start_model(
         if folder is not None:
             _check_decoder(folder, model)
             _check_fit(folder, model)
-        init_encoders(model)
+        _init_encoders(model)
     return model, config
 
 
@@ -188,7 +189,7 @@ def _check_fit(folder: Path, model: Model) -> None:
         raise TrainingError(f"{folder}: its weights do not fit its config.json: {first_line(error)}") from error
 
 
-def init_encoders(model: Model) -> None:
+def _init_encoders(model: Model) -> None:
     """Initialises new encoders so that the rows they make have the scale of the matrix whose rows they read.
 
     `res_latent_attn` begins as its residual, one base row or their mean, because its output is set to zero (as in
@@ -205,10 +206,10 @@ def init_encoders(model: Model) -> None:
             last.weight = mx.zeros_like(last.weight)
             quiet = model.config.encoder.residual_by_side and encoder is not model.input_encoder
             if quiet and last is not encoder.norm:
-                encoder.norm.weight = encoder.norm.weight * OUTPUT_NORM
+                encoder.norm.weight = encoder.norm.weight * _OUTPUT_NORM
         elif model.config.encoder.kind == "transformer":
             norm = encoder.layers[-1].post_mlp_layernorm
-            rows = matrix_rows(matrix, mx.arange(min(SAMPLED_ROWS, model.config.vocab_size))).astype(mx.float32)
+            rows = matrix_rows(matrix, mx.arange(min(_SAMPLED_ROWS, model.config.vocab_size))).astype(mx.float32)
             norm.weight = norm.weight * mx.sqrt(rows.square().mean())
 
 
@@ -263,3 +264,26 @@ def fingerprint(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str,
         if value.ndim == 1 and mx.issubdtype(value.dtype, mx.floating):
             digest.update(memoryview(value.astype(mx.float32)))
     return digest.hexdigest()
+
+
+def recompute_activations(blocks: Sequence[nn.Module]) -> None:
+    """Makes these blocks recompute their activations in the backward pass; names and weights stay as they are.
+
+    The blocks must not draw random numbers, because the second pass would draw others. Other blocks of their class are
+    not affected, unlike with mlx-lm's `grad_checkpoint`, which changes the class itself.
+    """
+    made: dict[type, type] = {}
+    for block in blocks:
+        kind = type(block)
+        if kind not in made:
+            made[kind] = type(kind.__name__, (kind,), {"__call__": _recomputed(kind.__call__)})
+        block.__class__ = made[kind]
+
+
+def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a block's `__call__` that recomputes its activations. call: the original one."""
+
+    def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return recomputed(block, lambda x: call(block, x, *args, **kwargs), x)
+
+    return checkpointed

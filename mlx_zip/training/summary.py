@@ -1,28 +1,34 @@
-"""Lines that a run prints: a header when it begins; in the end its figures, hints, and what to do next."""
+"""What a run prints: a header; in the end its figures, hints, what to do next; and the baseline that it names."""
 
 from __future__ import annotations
 
+import math
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
+from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.layout import is_zip
 from mlx_zip.progress import clock, counted
+from mlx_zip.training.batches import make_batch
 from mlx_zip.training.checkpoint import Progress
 from mlx_zip.training.metrics import read_metrics
+from mlx_zip.training.prepare.shards import Sample, grows
 from mlx_zip.training.settings import ADAPTER, RunOptions
 from mlx_zip.training.trainer import Data, Trainer
 
-FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet
+_FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet
 PASSES = 4  # passes over the data after which a rising validation loss is blamed on too little data
 _ALIKE = (
     "warning: training on one kind of text moves this gap too, with or without hypertokens; what they cost is the gap "
     "to a base trained alike: the same texts prepared with --merge-size 1, then the same training"
 )
-FALLS = 0.005  # share by which a validation must change to count as falling or rising
+_FALLS = 0.005  # share by which a validation must change to count as falling or rising
 
 
 def header(trainer: Trainer, what: str) -> list[str]:
@@ -87,17 +93,17 @@ def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) 
     new_encoders: whether the model has hyper-encoders.
     """
     found = []
-    if len(bits) > 1 and bits[-1] < bits[-2] * (1 - FALLS):
+    if len(bits) > 1 and bits[-1] < bits[-2] * (1 - _FALLS):
         found.append(f"the validation figure still falls: the same command with --iters {2 * done.step} goes on")
-    if len(bits) > 1 and bits[-1] > min(bits) * (1 + FALLS) and passes > PASSES:
+    if len(bits) > 1 and bits[-1] > min(bits) * (1 + _FALLS) and passes > PASSES:
         found.append(
             f"the validation figure has risen again after {passes:.0f} passes: more data would help, or fewer steps"
         )
     if passes < 1:
         found.append(f"only {passes:.0%} of the data were read: more --iters would use the rest")
-    if new_encoders and done.seen_base_ids < FEW_BASE_IDS:
+    if new_encoders and done.seen_base_ids < _FEW_BASE_IDS:
         found.append(
-            f"hyper-encoders trained on fewer than {FEW_BASE_IDS:,} base ids are a trial run: expect a gap to the base"
+            f"hyper-encoders trained on fewer than {_FEW_BASE_IDS:,} base ids are a trial run: expect a gap to the base"
         )
     return found
 
@@ -113,3 +119,31 @@ def _next_commands(options: RunOptions, done: Progress) -> list[str]:
         f"next: mlx_zip generate --model {folder} --prompt TEXT",
         f"      mlx_zip evaluate {base}--model {folder} --data FILE",
     ]
+
+
+def base_bits_per_byte(trainer: Trainer) -> float:
+    """Returns bits per byte of the validation samples when the trainer's model reads them as base ids only.
+
+    Called before the first step, it measures the model that training begins with. A base id counts if the id that it
+    was compressed into counts.
+    """
+    assert trainer.valid is not None
+    params, nats, n_bytes = trainer.valid.params, 0.0, 0
+    trainer.trainee.eval()
+    for indices in trainer.shown_validation_batches("Measuring the base"):
+        samples = [expanded(trainer.valid[int(i)], params) for i in indices]
+        batch = make_batch(samples, replace(params, codebook_size=0, merge_size=1, start=None), base_positions=True)
+        nats += trainer.stepper.base_nats(batch, trainer.is_long(batch))
+        n_bytes += batch.n_bytes
+    trainer.trainee.train()
+    return nats / math.log(2) / max(n_bytes, 1)
+
+
+def expanded(sample: Sample, params: CodecParams) -> Sample:
+    """Returns a sample with its ids expanded to base ids; a base id counts if the id that it comes from counts."""
+    if not grows(params):
+        return sample
+    book = Codebook(sample.params(params))
+    book.push(sample.ids)
+    ids, mask = book.expand(sample.ids), np.repeat(sample.mask, book.spans(sample.ids))
+    return Sample(ids, mask, sample.base_ids, sample.n_bytes)

@@ -19,7 +19,7 @@ from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.machines import from_first, together
 from mlx_zip.models import Model
 from mlx_zip.progress import ProgressBar
-from mlx_zip.training.batches import Batch, batch_order, make_batch
+from mlx_zip.training.batches import CLOSE, FEW, Batch, batch_order, make_batch
 from mlx_zip.training.checkpoint import (
     Progress,
     checkpoints,
@@ -29,18 +29,15 @@ from mlx_zip.training.checkpoint import (
     set_random_key,
     steps_of,
 )
-from mlx_zip.training.joined import Chosen, Joined
-from mlx_zip.training.loop import run_steps, steps_bar
-from mlx_zip.training.memory import give_back
+from mlx_zip.training.data import Chosen, Joined
+from mlx_zip.training.loop import give_back, run_steps, steps_bar, stop_signals
 from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
-from mlx_zip.training.padding import CLOSE, FEW
+from mlx_zip.training.prepare.shards import Sample
+from mlx_zip.training.prepare.texts import Texts
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Sample
 from mlx_zip.training.stepping import Stepper, is_compiled
-from mlx_zip.training.stopping import stop_signals
-from mlx_zip.training.texts import Texts
 
 Data = Joined | Chosen | Texts
 

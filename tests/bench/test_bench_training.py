@@ -17,8 +17,8 @@ from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.whole import encode_rows
 from mlx_zip.training.batches import make_batch
+from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Shards
 from support import tiny_training
 
 TINY = [

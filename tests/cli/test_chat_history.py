@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from mlx_zip.cli.chat import history
-from mlx_zip.cli.chat.history import TypedLines
+from mlx_zip.cli.chat import terminal
+from mlx_zip.cli.chat.terminal import TypedLines
 
 
 @pytest.fixture
@@ -45,12 +45,12 @@ def test_damaged_lines_are_left_out(file):
 
 
 def test_a_very_long_message_is_not_kept(file):
-    TypedLines(file, pytest.fail).append_string("x" * (history.MOST_CHARACTERS + 1))
+    TypedLines(file, pytest.fail).append_string("x" * (terminal.MOST_CHARACTERS + 1))
     assert not file.exists()
 
 
 def test_the_older_half_of_a_large_file_is_dropped(file, monkeypatch):
-    monkeypatch.setattr(history, "MOST_BYTES", 100)
+    monkeypatch.setattr(terminal, "MOST_BYTES", 100)
     typed = TypedLines(file, pytest.fail)
     for n in range(20):
         typed.append_string(f"message {n}")

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.cli import colours
-from mlx_zip.cli.chat.harmless import harmless, valid
 from mlx_zip.cli.chat.markdown import MarkdownStream
-from mlx_zip.cli.chat.screen import Screen
+from mlx_zip.cli.chat.screen import Screen, harmless, valid
 
 TEXT = """# A title with `code`
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_zip.cli.chat import loop, terminal
+from mlx_zip.cli.chat import commands, terminal
+from mlx_zip.cli.chat.answer import split_reasoning
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.lines import PlainView
+from mlx_zip.cli.chat.front import PlainView
 from mlx_zip.cli.chat.program import Program, Settings
-from mlx_zip.cli.chat.reasoning import split
 from mlx_zip.engine import Counts, Emitted, Finished
 from mlx_zip.errors import GenerationError
 from support.fake_engine import FakeEngine, Running, Script, any_role
@@ -54,7 +54,7 @@ def test_marked_reasoning_is_shown_apart_and_kept_in_the_conversation():
     text = "<think>A boat is good.</think>Once upon a time."
     front = Thinker("hello")
     program = Program(FakeEngine(Script(text=text), vocab=vocab), Settings(), front, Conversation())
-    assert loop.run(program) == 0
+    assert commands.run(program) == 0
     assert (front.thoughts, front.shown) == ("A boat is good.", ["Once upon a time."])
     assert program.talk.messages[1] == message("assistant", text)
 
@@ -74,7 +74,7 @@ def test_reasoning_is_found_however_the_text_was_cut_into_pieces(text, thoughts,
     vocab._tokenizer.chat_template += "{# <think> </think> #}"
     front = Thinker()
     front.shown.append("")
-    with split(front, vocab, [5]) as feed:
+    with split_reasoning(front, vocab, [5]) as feed:
         for i in range(0, len(text), size):
             feed(text[i : i + size], 1)
     assert (front.thoughts, front.shown[0]) == (thoughts, shown)
@@ -140,7 +140,7 @@ def test_a_message_without_an_answer_is_taken_back_and_can_be_asked_again():
     assert (front.errors, program.talk.messages) == (["out of memory"], [])
     engine.script = Script()
     program.front.messages = ["/retry"]
-    loop.run(program)
+    commands.run(program)
     assert program.talk.messages == [message("user", "one"), message("assistant", STORY)]
 
 
@@ -157,7 +157,7 @@ def test_a_retry_that_fails_leaves_the_answer_that_was_there():
     program, front = chatted("one", engine=engine)
     engine.script = Script(fails=GenerationError("no"), ids=())
     front.messages = ["/retry"]
-    loop.run(program)
+    commands.run(program)
     assert program.talk.messages == [message("user", "one"), message("assistant", STORY)]
     assert program.talk.answered
 
@@ -268,7 +268,7 @@ def test_vocabulary_counts_only_the_answers_that_the_conversation_has():
     assert len(program.talk.uses) == 1
     assert all(line.split()[0] == "1x" for line in front.said[1:])
     program.front.messages = ["/reset", "/vocabulary"]
-    loop.run(program)
+    commands.run(program)
     assert front.said[-1] == "no hypertokens yet; answers from a loaded file are not counted"
 
 
@@ -297,7 +297,7 @@ def test_a_conversation_can_be_saved_after_the_engine_has_stopped_and_a_pipe_end
     program, front = chatted("one", engine=engine)
     engine.die()
     front.asks, front.messages = asks, ["two", f"/save {tmp_path}/talk", "/quit"]
-    assert loop.run(program) == 1
+    assert commands.run(program) == 1
     assert front.errors == ["the engine has stopped; /save keeps the conversation, /quit ends the chat"]
     assert (tmp_path / "talk.jsonl").exists() is asks
 

@@ -7,7 +7,7 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.bench import flag_tables
 from mlx_zip.bench.pages import names, pages_of
-from mlx_zip.cli.vocabulary import METHODS
+from mlx_zip.cli.vocab import METHODS
 from support.places import DOCS, REPO
 
 PAGE = DOCS / "reference" / "cli.md"

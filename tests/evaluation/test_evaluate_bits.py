@@ -10,9 +10,8 @@ from mlx_lm.models import gemma3_text, llama
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import DataError, ModelError
 from mlx_zip.evaluation import scoring
-from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits, ratio_error
+from mlx_zip.evaluation.bits import Bits, Window, Windows, compare_bits, measure_bits, ratio_error
 from mlx_zip.evaluation.scoring import compress_row, score
-from mlx_zip.evaluation.windows import Window, Windows
 from support import tiny
 from support.evaluating import BOS, windows
 

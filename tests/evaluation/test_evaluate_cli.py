@@ -10,10 +10,8 @@ import pytest
 
 from mlx_zip import GenerationError, cli
 from mlx_zip.evaluation import report
-from mlx_zip.evaluation.before_loading import check_prompts
-from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.evaluate import Evaluation, evaluate
-from mlx_zip.evaluation.windows import cut_windows
+from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.evaluation.evaluate import Evaluation, check_prompts, evaluate
 from mlx_zip.generate import load
 from mlx_zip.text.conversations import Prompt
 from mlx_zip.text.documents import read_corpus

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.windows import cut_windows, prefix_id
+from mlx_zip.evaluation.bits import cut_windows, prefix_id
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.token_facts import encode_with_bytes
 from support import tiny_text

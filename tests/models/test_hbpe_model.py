@@ -15,9 +15,9 @@ from mlx_zip.models.hbpe import (
     patch_lengths,
 )
 from mlx_zip.patches import filled, generate_patches, read_back
-from mlx_zip.vocab.hbpe import MARK, Merges
-from mlx_zip.vocab.hbpe_measures import LOCAL, MEDIUM, SMALL, Tower
-from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.hbpe.measures import LOCAL, MEDIUM, SMALL, Tower
+from mlx_zip.vocab.hbpe.merges import MARK, Merges
+from mlx_zip.vocab.hbpe.table import PatchTable
 
 WORDS = [b"banana", b" ban", b"nana nana", b"a", b"xy", b" is", b"and", b""]
 TABLE = PatchTable.learn(WORDS, 4)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import CodecError, DataError, MlxZipError
-from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.windows import cut_windows
+from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.generate import load
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.packs import Pack, save_pack

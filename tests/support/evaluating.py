@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlx_zip.evaluation.windows import Window, Windows
+from mlx_zip.evaluation.bits import Window, Windows
 from support import tiny
 
 BOS = 1

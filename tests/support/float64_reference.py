@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip import Codebook
-from mlx_zip.training.shards import Sample
+from mlx_zip.training.prepare.shards import Sample
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Array]

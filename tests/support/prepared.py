@@ -14,8 +14,9 @@ from tokenizers.processors import TemplateProcessing
 
 from mlx_zip.codec import Codebook
 from mlx_zip.text.sources import Source
-from mlx_zip.training.prepare import PrepareOptions, prepare
-from mlx_zip.training.shards import Shards
+from mlx_zip.training.prepare.plan import PrepareOptions
+from mlx_zip.training.prepare.run import prepare
+from mlx_zip.training.prepare.shards import Shards
 from support import tiny_text
 
 BOS, EOS, PAD = 0, 1, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from mlx_zip.cli.chat import loop
+from mlx_zip.cli.chat import commands
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.cli.chat.program import Program, Settings
@@ -59,7 +59,7 @@ class Typed(Front):
 def chatted(*messages, script=None, stops=(), settings=None, engine=None):
     front = Typed(*messages, stops=stops)
     program = Program(engine or FakeEngine(script), settings or Settings(), front, Conversation())
-    assert loop.run(program) == 0
+    assert commands.run(program) == 0
     return program, front
 
 

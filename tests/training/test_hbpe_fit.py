@@ -22,9 +22,8 @@ from mlx_zip.training.hbpe import Corpus, evaluate, train, windows
 from mlx_zip.training.hbpe_fit import FitOptions, evaluate_texts, fit
 from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.hbpe_measures import Tower, hierarchical_flops
-from mlx_zip.vocab.hbpe_text import END, PatchText
-from mlx_zip.vocab.hbpe_tokens import learn_tokenizer, read_tokenizer, text_encoder, tokens_of
+from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
+from mlx_zip.vocab.hbpe.text import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_of
 from support.tiny_vocabularies import write_folder, write_pair
 
 TEXTS = ["the cat and the dog: ¿qué?", "the dog and 12 cats", "a cat, a dog, 😀 and 123"] * 4

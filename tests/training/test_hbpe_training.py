@@ -14,10 +14,9 @@ from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.hbpe import Corpus, _batches, byte_entropies, evaluate, nats, train, windows
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.hbpe import MARK
-from mlx_zip.vocab.hbpe_measures import Tower
-from mlx_zip.vocab.hbpe_patching import entropy_patches, number, space_patches
-from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.hbpe.measures import Tower
+from mlx_zip.vocab.hbpe.merges import MARK
+from mlx_zip.vocab.hbpe.table import PatchTable, entropy_patches, number, space_patches
 from support.same_numbers import assert_same_losses, assert_same_weights
 
 WORDS = [b"the", b" cat", b" and", b" dog", b"ouse", b" a very long word", b""]

@@ -17,8 +17,8 @@ from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.metrics import FILE, read_metrics
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.pack_rows import PackTrainee
+from mlx_zip.training.prepare.texts import Texts
 from mlx_zip.training.stepping import to_device
-from mlx_zip.training.texts import Texts
 from mlx_zip.training.tuning import tune
 from mlx_zip.vocab.packs import Pack
 from mlx_zip.vocab.tuned import TunedRows, TunedStart

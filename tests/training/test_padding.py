@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlx_zip.training.batches import make_batch
+from mlx_zip.training.batches import CLOSE, FEW, make_batch
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.padding import CLOSE, FEW
 from mlx_zip.training.run import train
 from mlx_zip.training.stepping import to_device
 from support.tiny import base_ids, tiny_config
@@ -72,7 +71,7 @@ def test_few_sizes_change_no_loss(canonical):
 
 def varied(folder, lengths):
     """Prepared data of samples of these many base ids."""
-    from mlx_zip.training.shards import ShardWriter, codec_record, write_index
+    from mlx_zip.training.prepare.shards import ShardWriter, codec_record, write_index
 
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "shard-00000")

@@ -14,9 +14,9 @@ import pytest
 from mlx_zip.cli import main
 from mlx_zip.errors import DataError
 from mlx_zip.files import sole_user
-from mlx_zip.training import sharding
-from mlx_zip.training.mixture import load_mixture
-from mlx_zip.training.sharding import ShardMaker
+from mlx_zip.training.prepare import sharding
+from mlx_zip.training.prepare.mixture import load_mixture
+from mlx_zip.training.prepare.sharding import ShardMaker
 from support.prepared import prepared, stories, texts, tokenizer_folder, tree, write_lines
 
 

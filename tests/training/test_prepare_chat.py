@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import DataError
-from mlx_zip.training.windows import Window, compress_window
+from mlx_zip.training.prepare.encoding import Window, compress_window
 from support.checkpoints import edit_json
 from support.places import GOLDEN_MODELS
 from support.prepared import BOS, EOS, FORGETFUL, expanded, ids_of, prepared, tokenizer_folder, write_lines

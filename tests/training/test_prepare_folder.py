@@ -7,8 +7,8 @@ import pytest
 
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
-from mlx_zip.training import sharding
-from mlx_zip.training.shards import Shards
+from mlx_zip.training.prepare import sharding
+from mlx_zip.training.prepare.shards import Shards
 from support.prepared import (
     PACK,
     entries_of,

@@ -6,8 +6,8 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.errors import DataError
 from mlx_zip.text.sources import Source
-from mlx_zip.training.mixture import kept_samples, load_mixture, next_sources
-from mlx_zip.training.shards import Shards
+from mlx_zip.training.prepare.mixture import kept_samples, load_mixture, next_sources
+from mlx_zip.training.prepare.shards import Shards
 from support.prepared import expanded, prepared, stories, texts, tokenizer_folder, tree
 
 

@@ -8,8 +8,9 @@ import pytest
 from mlx_zip.errors import DataError
 from mlx_zip.text import sources
 from mlx_zip.text.sources import Source
-from mlx_zip.training import sharding
-from mlx_zip.training.prepare import PrepareOptions, prepare
+from mlx_zip.training.prepare import sharding
+from mlx_zip.training.prepare.plan import PrepareOptions
+from mlx_zip.training.prepare.run import prepare
 from support.prepared import (
     BOS,
     EOS,

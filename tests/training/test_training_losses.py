@@ -16,10 +16,9 @@ from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scored import Compressed
 from mlx_zip.evaluation.scoring import score
 from mlx_zip.models.whole import run_whole
-from mlx_zip.training.batches import make_batch
+from mlx_zip.training.batches import bucket, make_batch
 from mlx_zip.training.objective import LossWeights, Trainee, samples_of
-from mlx_zip.training.padding import bucket
-from mlx_zip.training.shards import Sample
+from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.stepping import to_device
 from mlx_zip.training.trainer import Trainer
 from support.tiny import ENCODERS, base_ids, tiny_config, tiny_model

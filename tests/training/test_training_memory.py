@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.training.checkpoint import Progress
-from mlx_zip.training.loop import run_steps
-from mlx_zip.training.memory import give_back, wired_memory
+from mlx_zip.training.loop import give_back, run_steps, wired_memory
 from mlx_zip.training.settings import TrainSettings
 
 

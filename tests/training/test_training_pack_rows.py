@@ -19,8 +19,8 @@ from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.optimizer import make_optimizer
 from mlx_zip.training.pack_rows import PackAndModelTrainee
+from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import make_stepper, train
-from mlx_zip.training.shards import Sample, ShardWriter, codec_record, write_index
 from mlx_zip.training.starting_model import freeze
 from mlx_zip.training.stepping import Stepper, to_device
 from mlx_zip.vocab.packs import IN_ADAPTER, load_pack

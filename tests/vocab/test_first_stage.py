@@ -13,7 +13,7 @@ from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.base import read_base
 from mlx_zip.vocab.first_stage import fingerprint, open_tokenizer, tokenizer_fingerprint
-from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
 from support.prepared import tokenizer_folder
 from support.tiny_vocabularies import SIZE, TEXT, tokens, write_folder, write_pair, write_ranks
 

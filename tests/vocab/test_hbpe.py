@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.vocab import hbpe, hbpe_twin
-from mlx_zip.vocab.hbpe import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn, too_long
-from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe import merges as hbpe
+from mlx_zip.vocab.hbpe import twin
+from mlx_zip.vocab.hbpe.merges import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn, too_long
+from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
 from support.places import GOLDEN, SHARED
 
 CASES = json.loads((GOLDEN / "hbpe.json").read_text())
@@ -33,7 +34,7 @@ def digest(value):
 
 
 def by_twin(tokens, size):
-    steps = hbpe_twin.learn(tokens, size)
+    steps = twin.learn(tokens, size)
     return [list(pair) for pair, _, _ in steps], [count for _, count, _ in steps], [left for _, _, left in steps]
 
 
@@ -73,7 +74,7 @@ def test_the_recorded_merges_are_learned(case, learned_by):
 def test_tokens_are_encoded_as_recorded(case, mode):
     tokens, size, expected = case
     merges = Merges(size, tuple(map(tuple, expected["merges"])))
-    by_twin = [hbpe_twin.encode(merges.pairs, token, size if mode == "stop" else None) for token in tokens]
+    by_twin = [twin.encode(merges.pairs, token, size if mode == "stop" else None) for token in tokens]
     for patches in ([patch.tolist() for patch in merges.encode_all(tokens, mode)], by_twin):
         assert digest(patches) == expected.get(f"{mode}_sha256", digest(expected.get(mode)))
 
@@ -85,7 +86,7 @@ def test_other_tokens_are_encoded_as_recorded_and_need_not_fit(case, mode):
     for other in expected["other_tokens"]:
         token = bytes.fromhex(other["hex"])
         assert merges.encode(token, mode) == other[mode]
-        assert hbpe_twin.encode(merges.pairs, token, size if mode == "stop" else None) == other[mode]
+        assert twin.encode(merges.pairs, token, size if mode == "stop" else None) == other[mode]
         assert (len(other["stop"]) <= size) == other["fits"]
 
 
@@ -157,7 +158,7 @@ def test_learning_agrees_with_the_twin(tokens, size):
 @given(TOKENS, TOKENS, SIZES, MODES)
 def test_encoding_agrees_with_the_twin(tokens, others, size, mode):
     merges = learn(tokens, size).merges
-    expected = [hbpe_twin.encode(merges.pairs, t, size if mode == "stop" else None) for t in tokens + others]
+    expected = [twin.encode(merges.pairs, t, size if mode == "stop" else None) for t in tokens + others]
     assert [patch.tolist() for patch in merges.encode_all(tokens + others, mode)] == expected
 
 

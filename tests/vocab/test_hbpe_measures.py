@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_zip.vocab.hbpe_measures import (
+from mlx_zip.vocab.hbpe.measures import (
     LOCAL,
     SMALL,
     Tower,

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from mlx_zip.cli.multitok_texts import Texts
+from mlx_zip.cli.vocab.multitok_texts import Texts
 from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
 from mlx_zip.vocab.packs import load_pack
 from support import tiny_text
@@ -62,10 +62,10 @@ def test_train_prunes_and_rewrites_as_the_library_does(run, encoded, mode):
 
 
 def test_batches_change_nothing(run, encoded, monkeypatch):
-    monkeypatch.setattr("mlx_zip.cli.multitok_texts.BATCH", 6)
+    monkeypatch.setattr("mlx_zip.cli.vocab.multitok_texts.BATCH", 6)
     flags = ("--prune", 1, "--fraction", 80, "--encoded")
     run("train", "--data", "some.jsonl", "--out", "a.mtok", *flags, "small.jsonl")
-    monkeypatch.setattr("mlx_zip.cli.multitok_texts.BATCH", 600)
+    monkeypatch.setattr("mlx_zip.cli.vocab.multitok_texts.BATCH", 600)
     run("train", "--data", "some.jsonl", "--out", "b.mtok", *flags, "large.jsonl")
     assert encoded("small.jsonl") == encoded("large.jsonl")
     assert Dictionary.load("a.mtok").phrases == Dictionary.load("b.mtok").phrases

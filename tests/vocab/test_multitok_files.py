@@ -74,7 +74,7 @@ def test_a_torn_missing_foreign_or_newer_file_is_refused(saved, tmp_path):
 
 
 def test_a_file_whose_checksum_is_right_but_whose_content_is_not_is_refused(saved):
-    from mlx_zip.vocab.multitok.files import _digest
+    from mlx_zip.vocab.multitok.dictionary import _digest
 
     line, _, body = saved.read_bytes().partition(b"\n")
     changes = [
@@ -100,7 +100,7 @@ def test_a_file_whose_checksum_is_right_but_whose_content_is_not_is_refused(save
 
 def test_a_dictionary_that_cannot_be_written_leaves_the_old_one(saved, monkeypatch):
     before = saved.read_bytes()
-    monkeypatch.setattr("mlx_zip.vocab.multitok.files.json.dumps", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("mlx_zip.vocab.multitok.dictionary.json.dumps", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Dictionary(Settings(Tokens(5))).save(saved)
     assert saved.read_bytes() == before

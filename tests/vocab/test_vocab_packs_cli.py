@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlx_zip.cli.vocab_packs import _shown_in
+from mlx_zip.cli.vocab.packs import _shown_in
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
 from mlx_zip.generate import load

@@ -33,9 +33,8 @@ from mlx_zip.bench.record import surroundings
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.evaluation.bits import ratio_error, window_bits
+from mlx_zip.evaluation.bits import cut_windows, ratio_error, window_bits
 from mlx_zip.evaluation.scoring import compress_row, context_limit, score
-from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.layout import is_zip
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes

@@ -36,8 +36,8 @@ from mlx_zip.files import write_json
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
 from mlx_zip.training.hbpe import Corpus, evaluate, train
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.hbpe_measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
-from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
+from mlx_zip.vocab.hbpe.table import PatchTable
 
 from .data import Data, Material, read_documents
 

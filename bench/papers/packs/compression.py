@@ -32,7 +32,7 @@ from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
-from mlx_zip.vocab.multitok.export import as_pack
+from mlx_zip.vocab.multitok.dictionary import as_pack
 
 from .bpe import Bpe
 

@@ -17,8 +17,7 @@ from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
-from mlx_zip.evaluation.windows import cut_windows
+from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, load_pack

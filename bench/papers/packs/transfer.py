@@ -19,10 +19,9 @@ from mlx_zip.arguments import add_separator, check_at_least
 from mlx_zip.bench.record import surroundings
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import measure_bits
+from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
 from mlx_zip.evaluation.scoring import codec
-from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.text.conversations import Prompt, openings
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt

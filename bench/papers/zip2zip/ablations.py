@@ -265,7 +265,8 @@ class Laboratory:
         Raises `MlxZipError` unless training reads every window equally often.
         """
         from mlx_zip.text.sources import Source
-        from mlx_zip.training.prepare import PrepareOptions, prepare
+        from mlx_zip.training.prepare.plan import PrepareOptions
+        from mlx_zip.training.prepare.run import prepare
 
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
@@ -347,7 +348,7 @@ class Laboratory:
 
     def _text(self, path: str, tokenizer: Any) -> Any:
         """Returns the windows of a --valid text. They are cut once and are the same for every setting."""
-        from mlx_zip.evaluation.windows import cut_windows
+        from mlx_zip.evaluation.bits import cut_windows
         from mlx_zip.text.documents import read_corpus
 
         if path not in self._windows:

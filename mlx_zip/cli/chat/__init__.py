@@ -9,16 +9,62 @@ from typing import Any
 
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import colours, engines, packs
-from mlx_zip.cli.chat.flags import MAX_TOKENS, REFUSED, add_arguments
-from mlx_zip.cli.generation_flags import NUMBERS, check_kv_size
-from mlx_zip.cli.serving_flags import check_wired
+from mlx_zip.cli import colours, engines, packs, rows
+from mlx_zip.cli.generation_flags import NUMBERS, add_kv_size, check_kv_size
+from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions, add_wired, check_wired
 from mlx_zip.errors import GenerationError, missing_library
 
-__all__ = ["REFUSED", "add_arguments", "run"]
+_NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
+MAX_TOKENS = 256
+_SEED = 0
+_LIBRARIES = ("prompt_toolkit", "rich")
+_COUNTS = ("max_tokens", "prefill_step_size")
 
-LIBRARIES = ("prompt_toolkit", "rich")
-COUNTS = ("max_tokens", "prefill_step_size")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags; those of mlx_lm.chat keep their names and defaults."""
+    add = parser.add_argument
+    add_model(add, "model to chat with")
+    add(
+        "--extra-eos-token",
+        nargs="+",
+        default=(),
+        help="tokens that end an answer, in addition to the tokenizer's own (default: none)",
+    )
+    add("--system-prompt", help="system message of the conversation; /system changes it (default: none)")
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        help=f"maximum number of base tokens of an answer (default: {MAX_TOKENS}, without --model 400)",
+    )
+    for name, (kind, default, text) in NUMBERS.items():
+        if name == "seed":
+            default, text = _SEED, "seed of the first answer's random numbers; each further answer has the next one"
+        shown = f" (default: {default:g})" if default is not None else ""
+        add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=2048,
+        help="maximum number of prompt ids that one model call reads (default: 2048)",
+    )
+    add("--plain", action="store_true", help="print answers as they are, without rendering Markdown (default: off)")
+    add(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
+    )
+    add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
+    add_wired(add)
+    add_sessions(add)
+    packs.add_flags(add)
+    add_kv_size(add)
+    add_kv(add)
+    rows.add_flags(add)
+    add("--pipeline", action="store_true", default=None, help="refused: " + _NO_PIPELINE)
+    parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,17 +95,16 @@ def run(args: argparse.Namespace) -> int:
             program.own_pack = program.pack is None
         with front:
             front.greet(name, engine.info)
-            return _module("loop").run(program)
+            return _module("commands").run(program)
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raises `GenerationError` for flags that cannot be used here, and for values out of range."""
-    for name, why in REFUSED.items():
-        if getattr(args, name) is not None:
-            raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {why}; mlx_lm.chat has it")
+    if args.pipeline is not None:
+        raise GenerationError(f"--pipeline cannot be used: {_NO_PIPELINE}; mlx_lm.chat has it")
     if args.model == "":
         raise GenerationError("no model: --model is empty")
-    check_at_least(args, 1, *COUNTS)
+    check_at_least(args, 1, *_COUNTS)
     check_wired(args.keep_wired)
 
 
@@ -88,11 +133,11 @@ def _front(args: argparse.Namespace) -> Any:
             out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     coloured = colours.coloured(args.color, sys.stdout)
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb():
-        return _module("lines").LineFront(coloured)
+        return _module("front").LineFront(coloured)
 
     from mlx_zip.files import data_folder
 
-    history = None if args.no_history else data_folder() / _module("history").FILE
+    history = None if args.no_history else data_folder() / terminal.HISTORY_FILE
     return terminal.TerminalFront(history, args.plain, coloured)
 
 
@@ -101,6 +146,6 @@ def _module(name: str) -> Any:
     try:
         return import_module(f"mlx_zip.cli.chat.{name}")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in (*LIBRARIES, "markdown_it", "pygments"):
+        if (error.name or "").partition(".")[0] not in (*_LIBRARIES, "markdown_it", "pygments"):
             raise
-        raise missing_library("mlx_zip chat", *LIBRARIES, extra="chat") from error
+        raise missing_library("mlx_zip chat", *_LIBRARIES, extra="chat") from error

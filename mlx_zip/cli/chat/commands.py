@@ -1,4 +1,4 @@
-"""The commands of a chat: what follows a slash at the beginning of a message."""
+"""The loop of a chat and its commands: a message is for the model unless it begins with a slash."""
 
 from __future__ import annotations
 
@@ -8,10 +8,43 @@ from itertools import chain
 from typing import NamedTuple
 
 from mlx_zip.arguments import nearest
-from mlx_zip.cli.chat.conversation import Conversation
+from mlx_zip.cli.chat.conversation import Conversation, vocabulary_lines
 from mlx_zip.cli.chat.program import NONE, OWN, Program
-from mlx_zip.cli.chat.vocabulary import vocabulary_lines
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError
+
+
+def run(program: Program) -> int:
+    """Chats until the user ends it; returns 0, or 1 if the engine has stopped.
+
+    A person can still save the conversation then; without one, the chat ends at once.
+    """
+    while not program.ended and (text := program.front.read()) is not None:
+        try:
+            _do(program, text)
+        except EngineStoppedError as error:
+            program.front.fail(f"{error}; /save keeps the conversation, /quit ends the chat")
+            program.ended = not program.front.asks
+        except MlxZipError as error:
+            program.front.fail(_advised(error))
+    return 0 if program.engine.alive else 1
+
+
+def _do(program: Program, text: str) -> None:
+    """Runs a command, or asks the model. Raises `MlxZipError`."""
+    if not text.strip():
+        return
+    found = find(text)
+    if found is None:
+        program.ask(text[1:] if text.startswith("//") else text)
+    else:
+        command, argument = found
+        command.do(program, argument)
+
+
+def _advised(error: MlxZipError) -> str:
+    """Returns an error's message, with what to do if the conversation is too long."""
+    more = "; /reset begins a new conversation" if isinstance(error, PromptTooLongError) else ""
+    return f"{error}{more}"
 
 
 class Command(NamedTuple):
@@ -23,15 +56,11 @@ class Command(NamedTuple):
     takes_path: bool = False
 
 
-class UnknownCommandError(GenerationError):
-    """A word after a slash that is no command."""
-
-
 def find(text: str) -> tuple[Command, str] | None:
     """Returns the command that a message is, and its argument; None if the message is for the model.
 
-    Two slashes at the beginning stand for one, which is no command's. Raises `UnknownCommandError` with the commands
-    that were probably meant.
+    Two slashes at the beginning stand for one, which is no command's. Raises `GenerationError` with the
+    commands that were probably meant.
     """
     if not text.startswith("/") or text.startswith("//"):
         return None
@@ -39,7 +68,7 @@ def find(text: str) -> tuple[Command, str] | None:
     name = ALIASES.get(word.strip(), word.strip())
     if name not in COMMANDS:
         hint = nearest(f"/{name}", [f"/{one}" for one in COMMANDS]) or "/help lists the commands"
-        raise UnknownCommandError(f"there is no command /{name:.40}; {hint}")
+        raise GenerationError(f"there is no command /{name:.40}; {hint}")
     return COMMANDS[name], argument.strip()
 
 

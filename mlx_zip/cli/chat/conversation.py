@@ -1,22 +1,25 @@
-"""A conversation: its messages, the prompt that they make, and the file that they are saved in."""
+"""A conversation: its messages, their prompt, the file they are saved in, and the hypertokens of its answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mlx_zip.cli.chat.vocabulary import Use
 from mlx_zip.errors import DataError, reason
 from mlx_zip.files import at_home, check_out, whole_file
+from mlx_zip.progress import counted
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.sources import Reader, Skipped, Source, kind_of, parse
+from mlx_zip.text.token_texts import TokenTexts
 
-SUFFIX = ".jsonl"
-ROLES = ("user", "assistant")
+_SUFFIX = ".jsonl"
+_ROLES = ("user", "assistant")
+_MOST_LISTED = 20
+_VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥"})
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Conversation:
         path = _named(name)
         try:
             if kind_of(str(path)) != "json":
-                raise DataError(f"{path}: a conversation is read from a {SUFFIX} file")
+                raise DataError(f"{path}: a conversation is read from a {_SUFFIX} file")
             items = list(islice(iter(Reader(Source((str(path),)))), 2))
         except OSError as error:
             raise DataError(f"{path}: {reason(error)}") from error
@@ -106,8 +109,8 @@ class Conversation:
         texts = [{"role": message["role"], "content": message.get("content") or ""} for message in messages]
         system = texts.pop(0)["content"] if texts and texts[0]["role"] == "system" else None
         for k, message in enumerate(texts):
-            if message["role"] != ROLES[k % 2]:
-                raise DataError(f"{where}: message {k} is by {message['role']!r:.40}, not by {ROLES[k % 2]!r}")
+            if message["role"] != _ROLES[k % 2]:
+                raise DataError(f"{where}: message {k} is by {message['role']!r:.40}, not by {_ROLES[k % 2]!r}")
         left = texts.pop()["content"] if len(texts) % 2 else None
         asked = left if left is not None or not texts else texts[-2]["content"]
         return cls(system, texts, asked, left is None, {path.resolve()})
@@ -119,7 +122,46 @@ def _named(name: str) -> Path:
     if path.name in ("", "..") or "\0" in name:
         raise DataError(f"{path}: is no name of a file")
     if path.suffix == "":
-        path = path.with_name(path.name + SUFFIX)
-    if path.suffix != SUFFIX:
-        raise DataError(f"{path}: a conversation is a {SUFFIX} file")
+        path = path.with_name(path.name + _SUFFIX)
+    if path.suffix != _SUFFIX:
+        raise DataError(f"{path}: a conversation is a {_SUFFIX} file")
     return path
+
+
+class Use(NamedTuple):
+    """One use of a hypertoken. base_ids: its parts. learned: where, "pack", "prompt" or "answer"."""
+
+    base_ids: tuple[int, ...]
+    learned: str
+
+
+def vocabulary_lines(uses: Sequence[Use], tokenizer: Any) -> Iterator[str]:
+    """Yields a heading, and a line for each of the hypertokens used most: its uses, where it was learned, its parts.
+
+    uses: of all answers, the first one first. Of two hypertokens with as many uses the longer one comes first, then the
+    one used first. A hypertoken that was learned in several places is shown with the place of its last use.
+    """
+    found = _counted(uses)
+    if not found:
+        yield "no hypertokens yet; answers from a loaded file are not counted"
+        return
+    most = sorted(found, key=lambda base_ids: (-found[base_ids][0], -len(base_ids)))[:_MOST_LISTED]
+    total = counted(len(found), "hypertoken")
+    yield f"the {len(most)} most used of {total} in this conversation: uses, where learned, parts"
+    texts = TokenTexts(tokenizer)
+    for base_ids in most:
+        count, learned = found[base_ids]
+        yield f"{count:>7,}x  {learned:6}  {_parts(texts, base_ids)}"
+
+
+def _counted(uses: Iterable[Use]) -> dict[tuple[int, ...], tuple[int, str]]:
+    """Returns for each hypertoken, in the order of the first uses, its number of uses and where it was learned last."""
+    found: dict[tuple[int, ...], tuple[int, str]] = {}
+    for base_ids, learned in uses:
+        found[base_ids] = found.get(base_ids, (0, ""))[0] + 1, learned
+    return found
+
+
+def _parts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
+    """Returns the texts of base ids with bars between them; spaces and line ends are shown by marks."""
+    return " | ".join(texts[(one,)][0].translate(_VISIBLE) for one in base_ids)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from io import StringIO
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from pygments import highlight
+from pygments.formatters import TerminalFormatter
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mlx_zip.cli.chat.harmless import harmless
-from mlx_zip.cli.chat.highlighting import Highlighter
-from mlx_zip.cli.chat.screen import Screen, last_break, styled
+from mlx_zip.cli.chat.screen import Screen, harmless, last_break, styled
 
-MOST_HELD = 400  # characters in which a closing mark must come
+_MOST_HELD = 400  # characters in which a closing mark must come
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _SPECIAL = re.compile(r"[*_`~\[\]\\&<!]")
 _OPEN = re.compile(r"(?<!\w)_(?=\S)|\*(?=\S)|`|~~(?=\S)|\[[^\]]*$|\]\([^)]*$")  # in text: a mark that may yet be closed
@@ -33,6 +36,8 @@ _SGR = re.compile(r"\x1b\[[\d;]*m")
 _STRONG = "1"
 _STYLES = {"strong_open": _STRONG, "em_open": "3", "s_open": "9", "link_open": "4"}
 _CODE, _FAINT = "94", "2"
+_LONGEST_COLOURED = 2000  # characters of a line that is coloured
+_SEEN = 60  # lines before a line that tell what it is in, for example a long string
 
 
 class MarkdownStream:
@@ -45,7 +50,7 @@ class MarkdownStream:
         self.screen, self._tint, self._coloured = screen, tint, coloured
         self._text = self._marks = ""  # what is not written yet, and for each character its length in base tokens
         self._state = self._line_start
-        self._code: Highlighter | None = None
+        self._code: _Highlighter | None = None
         self._table: list[str] = []
 
     def feed(self, text: str, length: int = 1) -> None:
@@ -88,7 +93,7 @@ class MarkdownStream:
         if fence := _FENCE.fullmatch(line):
             self.screen.raw(styled(line, _FAINT))
             coloured = self._coloured and not self._tint(2)
-            self._code, self._state = Highlighter(fence[1], fence[2].strip(), coloured), self._in_code
+            self._code, self._state = _Highlighter(fence[1], fence[2].strip(), coloured), self._in_code
         elif heading := _HEADING.fullmatch(line):
             self._heading(heading)
         elif _RULE.fullmatch(line):
@@ -123,7 +128,7 @@ class MarkdownStream:
     def _in_text(self, final: bool) -> bool:
         """Within a line of text."""
         line, whole = self._line(final)
-        endless = len(line) > MOST_HELD and not last_break(line)
+        endless = len(line) > _MOST_HELD and not last_break(line)
         ready = len(line) if whole or endless else last_break(line)
         if ready and not self._write_ready(line[:ready], whole):
             return False
@@ -140,7 +145,7 @@ class MarkdownStream:
         """Writes the piece up to a mark that may yet be closed; returns whether that was all of it."""
         special = _SPECIAL.search(piece)
         tokens = _parsed(piece)
-        if special and not (whole or len(piece) > MOST_HELD or _is_closed(tokens)):
+        if special and not (whole or len(piece) > _MOST_HELD or _is_closed(tokens)):
             piece = piece[: last_break(piece[: special.start()])]
             self._put(piece, self._marks, [])
             self._drop(len(piece))
@@ -235,3 +240,35 @@ def _parsed(piece: str) -> Sequence[Token]:
 def _is_closed(tokens: Sequence[Token]) -> bool:
     """Returns whether no mark is left in the text that later text may close."""
     return not any(token.type == "text" and _OPEN.search(token.content) for token in tokens)
+
+
+class _Highlighter:
+    """A block of code. fence: marks that it begins with. coloured: whether the code is to be coloured at all."""
+
+    def __init__(self, fence: str, language: str, coloured: bool) -> None:
+        self._fence = fence
+        self._lexer = _lexer(language) if coloured else None
+        self._formatter: Any = TerminalFormatter()
+        self._lines: list[str] = []
+
+    def ends(self, line: str) -> bool:
+        """Returns whether a line is the block's last one."""
+        bare = line.strip()
+        return len(bare) >= len(self._fence) and not bare.strip(self._fence[0])
+
+    def line(self, line: str) -> str | None:
+        """Returns the block's next line in colours, None if that is not to be coloured."""
+        if self._lexer is None or len(line) > _LONGEST_COLOURED:
+            return None
+        self._lines = [*self._lines[-_SEEN:], line]
+        shown = highlight("\n".join(self._lines), self._lexer, self._formatter).split("\n")
+        return shown[len(self._lines) - 1]
+
+
+def _lexer(language: str) -> Any:
+    """Returns what cuts code of a language into tokens, None if the language is not known."""
+    name = language.split(" ")[0].split("{")[0]
+    try:
+        return get_lexer_by_name(name, stripnl=False, ensurenl=True) if name else None
+    except ClassNotFound:
+        return None

@@ -1,24 +1,24 @@
-"""A chat: its conversation, what the model is asked, and what is said of its answers."""
+"""A chat: its conversation, what the model is asked, and the figures and words about its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_zip.chosen_packs import check_tokenizers, read_packs
-from mlx_zip.cli.chat.answer import Answer, Arrived, follow
+from mlx_zip.cli.chat.answer import Answer, Arrived, follow, split_reasoning
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
-from mlx_zip.cli.chat.reasoning import split
-from mlx_zip.cli.chat.totals import Totals
-from mlx_zip.engine import Engine, Submission
+from mlx_zip.engine import Counts, Engine, Submission
 from mlx_zip.errors import GenerationError
+from mlx_zip.progress import counted
 from mlx_zip.text.prompts import check_system
 
 OWN, NONE = "own", "none"  # words that /pack takes in place of files
 _FULL = "cut off: the conversation fills the model's context; /reset begins a new one"
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Program:
 
     def __init__(self, engine: Engine, settings: Settings, front: Front, talk: Conversation) -> None:
         self.engine, self.settings, self.front, self.talk = engine, settings, front, talk
-        self.totals, self.ended = Totals(), False
+        self.totals, self.ended = _Totals(), False
         self.pack: Any = None
         self.pack_names: Sequence[str] = ()
         self.own_pack = True
@@ -60,7 +60,9 @@ class Program:
         with self.front.answering(lambda: arrived.put(None)) as view:
             submission = self._submission(question, temp)
             parts = (
-                split(view, self.engine.tokenizer, submission.base_ids) if self.front.asks else nullcontext(view.feed)
+                split_reasoning(view, self.engine.tokenizer, submission.base_ids)
+                if self.front.asks
+                else nullcontext(view.feed)
             )
             with parts as show:
                 answer = follow(self.engine, submission, arrived, show, view.reading)
@@ -143,3 +145,56 @@ class Program:
             self.front.say(_FULL if full else f"cut off after {most:,} base tokens (--max-tokens)")
         if answer.text and self.engine.info.codebook_size:
             self.front.note(self.totals.line())
+
+
+@dataclass
+class _Totals:
+    """Sums over the answers of a chat. last: figures of the last one."""
+
+    answers: int = 0
+    base_tokens: int = 0
+    steps: int = 0
+    last: Counts = field(default_factory=Counts)
+
+    def add(self, counts: Counts) -> None:
+        """Counts an answer."""
+        self.answers += 1
+        self.base_tokens += counts.base_tokens
+        self.steps += counts.steps
+        self.last = counts
+
+    def line(self) -> str:
+        """Returns the last answer's figures in one line that fits into a terminal."""
+        last = self.last
+        rate = f" ({last.base_tokens / last.steps:.2f} per step)" if last.steps else ""
+        cached = f", {last.cached_tokens:,} of {last.prompt_tokens:,} cached" * bool(last.cached_tokens)
+        return f"{counted(last.base_tokens, 'base token')}, {counted(last.steps, 'step')}{rate}{cached}"
+
+    def lines(self) -> Iterator[str]:
+        """Yields all figures, one line each: the last answer, all answers, prompt, codebook, KV cache."""
+        if not self.answers:
+            yield "no answer yet"
+            return
+        last = self.last
+        yield f"last answer: {_steps(last.base_tokens, last.steps)}"
+        if (seconds := last.total_s - last.first_id_s) > 0 and last.steps > 1:
+            steps_per_s = (last.steps - 1) / seconds  # the time is from the first id on
+            tokens_per_s = steps_per_s * last.base_tokens / last.steps
+            yield f"its speed: {tokens_per_s:,.0f} base tokens/s, {steps_per_s:,.0f} steps/s"
+        yield f"{counted(self.answers, 'answer')}: {_steps(self.base_tokens, self.steps)}"
+        yield f"last prompt: {counted(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
+        if last.codebook_size:
+            yield f"codebook: {last.entries:,} of {counted(last.codebook_size, 'entry')}"
+            yield f"KV cache: {_size(last.kv_bytes_saved)} saved"
+
+
+def _steps(base_tokens: int, steps: int) -> str:
+    """Returns in words: base tokens, steps, their ratio, and the steps saved."""
+    rate = f" ({base_tokens / steps:.2f} per step)" if steps else ""
+    saved = f", {counted(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
+    return f"{counted(base_tokens, 'base token')} in {counted(steps, 'step')}{rate}{saved}"
+
+
+def _size(count: int) -> str:
+    """Returns a number of bytes in the unit that suits it."""
+    return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), counted(count, "byte"))

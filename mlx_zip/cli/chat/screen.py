@@ -1,4 +1,7 @@
-"""Writes words to a terminal, wrapped at its width. What was written is never changed, so nothing flickers."""
+"""What a terminal is sent: harmless text, in words that are wrapped at its width.
+
+Control characters are shown and never executed. What was written is never changed, so nothing flickers.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,42 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
-WIDEST = 100  # columns; longer lines are hard to read
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_UNSEEN = (
+    *range(0x80, 0xA0),  # a second set of control characters; some terminals take 0x9B for ESC [
+    *range(0x2028, 0x202F),  # line separators, and marks that turn the direction of the text around them
+    *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),  # halves of surrogate pairs, which no terminal can be sent
+)
+_HALVES = re.compile("[\ud800-\udfff]")
+_NO_BYTES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+_TABLE = {**_PICTURES, **dict.fromkeys(_UNSEEN, 0xFFFD)}
+_WIDEST = 100  # columns; longer lines are hard to read
 # Characters of scripts without spaces, around which a line may break.
 _WIDE = "\u2e80-\u2fff\u3001-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
 _RUNS = re.compile(rf"\s+|[{_WIDE}]|[^\s{_WIDE}]+")
 _BROKEN = re.compile(rf".*[\s{_WIDE}]", re.DOTALL)
+
+
+def harmless(text: str) -> str:
+    """Returns the text with control characters replaced by pictures of them, such as ␛ for escape.
+
+    Newlines and tabs stay. A line that ends in a carriage return and a newline ends in a newline alone. Characters
+    without a picture become the replacement character.
+    """
+    if text.isprintable():
+        return text
+    return text.replace("\r\n", "\n").translate(_TABLE)
+
+
+def valid(text: str) -> str:
+    """Returns typed text as valid Unicode: bytes that were not UTF-8 become the replacement character.
+
+    A terminal's reader keeps such bytes as halves of surrogate pairs. Bytes that form a character together become it.
+    """
+    if not _HALVES.search(text):
+        return text
+    return _NO_BYTES.sub("\ufffd", text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def last_break(text: str) -> int:
@@ -47,7 +81,7 @@ class Screen:
             found = os.get_terminal_size(self.out.fileno()).columns
         except (OSError, ValueError):  # no terminal
             found = 0
-        return min(found or 80, WIDEST)
+        return min(found or 80, _WIDEST)
 
     def lead(self, text: str, hang: str, codes: str = "") -> None:
         """Begins a line with text such as a bullet. hang: what the lines begin with that it is wrapped to."""

@@ -1,13 +1,14 @@
-"""A chat in a terminal: typed lines can be edited and come back, answers are rendered as they arrive."""
+"""A chat in a terminal: typed lines can be edited and are kept in a file, answers are rendered as they arrive."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,27 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 
 from mlx_zip.cli import colours
 from mlx_zip.cli.chat.commands import ALIASES, COMMANDS
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.front import Front, View, interrupts
-from mlx_zip.cli.chat.harmless import harmless, valid
-from mlx_zip.cli.chat.history import TypedLines
-from mlx_zip.cli.chat.lines import PlainView
+from mlx_zip.cli.chat.front import Front, PlainView, View, interrupts
 from mlx_zip.cli.chat.markdown import MarkdownStream
-from mlx_zip.cli.chat.screen import Screen, styled
+from mlx_zip.cli.chat.screen import Screen, harmless, styled, valid
 from mlx_zip.engine import EngineInfo
+from mlx_zip.errors import DataError, reason
+from mlx_zip.files import check_in, whole_file
 
-PROMPT = "> "
-MOST_SHOWN = 2000  # characters of a paste that are shown; a longer one is shown as its size
-PATIENCE_S = 1.0  # time after which reading the prompt is shown
-FAINT, BOLD = "2", "1"
+_PROMPT = "> "
+_MOST_SHOWN = 2000  # characters of a paste that are shown; a longer one is shown as its size
+_PATIENCE_S = 1.0  # time after which reading the prompt is shown
+_FAINT, _BOLD = "2", "1"
+HISTORY_FILE = "chat_history.jsonl"
+MOST_BYTES = 1 << 20  # of the history file; beyond, the older half is dropped when a chat begins
+MOST_CHARACTERS = 1 << 14  # of a message that is kept in it
 
 
 class TerminalView:
@@ -56,13 +59,13 @@ class TerminalView:
         """Shows a piece of the model's reasoning, faintly and as it is."""
         self._clear()
         self._thinking = self._answering = True
-        sys.stdout.write(styled(harmless(text), FAINT))
+        sys.stdout.write(styled(harmless(text), _FAINT))
         sys.stdout.flush()
 
     def reading(self, read: int, total: int) -> None:
         """Shows, in a line that goes away, how much of a long prompt has been read; nothing within an answer."""
-        if not self._answering and read < total and time.monotonic() - self._begun >= PATIENCE_S:
-            sys.stdout.write(f"\r\x1b[K{styled(f'reading: {read:,} of {total:,} ids', FAINT)}")
+        if not self._answering and read < total and time.monotonic() - self._begun >= _PATIENCE_S:
+            sys.stdout.write(f"\r\x1b[K{styled(f'reading: {read:,} of {total:,} ids', _FAINT)}")
             sys.stdout.flush()
             self._status = True
 
@@ -109,7 +112,7 @@ class TerminalFront(Front):
             key_bindings=self._bindings(),
             completer=_Commands(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
-            prompt_continuation=" " * len(PROMPT),
+            prompt_continuation=" " * len(_PROMPT),
             placeholder=FormattedText([("fg:ansibrightblack", "a message, or /help")]),
             enable_suspend=True,
         )
@@ -136,7 +139,7 @@ class TerminalFront(Front):
         warned = self._answered = False
         while True:
             try:
-                text = valid(self._session.prompt(PROMPT))
+                text = valid(self._session.prompt(_PROMPT))
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -167,13 +170,13 @@ class TerminalFront(Front):
         self.note(f"loaded {len(talk.messages)} messages" + (f"; system message: {talk.system}" if talk.system else ""))
         for message in talk.messages[-2:]:
             if message["role"] == "user":
-                print(styled(PROMPT, BOLD) + harmless(message["content"]), flush=True)
+                print(styled(_PROMPT, _BOLD) + harmless(message["content"]), flush=True)
                 continue
             render = self._renderer(sys.stdout)
             render.feed(message["content"], 1)
             render.finish()
         if talk.asked is not None and not talk.answered:
-            print(styled(PROMPT, BOLD) + harmless(talk.asked), flush=True)
+            print(styled(_PROMPT, _BOLD) + harmless(talk.asked), flush=True)
             self.note("nothing has answered the last message; /retry asks it")
 
     def say(self, line: str) -> None:
@@ -182,7 +185,7 @@ class TerminalFront(Front):
 
     def note(self, line: str) -> None:
         """Shows a line that could be missed, faintly."""
-        print(styled(harmless(line), FAINT), flush=True)
+        print(styled(harmless(line), _FAINT), flush=True)
 
     def _renderer(self, out: Any) -> Any:
         """Returns what writes the next answer."""
@@ -212,7 +215,7 @@ class TerminalFront(Front):
 
     def _pasted(self, text: str) -> str:
         """Returns what is shown for a paste: itself, or a long one's size, in place of which it is sent."""
-        if len(text) <= MOST_SHOWN:
+        if len(text) <= _MOST_SHOWN:
             return text
         shown = f"[paste {len(self._pastes) + 1}: {len(text):,} characters]"
         self._pastes[shown] = text
@@ -259,3 +262,72 @@ def _keys_unseen() -> Iterator[None]:
 def is_dumb() -> bool:
     """Returns whether the terminal says that it knows no control sequences."""
     return os.environ.get("TERM", "") in ("", "dumb", "unknown")
+
+
+class TypedLines(History):
+    """The typed messages, one JSON string per line of a file, the newest last.
+
+    warn: called with one line if the file cannot be read or written; the chat goes on without it.
+    """
+
+    def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
+        self.file, self._warn, self._works = file, warn, True
+        self._try(self._shorten)
+        super().__init__()
+
+    def load_history_strings(self) -> Iterable[str]:
+        """Returns the messages in the file, the newest first; lines that are damaged are left out."""
+        lines: list[str] = []
+        self._try(lambda: lines.extend(self._read()))
+        return reversed([text for line in lines if (text := _message_in(line))])
+
+    def store_string(self, string: str) -> None:
+        """Adds a message to the file."""
+        if len(string) <= MOST_CHARACTERS:
+            self._try(lambda: self._append(json.dumps(string) + "\n"))
+
+    def _read(self) -> list[str]:
+        """Returns the file's lines, none without a file. Raises `OSError`."""
+        if not self.file.exists():
+            return []
+        return self.file.read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def _append(self, line: str) -> None:
+        """Adds a line in one write, so that two chats do not mix theirs. Raises `OSError`."""
+        self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(handle, 0o600)
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+
+    def _shorten(self) -> None:
+        """Drops the older half of a file that is too large. Raises `OSError`."""
+        if not self.file.exists() or self.file.stat().st_size <= MOST_BYTES:
+            return
+        lines = self._read()
+        with whole_file(self.file) as partial:
+            partial.touch(mode=0o600)
+            partial.write_text("".join(line + "\n" for line in lines[len(lines) // 2 :]), encoding="utf-8")
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Does something with the file. After the first failure the file is left alone."""
+        if not self._works:
+            return
+        try:
+            check_in(self.file)  # reading a pipe or a device may never end
+            work()
+        except (OSError, DataError) as error:
+            self._works = False
+            why = reason(error).removeprefix(f"{self.file}: ")
+            self._warn(f"what you type is not kept: {self.file}: {why}")
+
+
+def _message_in(line: str) -> str:
+    """Returns the message in a line of the file, "" if there is none."""
+    try:
+        text = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    return text if isinstance(text, str) else ""

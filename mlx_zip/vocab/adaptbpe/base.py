@@ -1,14 +1,19 @@
 """Reads tokenizers to adapt: tokenizer.json, merges.txt or vocab.bpe, tiktoken ranks.
 
-All are byte pair encoding on bytes, except a tokenizer.json with byte fallback (`characters`). A vocabulary may hold
-tokens that are no byte, no added token and the result of no merge. They can never be emitted; they are counted as
-`unreachable`.
+All are byte pair encoding on bytes, except a tokenizer.json with byte fallback. A vocabulary may hold tokens that are
+no byte, no added token and the result of no merge. They can never be emitted; they are counted as `unreachable`.
+
+Tokenizers with byte fallback (such as Llama 2's, from SentencePiece) are expressed as byte-level merges. Their base
+symbols are characters. A character of several bytes that is a token is called a letter: extra merges at the front of
+the list make it from its bytes, and they do not count as merges. A character that is no token stays as bytes, which all
+are tokens. A letter of three bytes needs a merge of its first two; if only these two occur, they are split again at the
+end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +23,13 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.characters import check_blanks, merges_of_characters
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
-from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, live
-from mlx_zip.vocab.adaptbpe.text import CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
+from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, Pair, is_text, live
+from mlx_zip.vocab.adaptbpe.text import BLANK, CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
 from mlx_zip.vocab.first_stage import (
     BYTE_OF,
     IDS_FILE_OF,
     AddedToken,
-    Pair,
     TokenizerFile,
     open_tokenizer,
     read_stored,
@@ -35,6 +38,8 @@ from mlx_zip.vocab.first_stage import (
 )
 
 FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model folder
+_REPLACE = json.dumps({"type": "Replace", "pattern": {"String": BLANK}, "content": " "})
+_BLANK_DECODERS = (_REPLACE, '"Metaspace"')
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +169,8 @@ def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     if one := next((token for token in data.get("added_tokens") or () if token.get("single_word")), None):
         raise DataError(f"added token {one['content']!r} has single_word set, which is not supported here")
     if pieces == CHARACTERS:
-        check_blanks(data)
-        merges, ids = merges_of_characters(vocabulary, file.merges(), {token.content for token in added})
+        _check_blanks(data)
+        merges, ids = _merges_of_characters(vocabulary, file.merges(), {token.content for token in added})
     else:
         merges = MergeList.of_bytes(live(file.pairs()))
         ids = _ids_of_tokens(merges, vocabulary)
@@ -235,3 +240,49 @@ def _parents(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
             return None
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
+
+
+def _check_blanks(data: Mapping[str, Any]) -> None:
+    """Raises `DataError` for a tokenizer.json, here parsed, whose treatment of blanks is not supported.
+
+    Its decoder must turn the blank's character into a blank; its pre-tokenizer must treat all places in a text alike.
+    """
+    steps = json.dumps(data.get("decoder"))
+    if not any(form in steps for form in _BLANK_DECODERS):
+        raise DataError(f"the decoder does not turn {BLANK!r} into a blank, as it must with byte fallback")
+    if '"prepend_scheme": "first"' in json.dumps(data.get("pre_tokenizer")):
+        raise DataError(
+            "the pre_tokenizer treats the beginning of a text apart (prepend_scheme first), which is not supported here"
+        )
+
+
+def _merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
+    """Expresses a vocabulary with byte fallback as merges of bytes -> (merges, the id of each token uint32 [256 + M]).
+
+    The list begins with merges that join the UTF-8 bytes of each one-character token; a partial character on the way
+    has no token of its own and gets the id `NO_ID`. vocabulary: tokens -> ids. merges: in the form of a
+    tokenizer.json. added: names of added tokens, which are left out. Raises `DataError` for a malformed merge and for
+    a complete token that the vocabulary lacks.
+    """
+    names = vocabulary.keys() - added
+    letters: dict[bytes, Pair] = {}
+    for data in sorted(name.encode("utf-8", "surrogatepass") for name in names if len(name) == 1):
+        letters |= {data[: n + 1]: (data[:n], data[n : n + 1]) for n in range(1, len(data))}
+    made = MergeList.of_bytes(live([*letters.values(), *map(_text_pair, merges)]), len(letters))
+    own = {byte: chr(byte) for byte in range(128) if chr(byte) in names}
+    spelled = [own.get(byte, f"<0x{byte:02X}>") for byte in range(BYTES)]
+    spelled += [token.decode() if is_text(token) else "" for token in made.tokens[BYTES:]]
+    unfinished = {BYTES + rank for rank in made.unfinished}
+    found = [NO_ID if token in unfinished else vocabulary.get(name) for token, name in enumerate(spelled)]
+    if None in found:
+        raise DataError(f"{spelled[found.index(None)]!r} is not in the vocabulary, so not every text can be encoded")
+    return made, np.array(found, np.uint32)
+
+
+def _text_pair(merge: Any) -> Pair:
+    """Returns a merge of a tokenizer.json, of two texts, as a pair of byte strings. Raises `DataError`."""
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
+        raise DataError(f"merge {merge!r:.80} is not two tokens")
+    left, right = (part.encode("utf-8") for part in parts)
+    return left, right

@@ -11,9 +11,8 @@
 
 from mlx_zip.vocab.multitok.dictionary import MATCHINGS, Dictionary
 from mlx_zip.vocab.multitok.pruning import Bound, Rewriter, growth_bound, prune, renumbered, rewrite
-from mlx_zip.vocab.multitok.samples import Samples
 from mlx_zip.vocab.multitok.settings import PRUNINGS, Pruning, Settings, Totals, leading
-from mlx_zip.vocab.multitok.units import Tokens, Words
+from mlx_zip.vocab.multitok.units import Samples, Tokens, Words
 
 __all__ = [
     "MATCHINGS",

@@ -9,8 +9,7 @@ import numpy as np
 
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.errors import CodecError
-from mlx_zip.vocab.multitok.samples import Samples
-from mlx_zip.vocab.multitok.units import Units
+from mlx_zip.vocab.multitok.units import Samples, Units
 
 MAX_PHRASES: int = lib.MLXZIP_MAX_PHRASES
 NO_ID = (1 << 32) - 1  # id of a run that is only the beginning of phrases

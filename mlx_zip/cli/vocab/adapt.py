@@ -1,0 +1,429 @@
+"""`mlx_zip vocab adapt` (AdaptBPE): adapts a tokenizer to texts, shows and uses it, and converts a model to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.arguments import add_limit_bytes
+from mlx_zip.bundled import here_or_bundled
+from mlx_zip.cli.actions import DATA, TOKENIZER, add_actions, add_json, first_stage, printable, writable
+from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
+from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.progress import ProgressBar
+
+_ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
+_SWAPS = {"margin": 0, "max_swaps": None, "tie": "high", "counting": "overlapping"}  # defaults of --method adapt
+_EXAMPLE = """examples:
+  mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
+  mlx_zip vocab adapt show adapted.json --tokenizer model-folder --data held-out.txt
+  mlx_zip vocab adapt encode adapted.json --data letter.txt > ids.txt
+  mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
+  mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the actions and their flags."""
+    add_actions(parser, ACTIONS, _EXAMPLE)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action and returns the exit status 0. Raises `MlxZipError` before anything is written."""
+    return args.do(args)
+
+
+def _learn_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
+    add(
+        "--data",
+        "--text",
+        dest="data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=f"texts to adapt the tokenizer to: {DATA}",
+    )
+    add(
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts to measure the adapted tokenizer on; nothing is learned from them",
+    )
+    add(
+        "--merges",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of merges in the adapted tokenizer, besides the 256 bytes and the added tokens",
+    )
+    add("--out", required=True, metavar="FILE", help="file to write the adapted tokenizer to (JSON)")
+    add(
+        "--method",
+        choices=("adapt", "first-k", "top-k"),
+        default="adapt",
+        help="which N merges are kept. adapt: the first N, of which rare ones are swapped for ones that save more "
+        "tokens; first-k: the first N; top-k: the N used most in the texts (default: adapt)",
+    )
+    add(
+        "--rule",
+        choices=("replay", "final"),
+        help="how new texts are encoded. replay: the swaps are repeated in order; final: all merges are applied, then "
+        "tokens that are not kept are split (default: replay; final for top-k)",
+    )
+    add(
+        "--margin",
+        type=int,
+        metavar="N",
+        help="with --method adapt: swap only if more than N tokens are saved (default: 0)",
+    )
+    add(
+        "--max-swaps",
+        type=int,
+        metavar="N",
+        help="with --method adapt: maximum number of swaps (default: as many as save tokens)",
+    )
+    add(
+        "--tie",
+        choices=("high", "low"),
+        help="with --method adapt: which of equally rare merges is swapped out first, the one of high or of low rank "
+        "(default: high)",
+    )
+    add(
+        "--counting",
+        choices=("overlapping", "firing"),
+        help="with --method adapt: how the pair that a merge joins is counted. overlapping: at every position; firing: "
+        "only where it would be joined (default: overlapping)",
+    )
+    add(
+        "--pieces",
+        choices=("gpt2", "cl100k", "digits", "whole"),
+        help="how text is split before merging, for a tokenizer file that does not say so (default: gpt2 for merge "
+        "lists; by its name for a .tiktoken file)",
+    )
+    add(
+        "--tokenizer-json",
+        metavar="FILE",
+        help="also write the adapted tokenizer to FILE as a tokenizer.json; an error if a merge was swapped out",
+    )
+    _common(add, "--data, and at most N of --held-out")
+
+
+def _common(add: Any, texts: str) -> None:
+    """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="KEY=NAME",
+        help="column of .jsonl records that holds the text, as text=NAME (default: text)",
+    )
+    add_limit_bytes(add, texts)
+    add_plot(add, "bytes per token of the adapted and the base tokenizer")
+    add_json(add)
+
+
+def _learn(args: argparse.Namespace) -> int:
+    """Adapts a tokenizer to texts, writes it and prints its counts; returns the exit status 0."""
+    from mlx_zip.files import write_json
+    from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
+    from mlx_zip.vocab.adaptbpe.base import read_base
+    from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
+
+    settings, (out, plain, plot) = _settings(args), _outputs(args)
+    base = read_base(first_stage(args.tokenizer), args.pieces)
+    texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
+    begun = time.perf_counter()
+    words = words_of(base.front, _with_progress("Counting", texts))
+    with ProgressBar(None, "swap", "Adapting") as count:
+        vocabulary = adapted(base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings)
+    took_s = time.perf_counter() - begun
+    exact = None if plain is None else tokenizer_json(vocabulary, base.source)
+    vocabulary.save(out)
+    if plain is not None:
+        write_json(plain, exact)
+    record = _record(vocabulary, base) | _counts(vocabulary, base, texts)
+    if held_out:
+        record["held_out"] = _counts(vocabulary, base, held_out)
+    _plot(plot, record)
+    record |= {"seconds": round(took_s, 3), "file": str(out)}
+    _print(args, record)
+    return 0
+
+
+def _outputs(args: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
+    """Returns the paths of --out, --tokenizer-json and --plot, None for a flag that is not given.
+
+    Raises `DataError` for a file that cannot be written.
+    """
+    read = [*args.data, *args.held_out, args.tokenizer]
+    out, plain = writable("--out", args.out, read=read), None
+    if args.tokenizer_json is not None:
+        plain = writable("--tokenizer-json", args.tokenizer_json, read=[*read, out])
+    return out, plain, plot_file(args.plot, read=[*read, out, plain])
+
+
+def _plot(path: Path | None, record: dict[str, Any]) -> None:
+    """Draws bytes per token of the adapted and the base tokenizer, on the texts and on the held-out texts.
+
+    record: as `_learn` and `_show` print it. Draws nothing if `path` is None.
+    """
+    if path is None:
+        return
+    texts = {"texts": record} | ({"held-out texts": record["held_out"]} if "held_out" in record else {})
+    bars = {"adapted": {name: counts["bytes"] / counts["tokens"] for name, counts in texts.items()}}
+    if "base_tokens" in record:
+        bars["base"] = {name: counts["bytes"] / counts["base_tokens"] for name, counts in texts.items()}
+    draw_bars(path, bars, ("", "bytes per token"))
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
+    chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
+    if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
+        raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
+    if args.method == "top-k" and args.rule == "replay":
+        raise GenerationError("--rule replay has no swaps to replay with --method top-k, whose rule is final")
+    return _SWAPS | chosen if args.method == "adapt" else chosen
+
+
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help=_ADAPTED)
+    add(
+        "--tokenizer",
+        "--base",
+        dest="tokenizer",
+        metavar="NAME",
+        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER}",
+    )
+    add(
+        "--data",
+        "--text",
+        dest="data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help=f"texts to count tokens in: {DATA}",
+    )
+    _common(add, "--data")
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Prints what an adapted tokenizer keeps, and its tokens in --data; returns the exit status 0."""
+    from mlx_zip.vocab.adaptbpe.adapted import read_adapted
+    from mlx_zip.vocab.adaptbpe.base import read_base
+
+    if args.plot is not None and not args.data:
+        raise GenerationError("--plot draws the tokens of texts: name some with --data")
+    plot, vocabulary, base = plot_file(args.plot, [*args.data, args.file]), read_adapted(args.file), None
+    if args.tokenizer is not None:
+        base = read_base(first_stage(args.tokenizer), _pieces_setting(vocabulary))
+        vocabulary.check_base(base)
+    record = _record(vocabulary, base)
+    if args.data:
+        record |= _counts(vocabulary, base, _texts(args, args.data))
+        _plot(plot, record)
+    _print(args, record)
+    return 0
+
+
+def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help=_ADAPTED)
+    add(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 text file to encode, or with --decode a file of ids separated by blanks; - reads standard input",
+    )
+    add("--decode", action="store_true", help="read ids and print their text (default: read text and print its ids)")
+    add(
+        "--base-ids",
+        action="store_true",
+        help="print base ids instead of adapted ids; with --decode, read base ids (default: off)",
+    )
+    add_json(add)
+
+
+def _encode(args: argparse.Namespace) -> int:
+    """Prints the ids of a text, or the text of ids; returns the exit status 0."""
+    from mlx_zip.cli.compression import read_text
+    from mlx_zip.vocab.adaptbpe.adapted import read_adapted
+
+    vocabulary = read_adapted(args.file)
+    text = read_text(args.data)
+    if args.decode:
+        ids = _ids(args.data, text)
+        data = vocabulary.decode(vocabulary.ids_of(ids) if args.base_ids else ids)
+        if args.json:
+            print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data)}, ensure_ascii=False))
+        else:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
+        return 0
+    ids = vocabulary.encode(text)
+    shown = (vocabulary.ids[ids] if args.base_ids else ids).tolist()
+    print(json.dumps({"ids": shown, "bytes": len(text.encode("utf-8"))}) if args.json else " ".join(map(str, shown)))
+    return 0
+
+
+def _convert_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help=_ADAPTED)
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="model whose tokenizer was adapted: folder or bundled model, plain or zip2zip, quantized or not",
+    )
+    add(
+        "--out",
+        "--mlx-path",
+        dest="out",
+        required=True,
+        metavar="DIR",
+        help="folder to write the converted model to; it must not exist",
+    )
+
+
+def _convert(args: argparse.Namespace) -> int:
+    """Writes a model folder for the adapted tokenizer and prints what was done; returns the exit status 0."""
+    converters: Any = import_module("mlx_zip.converters.adapt")
+    with import_module("mlx_zip.converters.cli").warnings_on_stderr():
+        print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
+    return 0
+
+
+def _ids(name: str, text: str) -> list[int]:
+    """Returns the ids in a text. Raises `DataError` for a word that is no id. name: the file, for the message."""
+    words = text.split()
+    if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
+        raise DataError(f"{name}: {wrong!r:.40} is not an id")
+    return [int(word) for word in words]
+
+
+def _pieces_setting(vocabulary: Any) -> str | None:
+    """Returns how the adapted tokenizer splits text, for `read_base`; None if the base's own file says that."""
+    from mlx_zip.vocab.adaptbpe.encoder import PIECES
+
+    return vocabulary.front.pieces if vocabulary.front.pieces in PIECES else None
+
+
+def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
+    """Returns the documents in files as texts, together at most --limit-bytes bytes."""
+    from mlx_zip.text.documents import read_corpus
+
+    if not files:
+        return []
+    columns = dict(word.partition("=")[::2] for word in args.columns)
+    return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
+
+
+def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
+    """Yields the texts and shows a progress bar."""
+    with ProgressBar(len(texts), "text", task) as count:
+        for text in texts:
+            yield text
+            count()
+
+
+def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
+    """Returns what an adapted tokenizer keeps as a record for --json. base: the tokenizer adapted; None: not known."""
+    of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
+    return {
+        "base": vocabulary.name,
+        "base_ids": vocabulary.base_ids,
+        "ids": len(vocabulary),
+        "method": vocabulary.method,
+        "rule": vocabulary.rule,
+        "merges": vocabulary.actual_merges,
+        "virtual": len(vocabulary.virtual),
+        "promoted": len(vocabulary.merges) - vocabulary.first,
+        "added_tokens": len(vocabulary.front.added),
+        "letters": vocabulary.letters,
+        "settings": vocabulary.settings,
+        "fingerprint": vocabulary.fingerprint,
+        **of_base,
+    }
+
+
+def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
+    """Returns the bytes of texts, and tokens and utility of the adapted tokenizer and, unless None, of the base.
+
+    Utility is 1 - tokens per byte (arXiv 2601.21665).
+    """
+    n_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    tokens = sum(len(vocabulary.encode(text)) for text in _with_progress("Encoding", texts))
+    counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
+    if base is not None:
+        whole = base.encoder()
+        base_tokens = sum(len(base.encode(text, whole)) for text in _with_progress("Encoding", texts))
+        counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
+    return counts
+
+
+def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Prints a record as one JSON object with --json, else as lines."""
+    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
+
+
+def _lines(record: dict[str, Any]) -> list[str]:
+    """Returns a record of `_record` and `_counts` as lines to print."""
+    letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
+    base = printable(record["base"])
+    lines = [
+        f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
+        f"{letters}{record['added_tokens']} added tokens",
+        f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
+        f"rule {record['rule']}",
+    ]
+    if record.get("unreachable"):
+        lines.append(f"{record['unreachable']} tokens of {base} are left out: no merge makes them")
+    if record.get("ignore_merges"):
+        lines.append(
+            f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary always uses its merges"
+        )
+    if "bytes" in record:
+        lines += _count_lines("texts", base, record)
+    if "held_out" in record:
+        lines += _count_lines("held-out texts", base, record["held_out"])
+    elif "file" in record:
+        lines.append("these counts are of the texts adapted to: --held-out FILE counts others")
+    if "seconds" in record:
+        lines.append(f"adapted in {record['seconds']} s; written to {record['file']}")
+    return lines
+
+
+def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
+    """Returns the record of `_counts` as lines to print. texts: what to call the texts. base: the base's name."""
+    per_token = counts["bytes"] / counts["tokens"]
+    lines = [f"{texts}: {counts['bytes']} bytes are {counts['tokens']} tokens ({per_token:.3f} bytes per token)"]
+    if "base_tokens" in counts:
+        per_token = counts["bytes"] / counts["base_tokens"]
+        lines.append(f"{texts}, with all of {base}: {counts['base_tokens']} tokens ({per_token:.3f} bytes per token)")
+    return lines
+
+
+ACTIONS = {
+    "learn": (_learn_flags, "adapt a tokenizer to texts and write the adapted one", _learn),
+    "show": (
+        _show_flags,
+        "show what an adapted tokenizer keeps, check its base, count its tokens in texts",
+        _show,
+    ),
+    "encode": (_encode_flags, "turn a text into ids, or ids into text", _encode),
+    "convert": (
+        _convert_flags,
+        "write a model folder that keeps the adapted tokenizer's rows and ids",
+        _convert,
+    ),
+}

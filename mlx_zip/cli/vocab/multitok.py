@@ -1,0 +1,262 @@
+"""`mlx_zip vocab multitok`: dictionaries of phrases, learned from texts, used on texts, shown and exported as packs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, writable
+from mlx_zip.cli.vocab.multitok_texts import (
+    DICTIONARY,
+    TRAINED,
+    add_text_flags,
+    ids_writer,
+    rate,
+    rate_line,
+    texts_of,
+    tokenizer_for,
+)
+from mlx_zip.cli.vocab.multitok_training import draw_uses, train, train_flags
+from mlx_zip.cli.vocab.plots import add_plot, plot_file
+from mlx_zip.errors import DataError
+
+EXAMPLES = """\
+examples:
+  mlx_zip vocab multitok train --data reviews.jsonl --window 2 --prune 1 --held-out more.jsonl --out reviews.mtok
+  mlx_zip vocab multitok train --tokenizer stories --data reviews.jsonl --fraction 50 --out ids.mtok
+  mlx_zip vocab multitok encode reviews.mtok --data more.jsonl --unk-id 0 --out ids.jsonl
+  mlx_zip vocab multitok stats ids.mtok --tokenizer stories --show 10 --plot uses.svg
+  mlx_zip vocab multitok export ids.mtok --tokenizer stories --size 1024 --out pack.npz
+"""
+_SIZE, _MERGE_SIZE = 1024, 3  # defaults: entries of a pack, base ids of an entry
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the actions and their flags."""
+    add_actions(parser, ACTIONS, EXAMPLES)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action, prints its result as text or JSON, and returns the exit status 0. Raises `MlxZipError`."""
+    check_at_least(args, 0, *(name for name in ("window", "show") if hasattr(args, name)))
+    record, lines = args.do(args)
+    if args.json:
+        print(json.dumps(record, ensure_ascii=False))
+    elif lines:
+        print("\n".join(lines))
+    return 0
+
+
+# ---- encode
+
+
+def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
+    add_text_flags(add, "the one that the dictionary was trained with, if any; otherwise such a unit is an error")
+    add(
+        "--matching",
+        choices=("longest", "walk"),
+        default="longest",
+        help="how the next phrase is found. longest: take the longest phrase that fits; walk: add unit after unit and "
+        "stop at the first run that is no phrase, as the published code does (default: longest)",
+    )
+    add(
+        "--out",
+        "--encoded",
+        dest="encoded",
+        metavar="FILE",
+        help="file to write the ids to, one JSON list per sample and line (default: print them)",
+    )
+    add_json(add)
+
+
+def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Encodes texts and writes or prints their ids; returns the rate as a record for --json and as lines to print."""
+    from mlx_zip.vocab.multitok import Dictionary, Totals
+
+    if args.encoded is not None:
+        args.encoded = writable("--out", args.encoded, read=[*args.data, args.dictionary, args.tokenizer])
+    dictionary = Dictionary.load(args.dictionary)
+    if args.unk_id is not None:
+        dictionary = dictionary.with_unk_id(args.unk_id)
+    tokenizer = tokenizer_for(dictionary.settings.units, args)
+    totals, shown, unknown = Totals(), list[list[int]](), 0
+    with ids_writer(args.encoded) as write:
+        for batch in texts_of(args, args.data, tokenizer).batches():
+            units = dictionary.number(batch)
+            ids = dictionary.encode_all(units, args.window or 0, args.matching)
+            totals.add(units, ids)
+            unknown += int((units.ids >= dictionary.settings.units.size).sum())
+            write(ids)
+            if args.encoded is None and args.json:
+                shown += ids.lists()
+            elif args.encoded is None:
+                print("\n".join(map(json.dumps, ids.lists())))
+    record = rate(totals)
+    if dictionary.settings.unk_id is not None:
+        record |= {"unknown_units": unknown, "unknown_share": unknown / totals.units if totals.units else 0.0}
+        line = f"{unknown} of {totals.units} units are unknown ({record['unknown_share']:.2%}) and became the --unk-id"
+        print(line, file=sys.stderr)
+    if args.encoded is None:
+        return {**record, "ids": shown}, []
+    return record, [rate_line(record)]
+
+
+# ---- stats
+
+
+def _stats_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"tokenizer that shows phrases of ids as text: {TOKENIZER} (default: show the ids)",
+    )
+    add(
+        "--show",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of phrases to list, those that save most units first (default: 20)",
+    )
+    add_plot(add, "how often training used each phrase")
+    add_json(add)
+
+
+def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Returns the counts and best phrases of a dictionary as a record for --json and as lines to print."""
+    from mlx_zip.vocab.multitok import Dictionary
+
+    plot = plot_file(args.plot, read=[args.dictionary])
+    dictionary = Dictionary.load(args.dictionary)
+    spell = _text_of_units(dictionary.settings.units, args)
+    shown = [
+        {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": spell(run)}
+        for id, uses in dictionary.saving(args.show)
+    ]
+    if plot is not None:
+        draw_uses(plot, dictionary)
+    settings, pruning = dictionary.settings, dictionary.pruning
+    record = dictionary.stats() | {
+        "window": settings.window,
+        "first_id": settings.first_id,
+        "unk_id": settings.unk_id,
+        "of": settings.units.to_dict()["kind"],
+        "pruning": pruning and {"at_most": pruning.at_most, "mode": pruning.mode},
+        "shown": shown,
+    }
+    hint = [] if record["of"] == "words" or args.tokenizer else ["--tokenizer NAME shows these ids as text"]
+    return record, [*_stats_lines(record), *hint]
+
+
+def _text_of_units(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
+    """Returns a function from a list of units to their text; ids stay numbers without --tokenizer."""
+    if args.tokenizer is None:
+        return units.shown
+    tokenizer = tokenizer_for(units, args)
+    return lambda run: tokenizer.decode(run)
+
+
+def _stats_lines(record: dict[str, Any]) -> list[str]:
+    """Returns a record of `_stats` as lines to print."""
+    lengths = ", ".join(f"{count} of {n}" for n, count in list(record["phrases_by_length"].items())[:8])
+    pruned = record["pruning"]
+    lines = [
+        f"{record['units']} {record['of']}, {record['phrases']} phrases: {record['never_used']} never used, "
+        f"{record['used_once']} once" + (f"; pruned ({pruned['mode']}, at most {pruned['at_most']})" if pruned else ""),
+        rate_line({name: record[key] for name, key in TRAINED.items()}) + ", in training",
+        f"window {record['window'] or 'of any size'}; phrases by number of units: {lengths or 'none'}",
+        f"{record['memory_bytes']} bytes in memory",
+    ]
+    if record["shown"]:
+        lines += ["", f"{'id':>9} {'uses':>8} {'units':>6}  text"]
+    lines += [f"{row['id']:>9} {row['uses']:>8} {len(row['units']):>6}  {row['text']!r}" for row in record["shown"]]
+    return lines
+
+
+# ---- export
+
+
+def _export_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dictionary", metavar="DICTIONARY", help=f"{DICTIONARY} with --tokenizer")
+    add("--tokenizer", metavar="NAME", help=f"tokenizer that the dictionary was trained with: {TOKENIZER}")
+    add("--out", required=True, metavar="PACK", help="file to write the pack to (.npz)")
+    add(
+        "--size",
+        type=int,
+        default=_SIZE,
+        metavar="N",
+        help=f"maximum number of entries in the pack; the most used phrases are taken (default: {_SIZE})",
+    )
+    add(
+        "--merge-size",
+        type=int,
+        metavar="N",
+        help="maximum number of base ids in an entry (default: that of the zip2zip model that --tokenizer names, or "
+        f"{_MERGE_SIZE})",
+    )
+    add_json(add)
+
+
+def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Writes the pack; returns what it holds as a record for --json and as lines to print. Raises `MlxZipError`."""
+    from mlx_zip.text.token_facts import special_ids
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+    from mlx_zip.vocab.multitok import Dictionary, Words
+    from mlx_zip.vocab.multitok.dictionary import as_pack
+    from mlx_zip.vocab.packs import SUFFIX, save_pack
+
+    check_at_least(args, 1, "size")
+    check_at_least(args, 2, "merge_size")
+    out = writable("--out", args.out, "a pack", SUFFIX)
+    dictionary = Dictionary.load(args.dictionary)
+    if isinstance(dictionary.settings.units, Words):
+        raise DataError(
+            f"{args.dictionary} was trained on words, and a codebook holds a tokenizer's ids: train with --tokenizer"
+        )
+    tokenizer = tokenizer_for(dictionary.settings.units, args)
+    codec = _codec_of(args.tokenizer)
+    merge_size = args.merge_size or (codec.merge_size if codec else _MERGE_SIZE)
+    disabled = codec.disabled_ids if codec else special_ids(tokenizer)
+    mark = tokenizer_fingerprint(tokenizer)
+    pack = as_pack(dictionary, args.size, merge_size, mark, disabled)
+    save_pack(out, pack)
+    record = {
+        "file": str(out),
+        "entries": len(pack.entries),
+        "longest": pack.merge_size,
+        "tokenizer": mark,
+        "fingerprint": pack.fingerprint,
+        "of_phrases": len(dictionary),
+    }
+    line = f"{len(pack.entries):,} of {len(dictionary):,} phrases as entries of 2 to {pack.merge_size} base ids: {out}"
+    return record, [line]
+
+
+def _codec_of(name: str) -> Any:
+    """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
+    from mlx_zip.bundled import here_or_bundled
+    from mlx_zip.loading import read_config
+    from mlx_zip.text.tokenizers import tokenizer_folder
+    from mlx_zip.training.prepare.plan import own_codec
+
+    path = here_or_bundled(name)
+    if path.is_file() and path.name != "tokenizer.json":
+        return None
+    folder = tokenizer_folder(name)
+    return own_codec(read_config(folder)) if (folder / "config.json").is_file() else None
+
+
+ACTIONS = {
+    "train": (train_flags, "learn a dictionary of phrases from texts", train),
+    "encode": (_encode_flags, "turn texts into ids of units and phrases", _encode),
+    "stats": (_stats_flags, "show the phrases of a dictionary, their uses and lengths", _stats),
+    "export": (_export_flags, "write the phrases of a dictionary over a tokenizer's ids as a pack", _export),
+}

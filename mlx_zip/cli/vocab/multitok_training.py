@@ -1,0 +1,233 @@
+"""`mlx_zip vocab multitok train`: learns a dictionary of phrases and measures its rate, in training and held out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.cli.actions import add_json, writable
+from mlx_zip.cli.vocab.multitok_texts import (
+    TRAINED,
+    Texts,
+    add_text_flags,
+    ids_writer,
+    rate,
+    rate_line,
+    texts_of,
+    tokens_of,
+)
+from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
+from mlx_zip.errors import CodecError, DataError, GenerationError
+
+_SETTINGS = ("window", "first_id", "limit", "unk_id")
+
+
+def train_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    add = parser.add_argument
+    add_text_flags(add, "none; such a unit is an error")
+    add(
+        "--held-out",
+        nargs="+",
+        metavar="FILE",
+        help="texts to measure the finished dictionary on; nothing is learned from them",
+    )
+    add("--out", required=True, metavar="DICTIONARY", help="file to write the dictionary to")
+    add(
+        "--fraction",
+        type=float,
+        metavar="P",
+        help="learn from the first P percent of the samples, and encode the others as single units (default: 100)",
+    )
+    add(
+        "--words-of",
+        nargs="+",
+        metavar="FILE",
+        help="further texts whose words become units; no phrase is learned from them",
+    )
+    add("--first-id", type=int, metavar="ID", help="id of the first unit (default: 1, which keeps 0 for padding)")
+    add("--limit", type=int, metavar="N", help="maximum number of phrases to learn (default: as many as ids allow)")
+    add(
+        "--prune",
+        type=int,
+        metavar="K",
+        help="after training, remove phrases that training used at most K times (default: keep all)",
+    )
+    add(
+        "--prune-mode",
+        choices=("published", "single", "parent", "reencode"),
+        help="what replaces a removed phrase in the samples. single: its units; published: its units, but phrases that "
+        "were never used are kept; parent: the longest kept phrase that it begins with, then units; reencode: the "
+        "samples are encoded again (default: reencode)",
+    )
+    add(
+        "--encoded",
+        metavar="FILE",
+        help="also write the ids of the samples in --data to FILE, one JSON list per sample and line",
+    )
+    add_plot(add, "how often training used each phrase")
+    add_json(add)
+
+
+def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Learns a dictionary and writes it; returns its counts as a record for --json and as lines to print.
+
+    Raises `MlxZipError`.
+    """
+    from mlx_zip.vocab.multitok import prune
+    from mlx_zip.vocab.multitok.settings import Pruning
+
+    out, plot = _check(args)
+    pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
+    dictionary, texts, learn = _untrained(args)
+    with ids_writer(None if args.prune is not None else args.encoded) as write:
+        for learned, passed in _train_batches(dictionary, texts, learn):
+            write(learned)
+            write(passed)
+    if not dictionary.totals.samples:
+        raise DataError(f"{', '.join(args.data)}: no text to learn from")
+    record: dict[str, Any] = {"trained": dictionary.stats()}
+    result = dictionary
+    if args.prune is not None:
+        result = prune(dictionary, pruning.at_most, pruning.mode)
+        _rewrite(args, dictionary, result, texts, learn)
+        record["pruned"] = {"at_most": pruning.at_most, "mode": pruning.mode, **result.stats()}
+    if args.held_out:
+        record["held_out"] = _held_out(args, result, texts.tokenizer)
+    try:
+        result.save(out)
+    except OSError as error:
+        raise DataError(f"{out}: {error.strerror or error}") from error
+    if plot is not None:
+        draw_uses(plot, result)
+    record["file_bytes"] = out.stat().st_size
+    return record, _lines(record, str(out))
+
+
+def _check(args: argparse.Namespace) -> tuple[Path, Path | None]:
+    """Returns the paths of --out and --plot (None without the flag).
+
+    Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` for a file that cannot be
+    written and for flags that exclude each other.
+    """
+    from mlx_zip.vocab.multitok import leading
+
+    if args.prune_mode and args.prune is None:
+        raise GenerationError("--prune-mode needs --prune K")
+    if args.words_of and args.tokenizer:
+        raise GenerationError("--words-of cannot be used with --tokenizer: all ids of a tokenizer are units already")
+    read = [*args.data, *(args.words_of or ()), *(args.held_out or ()), args.tokenizer]
+    out = writable("--out", args.out, read=read)
+    if args.encoded is not None:
+        args.encoded = writable("--encoded", args.encoded, read=[*read, out])
+    args.fraction = 100.0 if args.fraction is None else args.fraction
+    leading(0, args.fraction)
+    return out, plot_file(args.plot, read=[*read, out, args.encoded])
+
+
+def _untrained(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
+    """Returns an empty dictionary, the texts of --data, and the number of samples to learn from (None: all)."""
+    from mlx_zip.vocab.multitok import Dictionary, Settings, leading
+
+    tokenizer, units = tokens_of(args.tokenizer)
+    texts, samples = texts_of(args, args.data, tokenizer), 0
+    if units is None or args.fraction < 100:
+        units, samples = _read_units(args, texts, units)
+    given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    return Dictionary(Settings(units, **given)), texts, leading(samples, args.fraction) if args.fraction < 100 else None
+
+
+def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:
+    """Reads all texts once; returns the units and the number of samples.
+
+    units: those of --tokenizer, which are returned as they are; None: the words of the texts become the units, because
+    each word needs its number before phrases are learned.
+    """
+    from mlx_zip.vocab.multitok import Words
+
+    samples, words = 0, {}
+    for sample in texts:
+        samples += 1
+        if units is None:
+            words.update(dict.fromkeys(sample))
+    for sample in texts_of(args, args.words_of) if args.words_of else ():
+        words.update(dict.fromkeys(sample))
+    if units is None and not words:
+        raise DataError(f"{', '.join(args.data)}: no text to learn from")
+    return units or Words(tuple(words)), samples
+
+
+def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[Any, Any]]:
+    """Trains the dictionary on the first `learn` samples (None: all).
+
+    Yields, for each batch, the ids of the samples learned from, and those of the others, which are single units.
+    """
+    for batch in texts.batches():
+        n_learned = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
+        try:
+            first, rest = dictionary.number(batch).cut(n_learned)
+        except CodecError as error:  # a word that was not in the files at the first reading
+            raise texts.changed() from error
+        yield dictionary.train(first), dictionary.pass_by(rest)
+
+
+def _rewrite(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
+    """Reads the texts once more, writes their ids to --encoded and sets the totals, both of the pruned dictionary.
+
+    dictionary: the unpruned one. learn: number of samples that it learned from (None: all).
+    """
+    from mlx_zip.vocab.multitok import Dictionary, Rewriter
+
+    rewriter, again = Rewriter(dictionary, pruned), Dictionary(dictionary.settings)
+    with ids_writer(args.encoded) as write:
+        for learned, passed in _train_batches(again, texts, learn):
+            for ids in (rewriter(learned), passed):
+                pruned.totals.tokens += len(ids.ids)
+                write(ids)
+    pruned.totals.samples, pruned.totals.units = again.totals.samples, again.totals.units
+
+
+def _held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any) -> dict[str, Any]:
+    """Returns the dictionary's rate on --held-out as a record; a word that is no unit counts as one token."""
+    from mlx_zip.vocab.multitok import Totals
+
+    settings, totals, unknown = dictionary.settings, Totals(), 0
+    counted = dictionary if settings.unk_id is not None else dictionary.with_unk_id(settings.first_id)
+    for batch in texts_of(args, args.held_out, tokenizer).batches():
+        units = counted.number(batch)
+        totals.add(units, counted.encode_all(units, settings.window))
+        unknown += int((units.ids >= settings.units.size).sum())
+    if not totals.samples:
+        raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
+    return rate(totals) | {"unknown_units": unknown, "unknown_share": unknown / totals.units}
+
+
+def draw_uses(path: Path, dictionary: Any) -> None:
+    """Draws how often training used each phrase, most used first. Raises `DataError` if it used none."""
+    uses = sorted((n for _, n in dictionary.saving(len(dictionary)) if n), reverse=True)
+    if not uses:
+        raise DataError("--plot: training used no phrase, so there is nothing to draw")
+    points = [(rank, n) for rank, n in enumerate(uses, 1)]
+    draw_curves(path, {"uses": points}, ("rank of the phrase", "uses in training"), "log")
+
+
+def _lines(record: dict[str, Any], path: str) -> list[str]:
+    """Returns a record of `train` as lines to print. path: of the dictionary."""
+    trained, pruned, held_out = record["trained"], record.get("pruned"), record.get("held_out")
+    lines = [
+        rate_line({name: trained[key] for name, key in TRAINED.items()}) + ", in training",
+        f"{trained['units']} units, {trained['phrases']} phrases, of which {trained['never_used']} were never used and "
+        f"{trained['used_once']} once; the longest has {trained['longest']} units",
+    ]
+    if pruned:
+        lines.append(
+            f"pruned ({pruned['mode']}, used at most {pruned['at_most']}): {pruned['phrases']} phrases, "
+            f"{pruned['corpus_tokens']} tokens ({pruned['ratio']:.3f} per unit)"
+        )
+    if held_out:
+        lines.append(f"{rate_line(held_out)}, held out; {held_out['unknown_share']:.2%} of the units are unknown")
+    else:
+        lines.append("these rates are of the texts that were learned from: --held-out FILE measures others")
+    return [*lines, f"{record['file_bytes']} bytes: {path}"]

@@ -1,0 +1,242 @@
+"""`mlx_zip vocab pack tune`: trains the embedding rows of a pack's entries for one model, whose weights stay frozen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.cli.actions import add_json, writable
+from mlx_zip.cli.packs import is_plain
+from mlx_zip.cli.preparation import add_text_flags, sources
+from mlx_zip.cli.training import add_some, stopped
+from mlx_zip.errors import DataError
+from mlx_zip.progress import counted
+
+EXAMPLE = """example:
+  mlx_zip vocab pack tune my.npz --model stories --data train.txt --separator '<|endofstory|>' --out tuned.npz
+  mlx_zip generate --model stories --pack tuned.npz --prompt "..."
+"""
+HELD_OUT = 20  # without --valid, every 20th window of --data is held out
+_DEFAULTS = {
+    "iters": 300,
+    "batch_size": 8,
+    "learning_rate": 2e-3,
+    "min_learning_rate": 1e-4,
+    "warmup": 0,
+    "max_grad_norm": 1.0,
+    "seed": 0,
+    "steps_per_report": 10,
+    "steps_per_eval": 100,
+    "save_every": 50,
+    "keep": 2,
+    "dtype": "float32",
+}
+_PURPOSES = {
+    "iters": "number of optimizer steps in the whole run",
+    "batch_size": "number of windows per step",
+    "seed": "random seed of the order of the windows",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `pack tune`."""
+    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("file", metavar="FILE", help="pack file to tune, as written by `mlx_zip vocab pack learn`")
+    add(
+        "--model",
+        required=True,
+        help="model folder, bundled model or hub id to tune the pack for, zip2zip or plain",
+    )
+    add_text_flags(parser)
+    add("--out", required=True, type=Path, help="file for the tuned pack, .npz")
+    add(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="folder for checkpoints and metrics.jsonl; a run found there is continued (default: OUT without .npz)",
+    )
+    add(
+        "--valid",
+        nargs="+",
+        metavar="NAME",
+        help=f"texts to validate on, named as for --data (default: one in {HELD_OUT} windows of --data is held out)",
+    )
+    add(
+        "--most-ids",
+        type=int,
+        default=5_000_000,
+        metavar="N",
+        help="learn from the first N base ids of the texts (default: 5000000)",
+    )
+    add("--valid-ids", type=int, default=32768, metavar="N", help="validate on at most N base ids (default: 32768)")
+    add("--context", type=int, default=512, help="maximum base ids per window (default: 512)")
+    add(
+        "--codebook-size",
+        type=int,
+        help="maximum number of hypertokens in a zip2zip model's codebook, the pack's entries included (default: the "
+        "model's)",
+    )
+    add(
+        "--position-mode",
+        choices=("compressed", "base_token_end"),
+        help="how a plain model counts positions; compressed: by id, base_token_end: by base id (default: compressed)",
+    )
+    add(
+        "--dequantize",
+        action="store_true",
+        help="compute with a quantized model's weights as floats, which is faster and takes more memory (default: off)",
+    )
+    add(
+        "--save-dtype",
+        choices=("float32", "float16"),
+        default="float32",
+        help="floating-point type of the saved rows (default: float32)",
+    )
+    add_some(add, _DEFAULTS, _PURPOSES)
+    add("--plot", action="store_true", help="draw curves.png in the folder of --run; needs matplotlib (default: off)")
+    add_json(add)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes the pack and writes it. Raises `MlxZipError`.
+
+    Returns the exit status: 0, or 130/143 when a signal ended the run early, after its last step was saved.
+    """
+    from mlx_zip.training.settings import TrainSettings
+    from mlx_zip.training.tuning import dequantized, load_frozen, tune
+    from mlx_zip.vocab.packs import SUFFIX, load_pack
+
+    check_at_least(args, 1, "most_ids", "valid_ids")
+    args.out = writable("--out", args.out, "a pack", SUFFIX, read=[args.file])
+    place = args.run or args.out.with_suffix("")
+    if args.out.resolve() in (place.resolve(), *place.resolve().parents):
+        raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
+    if args.plot:
+        from mlx_zip.training.metrics import load_matplotlib
+
+        load_matplotlib()  # fails now rather than after the run
+    chosen = {name: getattr(args, name) for name in _DEFAULTS}
+    settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, **chosen)
+    pack = load_pack(args.file)
+    plan, tokenizer, plain = _plan(args, pack)
+    data, valid = _texts(args, plan, tokenizer)
+    model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
+    name = model.fingerprint
+    if args.dequantize:
+        model = dequantized(model, args.dtype)
+    found = tune(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
+    if args.plot:
+        from mlx_zip.training.metrics import plot
+
+        plot(place)
+    if found.rows is None:
+        return stopped(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
+    _write(args, pack, found, (data, valid), tokenizer)
+    return 0
+
+
+def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
+    """Returns the plan (codec and context), the tokenizer, and whether the model is plain. Raises `DataError`."""
+    from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
+
+    if not pack.entries:
+        raise DataError(f"{args.file}: a pack without entries has no rows to tune")
+    plain = is_plain(args.model)
+    if plain and args.codebook_size is not None:
+        raise DataError("--codebook-size: a plain model's codebook holds the pack's entries and never grows")
+    if not plain and args.position_mode is not None:
+        raise DataError("--position-mode is for plain models: a zip2zip model's config sets it")
+    sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
+    options = PrepareOptions(
+        sources=sources(args),
+        out=args.out,
+        model=args.model,
+        context=args.context,
+        codebook_size=sizes[0],
+        merge_size=sizes[1],
+        pack=Path(args.file),
+        train_on="all",
+        trust_remote_code=args.trust_remote_code,
+    )
+    return *make_plan(options)[:2], plain
+
+
+def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
+    from mlx_zip.text.sources import Source
+    from mlx_zip.training.prepare.texts import compress_windows, cut_pieces, read_pieces
+
+    def windows(some: Any, most_ids: int) -> list[Any]:
+        return cut_pieces(list(read_pieces(some, tokenizer, most_ids, report)), tokenizer, plan.context)
+
+    report = lambda line: print(line, file=sys.stderr)
+    own, data = sources(args), windows(sources(args), args.most_ids)
+    if args.valid is None:
+        _check_enough(len(data), plan.context)
+        data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
+    else:
+        like = own[0]
+        other = Source(tuple(args.valid), 1.0, like.separator, like.columns, like.subsets, like.split)
+        other.check()
+        held = windows((other,), args.valid_ids)
+        if not held:
+            raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
+    held = _first_windows(held, args.valid_ids)
+    return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
+
+
+def _check_enough(windows: int, context: int) -> None:
+    """Raises `DataError` if there are too few windows to hold one out. context: maximum base ids per window."""
+    if windows < HELD_OUT:
+        raise DataError(
+            f"--data makes {counted(windows, 'window')} (one text, or {context} base ids of one); to hold one "
+            f"out for validation, at least {HELD_OUT} are needed: give more text, or name validation texts with --valid"
+        )
+
+
+def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
+    """Returns the first windows that together have at most `most_ids` base ids; the first one in any case."""
+    kept, ids = [], 0
+    for one in windows:
+        if kept and ids + len(one.ids) > most_ids:
+            break
+        kept.append(one)
+        ids += len(one.ids)
+    return kept
+
+
+def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
+    """Writes the tuned pack and prints what it gains. found: what `tune` returned. texts: to train, to validate on."""
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+    from mlx_zip.vocab.packs import Pack, save_pack
+
+    data, valid = texts
+    progress = found.outcome.progress
+    about = {
+        "model": Path(args.model).name,
+        "iters": progress.step,
+        "seen_base_ids": progress.seen_base_ids,
+        "learning_rate": args.learning_rate,
+        "batch_size": args.batch_size,
+        "context": args.context,
+        "seed": args.seed,
+        "windows": len(data),
+        "held_out_windows": len(valid),
+        "held_out_bytes": sum(sample.n_bytes for sample in valid.samples),
+        "bits_per_byte_before": found.before,
+        "bits_per_byte": found.after,
+    }
+    tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": about}, found.rows)
+    save_pack(args.out, tuned)
+    if args.json:
+        kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
+        print(json.dumps(kept | about))
+        return
+    print(f"{args.out}: {counted(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}")
+    print(f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now")

@@ -1,0 +1,432 @@
+"""`mlx_zip vocab pack`: learns, tunes, shows, merges and checks packs, the entries that a codebook begins with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, printable, writable
+from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
+from mlx_zip.cli.vocab import pack_tuning
+from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
+from mlx_zip.errors import DataError
+from mlx_zip.progress import ProgressBar, counted
+
+_EXAMPLE = """example:
+  mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
+  mlx_zip vocab pack learn --model stories --data src --held-out tests --out code.npz --plot code.svg
+  mlx_zip generate --model stories --pack my.npz --prompt "..."
+"""
+_SIZE, _SAMPLE_IDS = 1024, 5_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the actions and their flags."""
+    add_actions(parser, ACTIONS, _EXAMPLE)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action and returns its exit status. Raises `MlxZipError`."""
+    return args.do(args)
+
+
+# ---- learn
+
+
+def _learn_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_source_flags(parser)
+    add_codec_flags(parser)
+    add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
+    add(
+        "--held-out",
+        nargs="+",
+        metavar="NAME",
+        help="texts to measure the finished pack on; nothing is learned from them",
+    )
+    add("--size", type=int, default=_SIZE, help=f"maximum number of entries in the pack (default: {_SIZE})")
+    add(
+        "--head-cost",
+        metavar="COST",
+        help="cost that each entry adds to a decoding step, as a fraction of the step, or `model` to compute it from "
+        "--model; entries that cost more than they save are left out (default: 0)",
+    )
+    add(
+        "--window",
+        type=int,
+        help="length, in base ids, of the texts that the pack shall shorten (default: 256)",
+    )
+    add(
+        "--most-ids",
+        type=int,
+        default=_SAMPLE_IDS,
+        metavar="N",
+        help=f"maximum number of base ids to learn from; reading stops there (default: {_SAMPLE_IDS})",
+    )
+    add_plot(add, "base ids per id against the number of entries")
+    add_json(add)
+
+
+def _learn(args: argparse.Namespace) -> int:
+    """Learns a pack, writes it and prints its rates; returns the exit status 0."""
+    from mlx_zip.training.prepare.plan import make_plan
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+    from mlx_zip.vocab.learner import WINDOW, learn, measured
+    from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
+
+    args.window = WINDOW if args.window is None else args.window
+    check_at_least(args, 1, "size", "window", "most_ids")
+    args.out = writable("--out", args.out, "a pack", SUFFIX)
+    plot, options = plot_file(args.plot, [args.out]), _options(args)
+    held_out_texts = _held_out_source(args, options.sources[0])
+    plan, tokenizer, _ = make_plan(options, pads=False)
+    texts = _read(args, options.sources, tokenizer)
+    held_out = _read(args, held_out_texts, tokenizer) if held_out_texts else []
+    if held_out_texts and not any(map(len, held_out)):
+        raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
+    cost = _head_cost(args)
+    with ProgressBar(None, "round", "Learning") as count:
+        found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_shown_in(count))
+    about: dict[str, Any] = {
+        "learned_from": [name for source in options.sources for name in source.data],
+        "window": args.window,
+        "merge_size": plan.params.merge_size,
+        **_rates(found),
+        "uses": list(found.uses),
+        "texts": [tokenizer.decode(list(entry)) for entry in found.entries],
+    }
+    if cost:
+        about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
+    if held_out:
+        held = measured(plan.params, found.entries, held_out, args.window)
+        about["held_out"] = {"texts": args.held_out, **_rates(held)}
+    pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
+    save_pack(args.out, pack)
+    if plot is not None:
+        _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
+    if len(found.entries) < args.size and not cost and not args.json:
+        shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
+        print(f"{shortfall}; give more text for more entries", file=sys.stderr)
+    _print_pack(args, args.out, pack)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    """Returns the flags as `PrepareOptions`, with which `make_plan` reads tokenizer and codec."""
+    from mlx_zip.training.prepare.plan import PrepareOptions
+
+    return PrepareOptions(
+        sources=sources(args),
+        out=args.out,
+        model=args.model,
+        tokenizer=args.tokenizer,
+        merge_size=args.merge_size,
+        codebook_size=args.codebook_size,
+        disable=disabled_ids(args),
+        protect=tuple(args.protect),
+        train_on="all",
+        empty_start=True,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
+    """Returns the texts of --held-out as one source; () without the flag.
+
+    like: the first source of --data, whose separator, columns, subsets and split are used.
+    """
+    from mlx_zip.text.sources import Source
+
+    if args.held_out is None:
+        return ()
+    source = Source(tuple(args.held_out), 1.0, like.separator, like.columns, like.subsets, like.split)
+    source.check()
+    return (source,)
+
+
+def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
+    """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
+    from mlx_zip.training.prepare.texts import read_pieces
+
+    found = []
+    with ProgressBar(args.most_ids, "id", "Reading") as count:
+        for piece in read_pieces(texts, tokenizer, args.most_ids, count.say):
+            found.append(piece.ids)
+            count(len(piece.ids))
+    return found
+
+
+def _rates(found: Any) -> dict[str, int]:
+    """Returns the counts of a `learner.Learned` as a record: base ids, ids without the pack, ids with it."""
+    return {"base_ids": found.base_ids, "ids_without": found.ids_without, "ids": found.ids}
+
+
+def _plot(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
+    """Draws base ids per id with none, the first 1/8, 1/4, 1/2 and all of the entries.
+
+    measure: function from entries and texts to a `learner.Learned`. texts, held_out: base ids, one array per text.
+    """
+    sizes = sorted({0, *(len(entries) // part for part in (8, 4, 2, 1))})
+    curves = {}
+    for name, ids in (("texts learned from", texts), ("held-out texts", held_out)):
+        if ids:
+            found = [(size, measure(entries[:size], ids)) for size in sizes]
+            curves[name] = [(size, one.base_ids / one.ids) for size, one in found]
+    draw_curves(path, curves, ("entries of the pack", "base ids per id"))
+
+
+def _head_cost(args: argparse.Namespace) -> float:
+    """Returns --head-cost as a fraction of a step, 0 without the flag; computes it from --model for `model`.
+
+    Raises `DataError` for a value that is neither a number nor `model`, and for `model` without --model.
+    """
+    if args.head_cost is None:
+        return 0.0
+    if args.head_cost == "model":
+        if args.model is None:
+            raise DataError("--head-cost model needs --model: a step reads the model's weights")
+        from mlx_zip.loading import model_folder
+        from mlx_zip.models.step_bytes import head_cost
+
+        return head_cost(model_folder(args.model))
+    try:
+        return float(args.head_cost)
+    except ValueError as error:
+        raise DataError(f"--head-cost {args.head_cost!r} is neither a number nor model") from error
+
+
+def _shown_in(count: ProgressBar) -> Any:
+    """Returns the function that `learn` calls after each round, which shows the stage and its figures in a bar."""
+
+    def show(stage: str, entries: int, ids: int) -> None:
+        count.note(f"{stage}: {counted(entries, 'entry')}" + (f", {counted(ids, 'id')}" if ids >= 0 else ""))
+        count()
+
+    return show
+
+
+# ---- show
+
+
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="pack file to show (.npz, .json or .npy)")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"tokenizer that shows entries as text: {TOKENIZER} (default: show the texts in the pack, else base ids)",
+    )
+    add(
+        "--show",
+        "--entries",
+        dest="show",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of entries to list, best first (default: 20)",
+    )
+    add_plot(add, "how often each entry was used in the texts learned from")
+    add_json(add)
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Prints what a pack holds and its best entries; returns the exit status 0."""
+    from mlx_zip.vocab.packs import load_pack
+
+    check_at_least(args, 0, "show")
+    plot, pack = plot_file(args.plot, [args.file]), load_pack(args.file)
+    entries = pack.entries[: args.show]
+    if args.tokenizer is not None:
+        tokenizer = _tokenizer(args.tokenizer)
+        _check_tokenizer(pack, tokenizer, args.file)
+        if wrong := [i for entry in entries for i in entry if i >= len(tokenizer)]:
+            raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
+        texts = [tokenizer.decode(list(entry)) for entry in entries]
+    else:
+        texts = _own_texts(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
+    if plot is not None:
+        if not (uses := _uses(pack)):
+            raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
+        points = [(rank, n) for rank, n in enumerate(sorted(uses, reverse=True), 1) if n]
+        draw_curves(plot, {"uses": points}, ("rank of the entry", "uses in the texts learned from"), "log")
+    _print_pack(args, Path(args.file), pack, texts)
+    return 0
+
+
+def _own_texts(pack: Any) -> list[str]:
+    """Returns the text of each entry from the pack's file, or [] if the file does not hold texts."""
+    texts = pack.about.get("texts")
+    fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
+    return texts if fit else []
+
+
+def _uses(pack: Any) -> list[int]:
+    """Returns how often each entry was used in the texts learned from, or [] if the pack's file does not hold that."""
+    uses = pack.about.get("uses")
+    fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
+    return uses if fit else []
+
+
+# ---- merge
+
+
+def _merge_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="pack files to merge (.npz, .json or .npy), all of the same tokenizer")
+    add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
+    add(
+        "--size",
+        type=int,
+        help="maximum number of entries in the pack; the best of each file are taken in turn (default: all)",
+    )
+    add(
+        "--drop-rows",
+        action="store_true",
+        help="drop tuned rows, as is necessary unless all packs are tuned for the same model (default: keep them)",
+    )
+    add_json(add)
+
+
+def _merge(args: argparse.Namespace) -> int:
+    """Merges packs, writes the result and prints what it holds; returns the exit status 0."""
+    from mlx_zip.vocab.packs import SUFFIX, load_pack, merge_packs, save_pack
+
+    check_at_least(args, 1, "size")
+    args.out = writable("--out", args.out, "a pack", SUFFIX)
+    pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
+    save_pack(args.out, pack)
+    _print_pack(args, args.out, pack)
+    return 0
+
+
+# ---- check
+
+
+def _check_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="pack file to check (.npz, .json or .npy)")
+    add("--model", required=True, help="model that shall use the pack: model folder, bundled model or hub id")
+    add_json(add)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Prints what a pack holds if the model can use it; returns the exit status 0. Raises `DataError` if it cannot."""
+    from dataclasses import replace
+
+    from mlx_zip.errors import CodecError
+    from mlx_zip.loading import read_config
+    from mlx_zip.text.tokenizers import tokenizer_folder
+    from mlx_zip.training.prepare.plan import own_codec
+    from mlx_zip.vocab.packs import load_pack
+
+    pack, folder = load_pack(args.file), tokenizer_folder(args.model)
+    codec = own_codec(read_config(folder))
+    if codec is None and pack.rows is None:
+        raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
+    _check_tokenizer(pack, _tokenizer(args.model), args.file)
+    try:
+        if codec is not None:
+            replace(codec, start=pack.entries)
+    except CodecError as error:
+        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
+    if pack.rows is not None:
+        _check_rows(args, pack)
+    _print_pack(args, Path(args.file), pack)
+    if not args.json:
+        print(f"{args.model} can use this pack")
+    return 0
+
+
+def _check_rows(args: argparse.Namespace, pack: Any) -> None:
+    """Loads the model with the pack. Raises `DataError` if the pack's rows were tuned for another model."""
+    from mlx_zip.errors import MlxZipError
+    from mlx_zip.loading import load
+
+    try:
+        load(args.model, pack=pack)
+    except MlxZipError as error:
+        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
+
+
+def _tokenizer(name: str) -> Any:
+    from mlx_zip.text.tokenizers import load_tokenizer
+
+    return load_tokenizer(name)
+
+
+def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
+    """Raises `DataError` if the pack was learned with another tokenizer. name: the pack's file, for the message."""
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+
+    pack.check_tokenizer(tokenizer_fingerprint(tokenizer), name)
+
+
+# ---- what a pack holds, in words
+
+
+def _print_pack(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
+    """Prints what a pack holds, as one JSON object or as lines.
+
+    texts: the texts of its first entries, which are listed; None lists no entries.
+    """
+    about = {key: value for key, value in pack.about.items() if key not in ("uses", "texts")}
+    record = {
+        **about,
+        "file": str(path),
+        "entries": len(pack.entries),
+        "longest": pack.merge_size,
+        "tokenizer": pack.tokenizer,
+        "fingerprint": pack.fingerprint,
+        "rows_of": pack.rows and pack.rows.model,
+    }
+    if texts is not None:
+        rows = zip(texts, pack.entries, [*_uses(pack), *[None] * len(texts)], strict=False)
+        record["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
+    if args.json:
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        print("\n".join(_lines(path, pack, about, record.get("best", []))))
+
+
+def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
+    """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
+    entries = f"{counted(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
+    lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
+    if _has_numbers(about, "base_ids", "ids", "ids_without", "window"):
+        lines.append(f"learned from {_rate(about)}, in windows of {about['window']}")
+        held_out = about.get("held_out")
+        if isinstance(held_out, dict) and _has_numbers(held_out, "base_ids", "ids", "ids_without"):
+            lines.append(f"held out: {_rate(held_out)}")
+        else:
+            lines.append("this rate is of the texts learned from: learn with --held-out FILE to measure others")
+    if _has_numbers(about, "head_cost", "steps_cost", "ids_without"):
+        speedup = about["ids_without"] / about["steps_cost"]
+        lines.append(f"a row costs {about['head_cost']:.2e} of a step: {speedup:.3f} times as fast as without the pack")
+    if pack.rows is not None:
+        shape, model = list(pack.rows.output.shape), printable(pack.rows.model[:12])
+        lines.append(f"rows tuned for model {model}: {pack.rows.output.dtype} {shape}")
+    return lines + [f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}" for row in best]
+
+
+def _rate(about: dict[str, Any]) -> str:
+    """Returns the rates with and without a pack as text. about: counts as `_rates` returns them."""
+    base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
+    return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
+
+
+def _has_numbers(about: dict[str, Any], *names: str) -> bool:
+    """Returns whether `about` holds a positive number under each name; a pack's file may hold anything."""
+    return all(type(about.get(name)) in (int, float) and about[name] > 0 for name in names)
+
+
+ACTIONS = {
+    "learn": (_learn_flags, "learn the entries that shorten texts most, and write them as a pack", _learn),
+    "tune": (pack_tuning.add_arguments, "train the rows of a pack's entries for one model", pack_tuning.run),
+    "show": (_show_flags, "show the entries of a pack as text, with their uses and rates", _show),
+    "merge": (_merge_flags, "merge several packs into one", _merge),
+    "check": (_check_flags, "check that a model can use a pack", _check),
+}

@@ -1,0 +1,81 @@
+"""--plot FILE of the `vocab` commands: one plot per command, drawn with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.cli.actions import writable
+from mlx_zip.errors import DataError
+
+SUFFIXES = (".svg", ".png")
+Points = Sequence[tuple[float, float]]
+
+
+def add_plot(add: Any, what: str) -> None:
+    """Declares --plot. what: completes "write a plot of ..."."""
+    add("--plot", metavar="FILE", help=f"write a plot of {what} to FILE (.svg or .png; needs matplotlib)")
+
+
+def plot_file(name: str | None, read: Iterable[str | Path | None] = ()) -> Path | None:
+    """Returns the path of --plot after checks; None without the flag. read: files that the command reads or writes.
+
+    Raises `DataError` for a suffix not in `SUFFIXES` and for a file that cannot be written, `InstallationError` without
+    matplotlib.
+    """
+    if name is None:
+        return None
+    from mlx_zip.training.metrics import load_matplotlib
+
+    if Path(name).suffix not in SUFFIXES:
+        raise DataError(f"--plot {name}: a plot is a {' or '.join(SUFFIXES)} file")
+    load_matplotlib()
+    return writable("--plot", name, read=read)
+
+
+def draw_curves(path: Path, curves: Mapping[str, Points], axes: tuple[str, str], scale: str = "linear") -> None:
+    """Draws one line per curve, with a legend if there are several.
+
+    curves: name -> points (x, y). axes: labels of the x and y axis. scale: "linear" or "log", for both axes.
+    """
+    figure, axis = _new_figure(axes)
+    for name, points in curves.items():
+        axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
+    axis.set(xscale=scale, yscale=scale)
+    axis.grid(alpha=0.3)
+    _finish(path, figure, axis, len(curves) > 1)
+
+
+def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[str, str]) -> None:
+    """Draws groups of bars: bars[series][group] is the height of a bar. axes: labels of the x and y axis."""
+    figure, axis = _new_figure(axes)
+    groups = list(next(iter(bars.values())))
+    width = 0.8 / len(bars)
+    for i, (name, heights) in enumerate(bars.items()):
+        axis.bar([at + i * width for at in range(len(groups))], [heights[g] for g in groups], width, label=name)
+    axis.set_xticks([at + width * (len(bars) - 1) / 2 for at in range(len(groups))], groups)
+    _finish(path, figure, axis, len(bars) > 1)
+
+
+def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
+    """Returns a matplotlib figure and its only plot, with these labels of the x and y axis."""
+    from mlx_zip.training.metrics import load_matplotlib
+
+    figure = load_matplotlib()[0](figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.set(xlabel=axes[0], ylabel=axes[1])
+    return figure, axis
+
+
+def _finish(path: Path, figure: Any, axis: Any, legend: bool) -> None:
+    """Writes a figure to its file, with a legend if asked for. Raises `DataError` if the file cannot be written."""
+    from mlx_zip.files import whole_file
+
+    if legend:
+        axis.legend()
+    try:
+        with whole_file(path) as partial:
+            figure.savefig(partial, format=path.suffix[1:], dpi=120)
+    except OSError as error:
+        raise DataError(f"--plot {path}: {error.strerror or error}") from error

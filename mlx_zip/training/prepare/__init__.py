@@ -1,0 +1,1 @@
+"""`mlx_zip prepare`: text to compressed shards, which `mlx_zip train` reads."""

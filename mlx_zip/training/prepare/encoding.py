@@ -1,0 +1,281 @@
+"""Turns records into windows of base ids, and says which ids the loss counts and how many bytes each stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import CodecError, DataError, GenerationError
+from mlx_zip.text.prompts import render_chat
+from mlx_zip.text.sources import Record, Skipped
+from mlx_zip.text.token_facts import lead_ids, special_ids
+
+TRAIN_ON = ("answers", "all")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_TAIL = 4  # last ids of a conversation that may include its eos: some templates write a line end after it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One document or conversation as base ids, not yet cut into windows.
+
+    ids uint32 [n]. counted bool [n]: whether the loss counts an id. n_bytes int64 [n]: UTF-8 bytes of each id, 0 for
+    special ones. lead: ids to put in front of every window, not part of `ids`. conversation: whether it is one, or a
+    prompt and its completion.
+    """
+
+    ids: Uint32s
+    counted: NDArray[np.bool_]
+    n_bytes: NDArray[np.int64]
+    lead: tuple[int, ...]
+    conversation: bool = False
+
+
+class Encoder:
+    """Turns records into pieces.
+
+    train_on: "answers" counts the assistant's turns of a conversation, and the completion of a prompt; "all" counts
+    everything. Documents are always counted whole.
+    """
+
+    def __init__(self, tokenizer: Any, train_on: str = "answers") -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError("this tokenizer has no tokenizer.json (it is not a fast one), which preparing data needs")
+        self.tokenizer, self.train_on = tokenizer, train_on
+        self._fast = tokenizer.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.lead = lead_ids(tokenizer)
+
+    def encode(self, records: Sequence[Record]) -> list[Piece | Skipped]:
+        """Returns, for each record in order, its piece, or `Skipped` with the reason why it gives none.
+
+        Raises `DataError` for a chat template in which the assistant's turns cannot be found.
+        """
+        plain = [record.text for record in records if record.messages is None and record.prompt is None]
+        found = iter(self._fast.encode_batch_fast(plain, add_special_tokens=False))
+        return [
+            self._document(r, next(found).ids) if r.messages is None and r.prompt is None else self._answered(r)
+            for r in records
+        ]
+
+    def _document(self, record: Record, ids: Sequence[int]) -> Piece | Skipped:
+        """Returns the piece of a document, whose text has the base ids `ids`."""
+        found = np.array(ids, np.uint32)
+        n_bytes = self._bytes(record.text or "", found)
+        end = [] if record.continues else self._eos
+        return self._piece(record, found, np.ones(len(found), np.bool_), n_bytes, end, self.lead)
+
+    def _answered(self, record: Record) -> Piece | Skipped:
+        """Returns the piece of a conversation, or of a prompt and its completion.
+
+        With a chat template the latter is rendered as a conversation, else the two are joined as they are.
+        """
+        if record.messages is None and not self.tokenizer.has_chat_template:
+            prompt = record.prompt or ""
+            text = prompt + (record.text or "")
+            return self._with_spans(record, text, [(len(prompt), len(text))], templated=False)
+        try:
+            text, spans = self._render(record)
+        except GenerationError as error:
+            return Skipped(record.where, str(error))
+        return self._with_spans(record, text, spans, templated=True)
+
+    def _render(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and (begin, end) in characters of each assistant turn that counts."""
+        messages = record.messages or (
+            {"role": "user", "content": record.prompt},
+            {"role": "assistant", "content": record.text},
+        )
+        tools = {} if record.tools is None else {"tools": record.tools}
+        text = render_chat(self.tokenizer, messages, **tools)
+        spans: list[tuple[int, int]] = []
+        for k, message in enumerate(messages):
+            if message["role"] == "assistant" and self.train_on == "answers":
+                before = render_chat(self.tokenizer, messages[:k], add_generation_prompt=True, **tools) if k else ""
+                upto = text if k + 1 == len(messages) else render_chat(self.tokenizer, messages[: k + 1], **tools)
+                if not (upto.startswith(before) and text.startswith(upto)):
+                    raise DataError(
+                        f"{record.where}: the chat template writes turn {k} otherwise once more turns follow, so the "
+                        "assistant's part cannot be found; count everything with --train-on all"
+                    )
+                spans.append((len(before), len(upto)))
+        return text, spans
+
+    def _with_spans(
+        self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
+    ) -> Piece | Skipped:
+        """Returns the piece of a text of which the characters in `spans` count. templated: a chat template wrote it."""
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.uint32)
+        counted = np.full(len(ids), self.train_on == "all")
+        if self.train_on == "answers":
+            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            # some tokenizers leave out the space that a token begins with
+            places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])
+            for begin, end in spans:
+                counted |= (places[:, 0] >= begin) & (places[:, 1] <= end)
+        if not counted.any():
+            return Skipped(record.where, "nothing to learn: no answer in it", empty=True)
+        bos, lead = self.tokenizer.bos_token_id, self.lead
+        if templated:  # the template writes its own special ids
+            lead = (bos,) if bos is not None and ids[0] == bos else ()
+        ended = templated and not self.tokenizer.eos_token_ids.isdisjoint(ids[-_TAIL:].tolist())
+        end = [] if ended else self._eos
+        return self._piece(record, ids, counted, self._bytes(text, ids), end, lead, conversation=True)
+
+    def _piece(
+        self,
+        record: Record,
+        ids: Uint32s,
+        counted: NDArray[np.bool_],
+        n_bytes: NDArray[np.int64],
+        end: Sequence[int],
+        lead: tuple[int, ...],
+        conversation: bool = False,
+    ) -> Piece | Skipped:
+        """Returns the piece of an encoded record, `end` appended and `lead` taken off its front."""
+        if not len(ids):
+            return Skipped(record.where, "the tokenizer makes no ids of its text", empty=True)
+        begin = len(lead) if ids[: len(lead)].tolist() == list(lead) else 0  # added to each window later
+        return Piece(
+            np.concatenate([ids[begin:], np.array(end, np.uint32)]),
+            np.concatenate([counted[begin:], np.full(len(end), counted[-1])]),
+            np.concatenate([n_bytes[begin:], np.zeros(len(end), np.int64)]),
+            lead,
+            conversation,
+        )
+
+    @cached_property
+    def _eos(self) -> list[int]:
+        """The id that ends a text, as a list; empty if the tokenizer has none."""
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
+    # ---- bytes
+
+    def _bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
+        """Returns the UTF-8 bytes of each id, 0 for special ids; they add up to the text without its special tokens."""
+        lengths, special = self._lengths
+        n_bytes, total = lengths[ids], len(text.encode("utf-8"))
+        if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):
+            n_bytes[0] -= 1  # the space that SentencePiece puts in front of a text
+        if n_bytes.sum() != total:
+            n_bytes = self._bytes_by_offset(text)
+        n_bytes[special[ids]] = 0
+        return n_bytes
+
+    def _bytes_by_offset(self, text: str) -> NDArray[np.int64]:
+        """Returns the UTF-8 bytes of each id by the offsets where ids end, for tokenizers that rewrite their text.
+
+        Of several ids within one character the first gets its bytes.
+        """
+        ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
+        characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
+        upto = np.concatenate([[0], np.cumsum(widths)])
+        places = np.maximum.accumulate(np.array(ends, np.int64))
+        places[-1:] = len(characters)
+        return np.diff(upto[places], prepend=0)
+
+    @cached_property
+    def _lengths(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The UTF-8 bytes of every token, int64 [V], and whether it is special, bool [V]."""
+        vocabulary = self.tokenizer.get_vocab()
+        added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
+        lengths = np.zeros(1 + max(max(vocabulary.values()), max(added, default=0)), np.int64)
+        byte_level = _is_byte_level(set(vocabulary) - set(added.values()))
+        for token, i in vocabulary.items():
+            if _BYTE_TOKEN.fullmatch(token):
+                lengths[i] = 1
+            else:
+                lengths[i] = len(token) if byte_level else len(token.replace("▁", " ").encode("utf-8"))
+        for i, content in added.items():
+            if not _BYTE_TOKEN.fullmatch(content):
+                lengths[i] = len(content.encode("utf-8"))
+        special = np.zeros(len(lengths), np.bool_)
+        special[sorted(special_ids(self.tokenizer))] = True
+        return lengths, special
+
+    def _begins_with_space(self, token_id: int) -> bool:
+        """Whether a token begins with SentencePiece's sign for a space."""
+        return (self._fast.id_to_token(token_id) or "").startswith("▁")
+
+
+def _is_byte_level(tokens: set[str]) -> bool:
+    """Whether all tokens are spelt in the 256 characters by which byte-level BPE writes bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return set("".join(tokens)) <= set(ByteLevel.alphabet())
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of base ids: ids uint32 [n]; counted bool [n]: whether the loss counts an id; n_bytes: UTF-8 bytes."""
+
+    ids: Uint32s
+    counted: NDArray[np.bool_]
+    n_bytes: int
+
+
+def cut(pieces: Sequence[Piece], context: int, fill: bool | None, lead: tuple[int, ...]) -> Iterator[Window]:
+    """Yields windows of at most `context` base ids, in order. Each begins with a lead, which the loss does not count.
+
+    fill: True: join pieces, so that all windows but the last are full; each begins with `lead`. False: cut each piece
+    on its own; its windows begin with its own lead. None: True for documents, False for conversations. The first id of
+    a window is never counted, because nothing stands before it.
+    """
+    for filled, run in groupby(pieces, lambda piece: not piece.conversation if fill is None else fill):
+        if filled:
+            yield from _cut(*_joined(list(run)), context, lead)
+        else:
+            for piece in run:
+                yield from _cut(piece.ids, piece.counted, piece.n_bytes, context, piece.lead)
+
+
+def _joined(run: Sequence[Piece]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]:
+    """Returns `ids`, `counted` and `n_bytes` of pieces, each joined into one array."""
+    return (
+        np.concatenate([piece.ids for piece in run]),
+        np.concatenate([piece.counted for piece in run]),
+        np.concatenate([piece.n_bytes for piece in run]),
+    )
+
+
+def _cut(
+    ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int, lead: tuple[int, ...]
+) -> Iterator[Window]:
+    """Yields the windows of one sequence; the arrays are those of a `Piece`."""
+    front, room = np.array(lead, np.uint32), context - len(lead)
+    uncounted = np.zeros(len(lead), np.bool_)
+    for begin in range(0, len(ids), room):
+        part = slice(begin, begin + room)
+        in_loss = np.concatenate([uncounted, counted[part]])
+        in_loss[0] = False
+        yield Window(np.concatenate([front, ids[part]]), in_loss, int(n_bytes[part].sum()))
+
+
+def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArray[np.bool_]]:
+    """Returns a window's compressed ids uint32 [m] and loss mask bool [m].
+
+    A hypertoken counts only if all its base ids do. Every id is known to the codebook at its place, so a causal model
+    could write it there. Raises `DataError` for an id that is no base id of the codec.
+    """
+    book = Codebook(params)
+    try:
+        ids = book.compress(window.ids)
+        book.push(ids)
+        spans = book.logged()[1].astype(np.int64)
+    except CodecError as error:
+        raise DataError(f"the tokenizer does not belong to this codec: {error}") from error
+    if len(ids) == len(window.ids):
+        return ids, window.counted
+    return ids, np.logical_and.reduceat(window.counted, np.cumsum(spans) - spans)

@@ -1,0 +1,274 @@
+"""The options of `prepare`, and the plan that follows: tokenizer, codec, settings that a later run must match."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.codec.pack import Start
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.files import at_home
+from mlx_zip.loading import read_config
+from mlx_zip.text.formats import is_tokenizer_file
+from mlx_zip.text.sources import Source, files_of
+from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
+from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
+from mlx_zip.training.prepare.encoding import TRAIN_ON
+from mlx_zip.training.prepare.sharding import Plan
+from mlx_zip.training.prepare.shards import codec_record, is_prepared
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.packs import load_pack
+
+_MERGE_SIZE, _CODEBOOK_SIZE = 3, 2048
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to prepare, from which texts.
+
+    sources: one source, or those of a mixture. out: the folder to write. model: folder or hub id of a model, which
+    gives the tokenizer and, if it is a zip2zip model, the codec; tokenizer: instead of it, a tokenizer.
+    context: maximum base ids per window. merge_size, codebook_size: None: the model's, else 3 and 2048; merge size 1 or
+    codebook size 0 leaves base ids uncompressed. disable: ids that never merge; None: the model's, else the special
+    ids. protect: further such ids, "digits" or ids separated by commas.
+    pack: file of the pack that codebooks begin with; None: the model's own. empty_start: begin without entries.
+    start_draw: number of the pack's entries that are drawn at random for each sample; None: all entries, no drawing.
+    fill_windows: put several records into one window; None: yes for documents, no for conversations.
+    train_on: see `Encoder`. shard_samples: approximate samples per shard. seed: of the drawing. limit: maximum number
+    of samples; None: no limit. max_skipped: maximum number of invalid records that are skipped.
+
+    Raises `DataError` naming an option that is not allowed.
+    """
+
+    sources: tuple[Source, ...]
+    out: Path
+    model: str | None = None
+    tokenizer: str | None = None
+    context: int = 1024
+    merge_size: int | None = None
+    codebook_size: int | None = None
+    disable: tuple[int, ...] | None = None
+    protect: tuple[str, ...] = ()
+    pack: Path | None = None
+    empty_start: bool = False
+    start_draw: int | None = None
+    fill_windows: bool | None = None
+    train_on: str = "answers"
+    shard_samples: int = 1024
+    seed: int = 0
+    limit: int | None = None
+    max_skipped: int = 100
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise DataError("no data: name files or data sets")
+        if (self.model is None) == (self.tokenizer is None):
+            raise DataError("name either a model or a tokenizer")
+        if self.train_on not in TRAIN_ON:
+            raise DataError(f"train_on {self.train_on!r} is not one of {', '.join(TRAIN_ON)}")
+        if self.pack is not None and self.empty_start:
+            raise DataError("pack (--pack) and empty_start (--empty-start) exclude each other")
+        if self.start_draw is not None and self.pack is None:
+            raise DataError("start_draw (--start-draw) draws from a pack: name it with pack (--pack)")
+        for name, least in (
+            ("context", 2),
+            ("start_draw", 1),
+            ("shard_samples", 1),
+            ("seed", 0),
+            ("limit", 1),
+            ("max_skipped", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")
+
+
+def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, dict[str, Any]]:
+    """Returns the plan, its tokenizer, and all settings that the result depends on. Raises `DataError`; writes nothing.
+
+    pads: False if the samples are never padded, so that the tokenizer needs no pad or eos token.
+    """
+    for source in options.sources:
+        source.check()
+        if done := [name for name in source.data if is_prepared(Path(name))]:
+            raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
+    folder = _tokenizer_place(options)
+    tokenizer = load_tokenizer(folder, options.trust_remote_code)
+    config = read_config(folder) if options.model is not None else {}
+    if options.context <= (lead := len(lead_ids(tokenizer))):
+        raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
+    params = _codec_for(options, tokenizer, config, pads)
+    pool = None
+    if options.start_draw is not None:
+        pool, params = _pool(options, params, tokenizer), replace(params, start=None)
+    plan = Plan(
+        out=Path(options.out),
+        tokenizer=folder,
+        params=params,
+        context=options.context,
+        fill_windows=options.fill_windows,
+        train_on=options.train_on,
+        columns=tuple(dict(source.columns) for source in options.sources),
+        seed=options.seed,
+        pool=pool,
+        start_draw=options.start_draw or 0,
+        trust_remote_code=options.trust_remote_code,
+    )
+    return plan, tokenizer, _settings(options, plan, tokenizer)
+
+
+def _tokenizer_place(options: PrepareOptions) -> Path:
+    """Returns the tokenizer file of --tokenizer, or the folder of a tokenizer.json, model or hub id."""
+    file = at_home(options.tokenizer or "")
+    if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
+        return file
+    return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
+
+
+def _codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
+    """Returns the codec: each option, else the zip2zip model's own value, else a default. Raises `DataError`.
+
+    config: the model's config.json, empty without a model. pads: whether samples are padded and so need a pad id.
+    """
+    own = own_codec(config)
+    tokens = 1 + max(tokenizer.get_vocab().values())
+    vocab_size = own.vocab_size if own is not None else _model_rows(config) or tokens
+    if tokens > vocab_size:
+        raise DataError(
+            f"the tokenizer has ids up to {tokens - 1}, the model base ids up to {vocab_size - 1}: "
+            "they do not belong together"
+        )
+    pad_id = own.pad_id if own is not None else _pad_id(tokenizer, pads)
+    disabled = set(options.disable if options.disable is not None else own.disabled_ids if own else ())
+    if options.disable is None and own is None:
+        disabled = special_ids(tokenizer)
+    disabled |= _protected(options.protect, tokenizer)
+    if high := [i for i in disabled if not 0 <= i < vocab_size]:
+        raise DataError(f"id {high[0]}, which must never merge, is not a base id (0 to {vocab_size - 1})")
+    sizes = (
+        options.codebook_size if options.codebook_size is not None else own.codebook_size if own else _CODEBOOK_SIZE,
+        options.merge_size if options.merge_size is not None else own.merge_size if own else _MERGE_SIZE,
+    )
+    if own is not None and own.policy != "freeze":
+        raise DataError(
+            f"the model's codebook has the policy {own.policy!r}; data can be prepared, and packs "
+            "learned, for freeze only: `mlx_zip convert --policy freeze` makes such a model"
+        )
+    start = None if own is None or options.empty_start else own.start
+    if options.pack is not None:
+        start = _pack(options.pack, tokenizer) if options.start_draw is None else None
+    try:
+        return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
+    except CodecError as error:
+        raise DataError(f"{options.pack or 'the codec'}: {error}") from error
+
+
+def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
+    """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
+    if "zip2zip" not in config:
+        return None
+    from mlx_zip.models import ModelArgs
+
+    return ModelArgs(dict(config)).zip_config.codec_params
+
+
+def _model_rows(config: Mapping[str, Any]) -> int | None:
+    """Returns the rows of a model's embedding by its config.json; None without a config. Raises `DataError`."""
+    text = config.get("text_config")
+    rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
+    if config and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise DataError(f"config.json: vocab_size must be a positive integer, got {rows!r}")
+    return rows
+
+
+def _pad_id(tokenizer: Any, needed: bool) -> int | None:
+    """Returns the tokenizer's pad id, else its eos id, else None; `DataError` instead of None if one is needed."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    if not needed:
+        return None
+    raise DataError("the tokenizer has neither a pad nor an eos token; name one in its tokenizer_config.json")
+
+
+def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
+    """Returns the ids that --protect names: those of digits, or listed ones. Raises `DataError`."""
+    found: set[int] = set()
+    for what in protect:
+        if what == "digits":
+            found |= digit_ids(tokenizer)
+            continue
+        parts = [part.strip() for part in what.split(",")]
+        if not all(part.isdecimal() and len(part) < 12 for part in parts):
+            raise DataError(f"protect {what!r} is neither digits nor a list of ids with commas between")
+        found |= set(map(int, parts))
+    return found
+
+
+def _pack(path: Path, tokenizer: Any) -> Start:
+    """Returns the entries of a pack file. Raises `DataError` if it was made for another tokenizer."""
+    pack = load_pack(path)
+    if pack.tokenizer is not None:
+        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
+    return pack.entries
+
+
+def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> Start:
+    """Returns the entries of --pack, from which --start-draw draws. Raises `DataError` if they do not fit the codec."""
+    path, draw = options.pack, options.start_draw or 0
+    assert path is not None
+    pool = _pack(path, tokenizer)
+    if not draw <= min(len(pool), params.codebook_size):
+        raise DataError(
+            f"start_draw {draw} is more than {path} has entries ({len(pool)}) or the codebook slots "
+            f"({params.codebook_size})"
+        )
+    try:
+        replace(params, codebook_size=len(pool), start=pool)
+    except CodecError as error:
+        raise DataError(f"{path}: {error}") from error
+    return pool
+
+
+def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, Any]:
+    """Returns everything that the result depends on, as plain values; digests instead of long lists."""
+    packs = plan.params.start if plan.pool is None else plan.pool
+    tokens = 1 + max(tokenizer.get_vocab().values())
+    return {
+        "sources": [_source_settings(source) for source in options.sources],
+        "codec": codec_record(plan.params),
+        "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer), "size": tokens},
+        "chat_template": _digest(str(tokenizer.chat_template)),
+        "context": options.context,
+        "start": None if packs is None else _digest(str(packs)),
+        "start_draw": options.start_draw,
+        "pack": options.fill_windows,  # an older name, kept so that existing folders can be continued
+        "train_on": options.train_on,
+        "shard_samples": options.shard_samples,
+        "seed": options.seed,
+        "limit": options.limit,
+    }
+
+
+def _source_settings(source: Source) -> dict[str, Any]:
+    """Returns a source's fields, with the SHA-256 of each of its local files."""
+    files = [file for name in source.data for file in files_of(name)]
+    digests = {name: _file_digest(name) for name in files}
+    return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
+
+
+def _file_digest(name: str) -> str:
+    try:
+        with open(name, "rb") as file:
+            return file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode("utf-8")).hexdigest()

@@ -1,0 +1,103 @@
+"""Reads, cuts and compresses texts in memory, for training on a few million base ids at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.errors import DataError
+from mlx_zip.text.sources import Reader, Skipped, Source, parse
+from mlx_zip.training.prepare.encoding import Encoder, Piece, Window, compress_window, cut
+from mlx_zip.training.prepare.shards import Sample
+
+
+def read_pieces(
+    sources: Sequence[Source], tokenizer: Any, most_ids: int, skipped: Callable[[str], object]
+) -> Iterator[Piece]:
+    """Yields the pieces of one record after the other until they have `most_ids` base ids; the loss counts all of them.
+
+    skipped: is called with a line for every invalid record.
+    """
+    encoder, read = Encoder(tokenizer, "all"), 0
+    for source in sources:
+        for item in Reader(source):
+            record = parse(item, source.columns)
+            piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
+            if isinstance(piece, Skipped):
+                if not piece.empty:
+                    skipped(f"skipped {piece.where}: {piece.reason}")
+                continue
+            part = slice(most_ids - read)
+            yield replace(piece, ids=piece.ids[part], counted=piece.counted[part], n_bytes=piece.n_bytes[part])
+            read += len(piece.ids)
+            if read >= most_ids:
+                return
+
+
+def cut_pieces(pieces: Sequence[Piece], tokenizer: Any, context: int) -> list[Window]:
+    """Returns windows of at most `context` base ids, each with the text of one record only.
+
+    If the tokenizer puts no id in front of a text, bos or else eos is put there, so that the first id can be predicted.
+    """
+    first = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
+    lead = () if first is None else (int(first),)
+    return list(cut([piece if piece.lead else replace(piece, lead=lead) for piece in pieces], context, False, ()))
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Compressed windows as samples that a `Trainer` reads. params: their codec. name: what messages call them."""
+
+    params: CodecParams
+    samples: Sequence[Sample]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.samples[i]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids of every sample, int64 [len(self)]."""
+        return np.array([len(sample.ids) for sample in self.samples], np.int64)
+
+    @cached_property
+    def base_ids(self) -> NDArray[np.int64]:
+        """Base ids of every sample, int64 [len(self)]."""
+        return np.array([sample.base_ids for sample in self.samples], np.int64)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Entries of every sample's starting codebook, which is the codec's, int64 [len(self)]."""
+        return np.full(len(self), len(self.params.start or ()), np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the codec, the ids, and which of them the loss counts."""
+        digest = sha256(self.params.to_bytes())
+        for sample in self.samples:
+            digest.update(len(sample.ids).to_bytes(8, "little") + sample.ids.tobytes() + sample.mask.tobytes())
+        return digest.hexdigest()
+
+
+def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> Texts:
+    """Returns windows compressed by a codec. Raises `DataError` without windows, or for an id that is no base id of it.
+
+    name: what messages call them.
+    """
+    if not windows:
+        raise DataError(f"{name}: there is no text")
+    samples = [Sample(*compress_window(params, one), len(one.ids), one.n_bytes) for one in windows]
+    return Texts(params, samples, name)
