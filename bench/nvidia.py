@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_zip.errors import MlxZipError
 
 from .engine_choice import check_engines
-from .nvidia_cases import Cases, LostCardError
+from .nvidia_cases import Cases
 from .nvidia_folder import check_new, open_folder, read_text
 from .nvidia_parts import FULL, PARTS, TINY
 from .runs import ENGINES
@@ -29,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the records; made if it is missing")
     add("--parts", nargs="+", choices=tuple(PARTS), help="parts to run, in place of their records of an earlier run "
         f"(default, for a new folder: {' '.join(PARTS)})")  # fmt: skip
-    add("--after", metavar="CASE", help="keep the first part's records and go on behind this case; a process that "
-        "can no longer use the card starts another one so")  # fmt: skip
     add("--rehearse", action="store_true", help="run narrow shapes, small sizes and few trials: nothing is measured")
     add("--engines", nargs="+", default=["torch-base", "torch-zip"], metavar="ENGINE", help="engines of whole requests "
         "(default: torch-base torch-zip); hf, zip2zip, mlx-cuda-base and mlx-cuda-zip may be added")  # fmt: skip
@@ -49,24 +46,13 @@ def run(args: argparse.Namespace) -> int:
     if args.parts is None:
         check_new(args.out, list(PARTS))
     plan = TINY if args.rehearse else FULL
-    status = 0 if args.after is None else 1  # that case failed
-    for at, part in enumerate(parts):
-        cases = Cases(args.out, part, args.after if at == 0 else None)
-        try:
-            cases.note_card("before")
-            status = max(status, PARTS[part](args, plan, cases))
-            cases.note_card("after")
-        except LostCardError as error:
-            go_on(parts[at:], str(error))
+    status = 0
+    for part in parts:
+        cases = Cases(args.out, part)
+        cases.note_card("before")
+        status = max(status, PARTS[part](args, plan, cases))
+        cases.note_card("after")
     return status
-
-
-def go_on(parts: Sequence[str], after: str) -> None:
-    """Runs these parts in a new process in place of this one, the first of them behind the case `after`."""
-    print(f"the card cannot be used any more in this process; a new one goes on after {after}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--parts", *parts, "--after", after])
 
 
 def _check(args: argparse.Namespace, parts: Sequence[str]) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 from mlx_zip.errors import MlxZipError, first_line
 
 from .machine_state import card_state
-from .nvidia_folder import forget, records_file, write_records
+from .nvidia_folder import forget, write_records
 from .record import surroundings
-from .records import read_lines
 
 Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
@@ -23,24 +22,14 @@ FAILED = "nvidia-error"  # bench of the record of a case that failed
 CARD = "nvidia-card"  # bench of the record of the card's state
 
 
-class LostCardError(Exception):
-    """A fault after which this process cannot use the card any more. The message names the case that caused it."""
-
-
 class Cases:
     """Runs the cases of a part one after the other and keeps their records in the part's file."""
 
-    def __init__(self, folder: Path, part: str, after: str | None = None) -> None:
-        """Removes what the part wrote in an earlier run.
-
-        after: the case that ended the process before this one. The part goes on behind that case and keeps its records.
-        """
-        self.folder, self.part, self._after = folder, part, after
+    def __init__(self, folder: Path, part: str) -> None:
+        """Removes what the part wrote in an earlier run."""
+        self.folder, self.part = folder, part
         self.records: list[Record] = []
-        if after is None:
-            forget(folder, part)
-        elif records_file(folder, part).exists():
-            self.records = read_lines(records_file(folder, part))
+        forget(folder, part)
 
     @property
     def status(self) -> int:
@@ -58,36 +47,19 @@ class Cases:
             self.add(record_of("card", part=self.part, when=when, state=state))
 
     def run(self, name: str, work: Callable[[], Iterable[Record]]) -> None:
-        """Keeps the records that `work` yields, each at once. An error becomes a record too; the next case can run.
-
-        Raises `LostCardError` if the card cannot be used any more.
-        """
-        if self._after is None:
-            with self._recorded(name):
-                for record in work():
-                    self.add(record)
-        elif self._after == name:
-            self._after = None
+        """Keeps the records that `work` yields, each at once. An error becomes a record too; the next case can run."""
+        with self.group(name):
+            for record in work():
+                self.add(record)
 
     @contextmanager
     def group(self, name: str) -> Iterator[None]:
         """Inside, cases are run; what fails between them becomes a record of this name, and ends the group."""
-        with self._recorded(name):
-            yield
-        if self._after == name:
-            self._after = None
-
-    @contextmanager
-    def _recorded(self, name: str) -> Iterator[None]:
         gc.collect()  # what a failed case held is free again
         try:
             yield
-        except LostCardError:
-            raise
         except Exception as error:  # whatever a case raises, the others are measured; the record names it
             self._fail(name, error)
-            if card_is_lost():
-                raise LostCardError(name) from error
 
     def _fail(self, name: str, error: Exception) -> None:
         """Shows an error and keeps it as a record."""
@@ -101,15 +73,3 @@ class Cases:
 def record_of(bench: str, **fields: Any) -> Record:
     """Returns a record with what every record carries."""
     return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **surroundings(*PACKAGES)}
-
-
-def card_is_lost() -> bool:
-    """Returns whether an earlier fault, such as an access out of bounds, keeps this process from using the card."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False

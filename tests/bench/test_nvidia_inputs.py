@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench import cuda_engines, gpu_steps, machine_state, nvidia, nvidia_cases, nvidia_parts
+from mlx_zip.bench import cuda_engines, gpu_steps, machine_state, nvidia_parts
 from mlx_zip.bench.nvidia_cases import Cases
 from mlx_zip.bench.nvidia_folder import all_records
 from mlx_zip.bench.records import read_lines
@@ -160,35 +160,6 @@ def test_whole_requests_are_kept_one_by_one(tmp_path):
     assert read_lines(tmp_path / "generate.jsonl")[1]["engine"] == "hf"
 
 
-def test_a_card_that_is_lost_is_used_again_in_a_new_process_behind_the_case_that_lost_it(tmp_path, monkeypatch):
-    started = []
-
-    def new_process(program, words):
-        started.append(words)
-        raise SystemExit
-
-    phi = [name for name, _ in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
-    monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
-    monkeypatch.setattr(nvidia_cases, "card_is_lost", lambda: True)
-    monkeypatch.setattr(nvidia.os, "execv", new_process)
-    flags = ["--rehearse", "--out", tmp_path, "--parts"]
-    with pytest.raises(SystemExit):
-        tiny_bench.run("nvidia", *flags, "steps", "summary")
-    again = started[0][-5:]
-    assert again == ["--parts", "steps", "summary", "--after", "steps of phi-3.5-mini, 16 bit"]
-    assert tiny_bench.run("nvidia", *flags, "steps", *again[3:]) == 1  # the case that failed still counts
-    lines = read_lines(tmp_path / "steps.jsonl")
-    assert [one.get("what", one["bench"]) for one in lines] == [again[-1], *["nvidia-steps"] * 3]
-
-
-def test_a_group_that_lost_the_card_is_left_out_whole(tmp_path):
-    cases, done = Cases(tmp_path, "kernels", "first"), []
-    for name in ("first", "second"):
-        with cases.group(name):
-            cases.run(f"{name} kernel", lambda name=name: done.append(name) or ())
-    assert done == ["second"]
-
-
 # ---- the card's state
 
 ASKED = """#!/bin/sh
@@ -273,12 +244,10 @@ def test_the_script_hands_its_flags_on(tmp_path):
     assert status == 0, out + err
 
 
-def test_the_script_packs_its_records_into_one_file_and_does_not_mix_runs(tmp_path):
-    folder = tmp_path / "an out folder"
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", "--pack", PARTS="summary"))
+def test_the_script_does_not_mix_runs(tmp_path):
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary"))
     assert status == 0, out + err
-    assert [one.name for one in folder.iterdir()] == ["nvidia-records.tar.gz"]
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", "--pack"))
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal"))
     assert (status, "holds records of an earlier run" in err) == (2, True)
 
 
@@ -319,21 +288,6 @@ def test_of_several_wheels_those_are_installed_that_fit(tmp_path):
     status, _, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", WHEELS=str(wheels)))
     assert (status, len(err.splitlines())) == (2, 1)
     assert "pip cannot install the wheels: ERROR" in err
-
-
-def test_two_runs_do_not_write_to_one_folder(tmp_path):
-    (tmp_path / "an out folder").mkdir()
-    with subprocess.Popen(["flock", str(tmp_path / "an out folder"), "sleep", "60"]) as holder:
-        try:
-            for _ in range(100):
-                status, _, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", PYTHON="/bin/false"))
-                if "another run writes to" in err:
-                    break
-                time.sleep(0.1)
-            assert (status, "another run writes to" in err) == (2, True)
-        finally:
-            subprocess.run(["pkill", "-P", str(holder.pid)], check=False)
-            holder.kill()
 
 
 def test_an_interrupted_run_ends_at_once_and_says_so(tmp_path):
