@@ -13,8 +13,8 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .record_file import add_record_flag
-from .tables import table
+from .record import add_record_flag
+from .records import table
 
 KNOWN = "'flags COMMAND', commands, benches, experiments, methods"
 

@@ -71,7 +71,7 @@ if [ -n "${WHEELS:-}" ]; then
     export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 fi
 cd "$scratch" || exit 2 # so that the checkout's own folder does not hide what is installed
-if ! timeout 120 "$python" -c 'import torch, triton, cffi, safetensors, transformers, mlx_zip.codec, mlx_zip.bench.nvidia' \
+if ! timeout 120 "$python" -c 'import torch, triton, cffi, safetensors, transformers, mlx_zip.codec, mlx_zip.bench.gpu.nvidia' \
     >"$scratch/import" 2>&1; then
     fail "$python cannot import what is needed ($(tail -n 1 "$scratch/import")); install it, or name wheels with WHEELS=FOLDER"
 fi

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from . import card_steps, flag_tables, mac_steps, performance_tables, smollm2_tables
+from . import flag_tables, mac_steps, performance_tables, smollm2_tables
+from .gpu import card_steps
 from .plots import rendered, write_bytes
 from .records import Records
 

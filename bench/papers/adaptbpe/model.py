@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.bench.engines import weight_bytes
+from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.bench.records import Records

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mlx_zip.bench.records import Records, machines
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import Records, machines, table
 
 from .figure import picture
 from .lines import METHODS, TEXTS, Line, groups

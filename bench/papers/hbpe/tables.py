@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import Curve, Panel, lines
-from mlx_zip.bench.records import machines
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import machines, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Record
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import Record, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.records import Record, Records
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import Record, Records, table
 
 from .classify_tables import accuracy_spread, classified, losses
 

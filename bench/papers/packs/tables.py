@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlx_zip.bench.records import Record, Records, machines
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import Record, Records, machines, table
 
 from .figure import picture
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from mlx_zip.bench.records import Record, Records
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import Record, Records, table
 
 from .ablation_results import (
     ENCODERS,

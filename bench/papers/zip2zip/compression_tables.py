@@ -11,8 +11,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.flops import TRAINED, record
-from mlx_zip.bench.records import Records
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import Records, table
 
 from .ablation_results import PAPER_RATES
 from .codec_figure import added

@@ -18,7 +18,6 @@ from mlx_zip.cuda.ceiling import step_weight_bytes
 from mlx_zip.cuda.generate import Steps, read_prompt
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.random_folder import random_folder
 from mlx_zip.errors import MlxZipError
 from mlx_zip.folders import model_folder, read_config
 from mlx_zip.layout import Layout
@@ -26,6 +25,7 @@ from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text.tokenizers import load_tokenizer
 
 from .device_clock import read_bandwidth, torch_device, wait, yardstick
+from .random_folder import random_folder
 from .runs import Engine, Run, zip_ids
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, zip_config
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .records import Records
-from .tables import table
+from mlx_zip.bench.records import Records, table
 
 FIRST = "H100"  # card for which targets are set
 
@@ -60,16 +59,16 @@ def launches(layers: int) -> int:
 
 def step_bytes(name: str, precision: str) -> int:
     """Returns the bytes of weights, keys and values that a step of a shape reads."""
-    from .mac_steps import sizes_of
-    from .runs import kv_bytes
-    from .shape_table import SHAPES
+    from mlx_zip.bench.engines.runs import kv_bytes
+    from mlx_zip.bench.engines.shape_table import SHAPES
+    from mlx_zip.bench.mac_steps import sizes_of
 
     return round(sizes_of(name, precision)["weights"].bytes + KV_IDS * kv_bytes(SHAPES[name], 2))
 
 
 def steps_table(records: Records) -> str:
     """Returns the table of steps: what they read and launch, and what launches leave of the bandwidth."""
-    from .shape_table import SHAPES
+    from mlx_zip.bench.engines.shape_table import SHAPES
 
     rows = []
     for name, precision in KINDS:

@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from mlx_zip.bench.engines.random_folder import random_folder
+from mlx_zip.bench.engines.shape_table import SHAPES, narrow
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.generate import generate, read_prompt
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.random_folder import random_folder
 from mlx_zip.errors import MlxZipError
-
-from .shape_table import SHAPES, narrow
 
 RECORDED = Path(__file__).parent / "greedy-ids.json"  # what MLX wrote, in float32
 MODELS = ("stories", "stories-base")

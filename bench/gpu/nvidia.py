@@ -1,9 +1,16 @@
-"""The parts of `bench nvidia`: each runs its cases and keeps their records."""
+"""Runs the settings of the NVIDIA comparison part by part, and writes each part's records into a folder.
+
+Parts: `checks` (ids, graphs), `steps` (prefill and steps apart), `generate` (whole requests in replay), `kernels` (each
+alone), `others` (whole requests of other engines), `free` (the bundled model), `trace` (a profiler's trace), `summary`
+(targets, llama-bench's JSON, roofline). The records of a part also hold the card's clocks, power and temperature before
+and after it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -13,14 +20,91 @@ from pathlib import Path
 from typing import Any
 
 import mlx_zip
+from mlx_zip.bench.engines.choice import check_engines
+from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow
+from mlx_zip.bench.machine import held_back
+from mlx_zip.bench.record import Copied
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .machine_state import held_back
-from .nvidia_cases import CARD, FAILED, Cases, Record, record_of
-from .nvidia_folder import all_records, float64_records, read_text, write_text
-from .record_file import Copied
-from .shape_table import SHAPES, ZipOptions, narrow
+from .cases import (
+    CARD,
+    FAILED,
+    Cases,
+    Record,
+    all_records,
+    check_new,
+    float64_records,
+    open_folder,
+    read_text,
+    record_of,
+    write_text,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench nvidia`."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the records; made if it is missing")
+    add("--parts", nargs="+", choices=tuple(PARTS), help="parts to run, in place of their records of an earlier run "
+        f"(default, for a new folder: {' '.join(PARTS)})")  # fmt: skip
+    add("--rehearse", action="store_true", help="run narrow shapes, small sizes and few trials: nothing is measured")
+    add("--engines", nargs="+", default=["torch-base", "torch-zip"], metavar="ENGINE", help="engines of whole requests "
+        "(default: torch-base torch-zip); hf, zip2zip, mlx-cuda-base and mlx-cuda-zip may be added")  # fmt: skip
+    add("--published", metavar="DIR", help="checkpoint folder that the engine zip2zip loads")
+    add("--tokenizer", default="stories", help="tokenizer of the shapes: folder or hub id (default: stories, bundled)")
+    add("--code", type=Path, metavar="FILE", help="text to replay (default: the sources of this package)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the parts; exit status 1 if a check or an engine fails. Raises `MlxZipError` for what cannot be run."""
+    parts = args.parts or list(PARTS)
+    _check(args, parts)
+    if not args.rehearse and list(parts) != ["summary"]:
+        _check_card()
+    open_folder(args.out)
+    if args.parts is None:
+        check_new(args.out, list(PARTS))
+    plan = TINY if args.rehearse else FULL
+    status = 0
+    for part in parts:
+        cases = Cases(args.out, part)
+        cases.note_card("before")
+        status = max(status, PARTS[part](args, plan, cases))
+        cases.note_card("after")
+    return status
+
+
+def _check(args: argparse.Namespace, parts: Sequence[str]) -> None:
+    """Raises `MlxZipError` for flags that no part could use."""
+    check_engines([name for name in args.engines if name not in ENGINES or _part_of(name) in parts])
+    if ("zip2zip" in args.engines) != (args.published is not None):
+        raise MlxZipError("--engines zip2zip and --published DIR are given together, or neither")
+    if args.published is not None and not Path(args.published).is_dir():
+        raise MlxZipError(f"--published {args.published}: there is no such folder")
+    if args.code is not None:
+        read_text(args.code, "--code")
+
+
+def _part_of(engine: str) -> str:
+    """Returns the part that runs whole requests of an engine, so that one that is not installed harms no other."""
+    return "generate" if engine.startswith("torch-") else "others"
+
+
+def _check_card() -> None:
+    """Raises `MlxZipError` unless there is a card that can be used: a CPU is far too slow for full sizes."""
+    from mlx_zip.cuda.memory import find_device
+
+    try:
+        find_device("cuda")
+    except MlxZipError as error:
+        raise MlxZipError(f"{error}; --rehearse runs all parts at tiny sizes without a card") from error
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise MlxZipError("TRITON_INTERPRET is set: Triton's interpreter measures nothing; unset it")
+
+
+# ---- what is measured
 
 STEPS = (("phi-3.5-mini", "16"), ("llama-3.2-1b", "16"), ("phi-3.5-mini", "4"), ("phi-3-medium", "16"))
 WHOLE = (("phi-3.5-mini", "16"), ("phi-3.5-mini", "4"), ("llama-3.2-1b", "16"), ("phi-3-medium", "16"))
@@ -91,7 +175,7 @@ def _ids(args: argparse.Namespace, count: int) -> list[int]:
 
 
 def _checks(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    from .gpu_checks import checks
+    from .checks import checks
 
     for name, check in checks(None, plan.greedy):
         cases.run(name, partial(_checked, check))
@@ -108,21 +192,21 @@ def _checked(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
 def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     import torch
 
+    from mlx_zip.bench.engines.device_clock import read_bandwidth, read_side
     from mlx_zip.cuda.memory import find_device
 
-    from . import gpu_kernels
-    from .device_clock import read_bandwidth, read_side
+    from . import kernels
 
     device = find_device(None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bandwidth = read_bandwidth(device)
     for name, config in _shapes(args, ("phi-3.5-mini", "llama-3.2-1b")).items():
         with cases.group(name):
-            for case in gpu_kernels.cases(config, device, dtype, plan.context, plan.slots):
+            for case in kernels.cases(config, device, dtype, plan.context, plan.slots):
                 model = {"name": name, "dtype": str(dtype).removeprefix("torch.")}
                 cases.run(f"{name} {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
     with cases.group("memory"):
-        for case in gpu_kernels.memory_controls(device, read_side(device)):
+        for case in kernels.memory_controls(device, read_side(device)):
             model = {"name": "memory"}
             cases.run(f"memory {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
     return cases.status
@@ -130,8 +214,9 @@ def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 def _timed_kernel(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
     """Times a kernel alone, prints a line and returns its record."""
-    from .device_clock import torch_device, yardstick
-    from .gpu_kernels import time_kernel
+    from mlx_zip.bench.engines.device_clock import torch_device, yardstick
+
+    from .kernels import time_kernel
 
     found = time_kernel(case, device, plan.trials, bandwidth, case.name.startswith("encoder"), plan.calls)
     print(f"{model['name']} {case.name}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
@@ -148,7 +233,7 @@ def _steps(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 def _timed_steps(args: argparse.Namespace, plan: Sizes, shape: str, precision: str, ids: list[int]) -> Iterator[Record]:
     """Times prefill and steps of each engine at a shape; yields a record of each and prints a line."""
-    from .gpu_steps import Plan, time_steps
+    from .steps import Plan, time_steps
 
     timing = Plan(plan.context, plan.tokens, _trials(plan, shape))
     for engine, rows in _step_engines(args, shape, precision):
@@ -166,7 +251,7 @@ def _timed_steps(args: argparse.Namespace, plan: Sizes, shape: str, precision: s
 
 def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Iterator[tuple[Any, str]]:
     """Yields each engine with "warm" or "cold" rows for a shape; its weights are freed when the next shape begins."""
-    from .cuda_engines import TorchEngine, models_of
+    from mlx_zip.bench.engines.cuda_engines import TorchEngine, models_of
 
     models = models_of(_name(args, shape), precision, None, None, args.tokenizer, ZipOptions())
     zipped = TorchEngine("torch-zip", models)
@@ -218,7 +303,7 @@ def _free(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 def _bench_generate(cases: Cases, flags: list[str]) -> Sequence[Record]:
     """Runs `bench generate` with these flags; `cases` keeps the records as they are printed. Returns none."""
-    from . import generate
+    from mlx_zip.bench import generate
 
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
@@ -250,7 +335,7 @@ def _trace(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 def _traces(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[Record]:
     """Yields the record of each engine's trace at phi-3.5-mini."""
-    from .gpu_trace import traced
+    from .steps import traced
 
     model = {"name": _name(args, "phi-3.5-mini"), "precision": "16", "weights": "random"}
     for engine, rows in _step_engines(args, "phi-3.5-mini", "16"):
@@ -260,9 +345,8 @@ def _traces(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[R
 
 
 def _summary(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    from .gpu_targets import judged
-    from .gpu_trace import roofline_page
-    from .llama_bench import exported
+    from .summary import exported, roofline_page
+    from .targets import judged
 
     records = all_records(args.out, [part for part in PARTS if part != "summary"]) + float64_records(args.out)
     on_gpu = any(one.get("device", {}).get("device") == "cuda" for one in records) and not args.rehearse

@@ -21,16 +21,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.workloads import REQUESTS
+from mlx_zip.bench.record import load_before, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.generate import generate
 from mlx_zip.loading import load
 from mlx_zip.progress import ProgressBar
 
-from .dialects import DIALECTS, Dialect
-from .http_client import ask
-from .record import load_before, surroundings
+from .client import DIALECTS, Dialect, ask
 from .served import Served, ours
-from .workloads import REQUESTS
 
 MALFORMED: tuple[Any, ...] = (
     b"",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,21 +20,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.mlx_engines import MlxLm, settle
+from mlx_zip.bench.engines.shapes import from_folders
+from mlx_zip.bench.engines.workloads import REQUESTS
+from mlx_zip.bench.performance_tables import serving_table
+from mlx_zip.bench.record import header, load_before, summary, surroundings
 from mlx_zip.bundled import here_or_bundled
+from mlx_zip.errors import MlxZipError
 from mlx_zip.generate import stream_generate
 from mlx_zip.loading import load
 from mlx_zip.progress import ProgressBar
 
-from .dialects import CHAT
-from .engines import MlxLm, settle
-from .http_client import Reply, ask
-from .record import header, load_before, summary, surroundings
+from .client import CHAT, DIALECTS, Dialect, Reply, ask
 from .served import Served, ours
-from .serving_huge import huge_prompts
-from .serving_table import serving_table
-from .serving_turns import long_prompt, turns
-from .shapes import from_folders
-from .workloads import REQUESTS
 
 PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
 
@@ -228,3 +227,119 @@ def two_prompts(asked: Asked, args: argparse.Namespace) -> dict[str, Any]:
                 together.append(max(map(first_text_s, two)))
                 ratio.append(together[-1] / alone[-1])
     return {"alone_s": summary(alone), "together_s": summary(together), "ratio": summary(ratio)}
+
+
+# ---- later turns of long chats
+
+STORY = "Once upon a time there was a {} who wanted to find {}. "  # long prompts are made of it
+THINGS = ("the sea", "a red kite", "the old bridge", "some honey", "a quiet place", "the moon", "a green door", "home")
+WORDS, TOKENS = 1500, 48  # words of the first message, about 2,000 base tokens; base tokens of each answer
+MOMENTS = (  # and the signal that ends the server afterwards
+    ("second turn", signal.SIGTERM),
+    ("after a restart", signal.SIGKILL),
+    ("after kill -9", signal.SIGTERM),
+)
+
+
+def turns(model: str) -> dict[str, dict[str, float]]:
+    """Returns, for each moment and dialect, the share of the prompt's base tokens that was cached.
+
+    The moments: the second turn of a chat, the third after the server was ended and started again, and the fourth after
+    it was killed by SIGKILL and started again.
+    """
+    found: dict[str, dict[str, float]] = {}
+    chats = [_Chat(dialect, number) for number, dialect in enumerate(DIALECTS)]
+    with TemporaryDirectory() as folder:
+        for moment, by in MOMENTS:
+            with Served(ours(model, Path(folder) / "sessions")) as server:
+                if moment == "second turn":
+                    for chat in chats:
+                        asyncio.run(chat.ask(server.port))
+                found[moment] = {chat.dialect.name: asyncio.run(chat.ask(server.port)) for chat in chats}
+                server.end(by)
+    return found
+
+
+class _Chat:
+    """A conversation in one dialect that begins with a long message."""
+
+    def __init__(self, dialect: Dialect, number: int) -> None:
+        self.dialect = dialect
+        self.messages: list[dict[str, str]] = [{"role": "user", "content": long_prompt(WORDS, 1000 + number)}]
+
+    async def ask(self, port: int) -> float:
+        """Asks for the next answer, adds it and a further request, and returns the prompt's cached share."""
+        name = (await ask(port, "/v1/models")).body["data"][0]["id"]
+        body: dict[str, Any] = self.dialect.body(self.messages, TOKENS, True) | {"model": name}
+        reply: Reply = await ask(port, self.dialect.path, body)
+        prompt, cached, _ = self.dialect.usage(reply)
+        self.messages.append({"role": "assistant", "content": self.dialect.text(reply)})
+        self.messages.append({"role": "user", "content": "Tell me more."})
+        return cached / prompt
+
+
+def long_prompt(words: int, number: int) -> str:
+    """Returns a made-up text of so many words; texts of different numbers differ from the beginning on."""
+    begin = f"Here are {number + 100} stories. "
+    names = ("dog", "cat", "girl", "boy", "bird", "bear", "fox", "frog")
+    pieces = (STORY.format(names[(i + number) % 8], THINGS[(i // 8 + i * number) % 8]) for i in range(words))
+    return " ".join((begin + "".join(pieces)).split()[:words])
+
+
+# ---- prompts of megabytes
+
+HUGE_BYTES, LARGE_BYTES, AT_ONCE = 30 << 20, 4 << 20, 4  # of one prompt, and of prompts that come together
+SENTENCE = "Once upon a time there was a boat that wanted to see the sea. "
+SMALL = "Tell me a story about a frog."
+
+
+def huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
+    """Returns the time to refuse a huge prompt, the growth of memory, and the delay of a small chat by large prompts.
+
+    refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of resident memory over
+    all trials, None where the system has no /proc. delay_ms: time of a small chat sent together with large prompts,
+    minus its time alone. The first trial is a warm-up.
+    """
+    refused, delays = [], []
+    huge, large = _body(model, HUGE_BYTES), _body(model, LARGE_BYTES)
+    before = after = server.resident_bytes()
+    with ProgressBar(trials + 1, "run", "Huge prompts") as count:
+        for trial in range(-1, trials):
+            refused_s = asyncio.run(_refused(server.port, huge))
+            alone_s = asyncio.run(_small(server.port, model, None))
+            loaded_s = asyncio.run(_small(server.port, model, large))
+            if trial < 0:
+                before = server.resident_bytes()
+            else:
+                refused.append(1000 * refused_s)
+                delays.append(1000 * (loaded_s - alone_s))
+            after = server.resident_bytes()
+            count()
+    growth = None if before is None or after is None else after - before
+    return {"refused_ms": summary(refused), "growth_bytes": growth, "delay_ms": summary(delays)}
+
+
+def _body(model: str, size: int) -> bytes:
+    """Returns the body of a request for a chat with a prompt of so many bytes."""
+    text = (SENTENCE * (size // len(SENTENCE) + 1))[:size]
+    return f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
+
+
+async def _refused(port: int, body: bytes) -> float:
+    """Returns the seconds until a prompt is refused. Raises `MlxZipError` if it is answered otherwise."""
+    reply = await ask(port, CHAT.path, body)
+    if reply.status != 400 or reply.body["error"]["code"] != "context_length_exceeded":
+        raise MlxZipError(f"a prompt of {len(body)} bytes was answered with status {reply.status}, not refused")
+    return reply.seconds
+
+
+async def _small(port: int, model: str, load: bytes | None) -> float:
+    """Returns the seconds of a small chat. load: body of large requests that begin right before it, None for none."""
+    others = [asyncio.ensure_future(_refused(port, load)) for _ in range(AT_ONCE)] if load else []
+    await asyncio.sleep(0)  # lets them begin
+    body = CHAT.body([{"role": "user", "content": SMALL}], 16, False) | {"model": model}
+    begun = time.perf_counter()
+    await ask(port, CHAT.path, body)
+    seconds = time.perf_counter() - begun
+    await asyncio.gather(*others)
+    return seconds

@@ -16,7 +16,7 @@ from typing import IO
 
 from mlx_zip.errors import MlxZipError
 
-from .http_client import ask
+from .client import ask
 
 START_S, END_S = 180.0, 30.0  # longest time for a server to start, and to end
 

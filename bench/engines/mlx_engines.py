@@ -1,25 +1,186 @@
-"""Prompt-lookup decoding: the text itself proposes what comes next, and one pass of the model checks the proposal.
+"""Engines on MLX: each reads a prompt and emits ids, and records the time of every id.
 
-The last ids are looked up earlier in the text; the ids that followed them there are the draft. One pass over the last
-id and the draft gives the model's own choice after each. The draft is kept up to the first difference, and the model's
-choice there is one more id. The output is that of greedy decoding, except for rounding, which differs with the length
-of a pass. Source: Saxena 2023, "Prompt Lookup Decoding"; mlx-lm 0.32 has none.
+`mlx-lm` and `mlx-zip` run through the functions that their users call, detokenizing included, so users see the times
+measured here. Forced ids (replay) still wait for the sampler's choice, so that the loop does all of its usual work.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 
-from .engines import MlxEngine, installed_bytes
-from .runs import DRAFT, Run, zip_ids
+from .runs import DRAFT, Engine, Run, kv_bytes, zip_ids
 from .shape_table import Models
+
+
+class Forced:
+    """A sampler that returns given ids in order, each after the model's own choice has been computed."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids, self.at = list(ids), 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Returns the next forced id [1], after the model's own choice from logprobs [1, W] has been computed.
+
+        After the last id it repeats that one, because the decoding loop begins one step more than it emits.
+        """
+        chosen = mx.argmax(logprobs, axis=-1)
+        forced = self.ids[min(self.at, len(self.ids) - 1)]
+        self.at += 1
+        return mx.minimum(chosen, 0) + mx.array([forced], chosen.dtype)
+
+
+class MlxEngine(Engine):
+    """What the engines on MLX share. make: returns a new model object over the same weights."""
+
+    def __init__(self, models: Models, make: Callable[[], Any]) -> None:
+        self.make, self.tokenizer = make, models.tokenizer
+        self.model = make()
+        self.weight_bytes = weight_bytes(self.model)
+        self.kv_bytes = kv_bytes(models.base_config, activation_dtype(self.model).size)
+        self.kv_dtype = str(activation_dtype(self.model)).removeprefix("mlx.core.")
+
+    def fresh(self) -> None:
+        """Makes a new model object over the same weights, so that nothing of earlier requests is left."""
+        self.model = self.make()
+
+    def start(self) -> Any:
+        """Returns the caches of a new conversation."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model)
+
+    def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
+        """See `Engine.run`. Waits for the device to be idle before the clock starts and after the run.
+
+        peak_bytes: peak memory of this engine and its weights, without other engines' weights in memory.
+        """
+        held = self.start() if held is None else held
+        settle()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        run = self._run(prompt, tokens, replay, held)
+        settle()
+        own = sum(value.nbytes for _, value in parameters(self.model))
+        run.peak_bytes = own + max(0, mx.get_peak_memory() - before)
+        return run
+
+    @abstractmethod
+    def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """Runs a request as `run` does, without waiting for the device and without peak_bytes."""
+
+
+class MlxLm(MlxEngine):
+    """Runs the plain model through mlx-lm's `stream_generate`."""
+
+    name = "mlx-lm"
+
+    def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. held: the conversation's KV caches."""
+        from mlx_lm import stream_generate
+
+        sampler = Forced(replay) if replay is not None else None
+        run, begun = Run(len(prompt)), time.perf_counter()
+        for response in stream_generate(
+            self.model, self.tokenizer, list(prompt), max_tokens=tokens, sampler=sampler, prompt_cache=held
+        ):
+            run.step(time.perf_counter() - begun, [response.token], [response.token])
+            run.text_bytes += len(response.text.encode())
+        run.kv_ids = held[0].offset
+        return run
+
+
+class MlxZip(MlxEngine):
+    """Runs the model with hypertokens through `mlx_zip.stream_generate`, with a row store in memory.
+
+    The compression of the prompt is timed too.
+    """
+
+    name = "mlx-zip"
+
+    def __init__(self, models: Models, make: Callable[[], Any]) -> None:
+        super().__init__(models, lambda: _with_store(make()))
+
+    def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. held: the conversation's KV caches, and its `ZipState` last."""
+        from mlx_zip.generate import stream_generate
+
+        book, bodies_before = held[-1].books[0], held[-1].second_bodies
+        prompt_ids, ids = zip_ids(book, prompt, replay or ())
+        sampler = Forced(ids.tolist()) if replay is not None else None
+        run, begun = Run(len(prompt_ids)), time.perf_counter()
+        for response in stream_generate(
+            self.model, self.tokenizer, list(prompt), max_tokens=tokens, sampler=sampler, prompt_cache=held
+        ):
+            run.step(time.perf_counter() - begun, [response.token], response.base_ids)
+            run.text_bytes += len(response.text.encode())
+        run.kv_ids, run.row_bytes = held[-1].offset, installed_bytes(held[-1])
+        run.second_bodies = held[-1].second_bodies - bodies_before
+        return run
+
+
+def _with_store(model: Any) -> Any:
+    """Gives a model a row store in memory if it has none, as `mlx_zip.load` does, and returns the model."""
+    from mlx_zip.hyper import RowStore
+
+    model.session.store = model.session.store or RowStore()
+    return model
+
+
+def installed_bytes(state: Any) -> int:
+    """Returns the bytes of the output rows of all installed entries. state: a request's `ZipState`."""
+    rows = state.outputs.rows
+    return 0 if rows is None else rows[0, 0].nbytes * len(state.books[0])
+
+
+def parameters(model: Any) -> list[tuple[str, Any]]:
+    """Returns (name, array) of every weight of an MLX model."""
+    from mlx.utils import tree_flatten
+
+    return list(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+
+
+def weight_bytes(model: Any) -> int:
+    """Returns the bytes of weights that a step reads.
+
+    These are all weights but the hyper-encoders' and, unless it is also the head, the embedding, of which a step reads
+    only one row.
+    """
+    weights = parameters(model)
+    untied = any(name.startswith("lm_head.") for name, _ in weights)
+    skipped = (*SIDES, "model.embed_tokens.") if untied else SIDES
+    return sum(value.nbytes for name, value in weights if not name.startswith(skipped))
+
+
+def activation_dtype(model: Any) -> mx.Dtype:
+    """Returns the dtype of a model's activations, which is that of its norms: they are never quantized."""
+    return next(value for name, value in parameters(model) if name.endswith("norm.weight")).dtype
+
+
+def settle() -> None:
+    """Waits until the device is idle, then frees the memory that MLX keeps for reuse."""
+    from mlx_lm.generate import generation_stream
+
+    mx.synchronize(generation_stream)
+    mx.synchronize()
+    mx.clear_cache()
+
+
+# ---- prompt lookup
+#
+# The text itself proposes what comes next, and one pass of the model checks the proposal. The last ids are looked up
+# earlier in the text; the ids that followed them there are the draft. One pass over the last id and the draft gives the
+# model's own choice after each. The draft is kept up to the first difference, and the model's choice there is one more
+# id. The output is that of greedy decoding, except for rounding, which differs with the length of a pass. Source: Saxena
+# 2023, "Prompt Lookup Decoding"; mlx-lm 0.32 has none.
 
 GRAMS = (3, 2)  # lengths of the runs of ids that are looked up, longest first
 

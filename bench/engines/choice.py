@@ -74,8 +74,7 @@ def make_engine(name: str, models: Models, options: Any) -> Engine:
 
 def _mlx_engine(name: str, models: Models, draft: int) -> Engine:
     """Makes an engine on MLX. draft: as in the flags."""
-    from .engines import MlxLm, MlxZip
-    from .lookup import PlainLookup, ZipLookup
+    from .mlx_engines import MlxLm, MlxZip, PlainLookup, ZipLookup
 
     if "zip" in name and models.zipped is None:
         raise MlxZipError(f"{name} needs a model with hypertokens: --model or --shape")

@@ -1,4 +1,6 @@
-"""Writes records as the JSON of llama.cpp's `llama-bench -o json`, so that others can set them beside their own.
+"""Sums up the records of a run: as the JSON of llama.cpp's `llama-bench -o json`, and as a page with the roofline.
+
+Others can set that JSON beside their own.
 
 llama-bench times the reading of `n_prompt` ids and the writing of `n_gen` ids, after `n_depth` ids that do not count.
 An engine with hypertokens is given in base tokens, as its text is. Where llama-bench has a field that means nothing
@@ -7,11 +9,11 @@ here, it has the value that llama-bench prints when it is not set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from .shape_table import SHAPES
+from mlx_zip.bench.engines.shape_table import SHAPES
 
 Record = Mapping[str, Any]
 TYPES = {"float32": "F32", "16": "BF16", "8": "Q8_0", "4": "Q4_0", "as stored": "as stored"}  # of weights
@@ -106,3 +108,63 @@ def parameters(config: Mapping[str, Any]) -> int:
     layer = width * (2 * heads * size + 2 * keys) + 3 * width * inner + 2 * width
     tables = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
     return config["num_hidden_layers"] * layer + tables + width
+
+
+# ---- the roofline
+
+
+def roofline_page(records: Sequence[dict[str, Any]]) -> str:
+    """Returns a Markdown page of the records of kernels, steps and traces."""
+    out = [
+        "# Roofline",
+        "",
+        "The roof is the time that the bytes alone would take at the read bandwidth in the same run. What is left "
+        "is the time above it.",
+    ]
+    out += _table("Kernels alone", "kernel", records, "nvidia-kernels", _kernel_cells)
+    out += _table("Steps", "step", records, "nvidia-steps", _step_cells)
+    for one in (record for record in records if record["bench"] == "nvidia-trace"):
+        out += ["", f"## A request of {one['engine']}, {one['model']['name']}", ""]
+        out += [
+            f"A step took {one['step_us']:.0f} us and moves {one['step_bytes'] / 1e6:.0f} MB, which take "
+            f"{one['roof_us']:.0f} us at the read bandwidth: {one['share_of_read']:.0%} is reached, "
+            f"{one['step_us'] - one['roof_us']:.0f} us are left. "
+            f"Launches: {one['launches']['launches']}, in {one['layers']} layers.",
+            "",
+            "| kernel | calls | us | us per call |",
+            "| --- | --- | --- | --- |",
+            *(
+                f"| `{row['name'][:90]}` | {row['calls']} | {row['us']:.0f} | {row['us'] / row['calls']:.1f} |"
+                for row in one["kernels"][:15]
+            ),
+        ]
+    return "\n".join(out) + "\n"
+
+
+def _table(
+    title: str, what: str, records: Sequence[dict[str, Any]], bench: str, cells: Callable[[Any], tuple[str, float, int]]
+) -> list[str]:
+    """Returns the lines of a table of bytes, achieved bandwidth and what is left; none without such records.
+
+    cells: returns the name, the time in us and the bytes of a record.
+    """
+    lines = []
+    for one in (record for record in records if record["bench"] == bench):
+        name, us, moved = cells(one)
+        roof = 1e6 * moved / one["read_bytes_per_s"]
+        rate = moved / us / 1e3
+        lines.append(
+            f"| {one['model']['name']} | {name} | {moved / 1e6:.2f} | {us:.1f} | {rate:.0f} "
+            f"| {roof / us:.0%} | {roof:.1f} | {max(0.0, us - roof):.1f} |"
+        )
+    heads = f"| shape | {what} | MB moved | us | GB/s | of roof | roof, us | left, us |"
+    return ["", f"## {title}", "", heads, "| --- | --- | --- | --- | --- | --- | --- | --- |", *lines] if lines else []
+
+
+def _kernel_cells(record: dict[str, Any]) -> tuple[str, float, int]:
+    return record["kernel"], record["us"], record["bytes"]
+
+
+def _step_cells(record: dict[str, Any]) -> tuple[str, float, int]:
+    name = f"{record['engine']}, {record['model']['precision']} bit, {record['rows']} rows"
+    return name, 1e3 * record["step"]["device_ms"]["median"], sum(record["bytes"].values())

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.functional import linear
 
-from mlx_zip.cuda.kernel_bytes import bytes_of
+from mlx_zip.bench.engines.device_clock import timed
+from mlx_zip.bench.engines.random_folder import random_folder
+from mlx_zip.bench.engines.shape_table import GROUP_SIZE
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.launches import counted
-from mlx_zip.cuda.random_folder import random_folder
+from mlx_zip.cuda.memory import bytes_of
 
-from .device_clock import timed
-from .shape_table import GROUP_SIZE
+from .launches import counted
 
 Work = Callable[[str | None], object]  # called with impl
 Made = TypeVar("Made")

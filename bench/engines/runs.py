@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench import machine
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.errors import MlxZipError
-
-from . import machine
 
 DRAFT = 10  # ids that are proposed per step, by default
 ENGINES = {

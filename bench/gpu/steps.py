@@ -1,22 +1,101 @@
-"""A profiler's trace of steps, and a table of their kernels with time, bytes and achieved bandwidth: the roofline."""
+"""Times prefill and single steps of mlx_zip's engine on PyTorch at a fixed context, apart from whole requests.
+
+A request can be traced too, with a profiler.
+"""
 
 from __future__ import annotations
 
 import gzip
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from mlx_zip.bench.engines.cuda_engines import CHUNK, Replay, TorchEngine, installed_bytes, prompt_array
+from mlx_zip.bench.engines.device_clock import Clock, wait
+from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.codec import compress_next
+from mlx_zip.cuda.generate import read_prompt
 from mlx_zip.cuda.kernels.dispatch import forced
-from mlx_zip.cuda.launches import Launches
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.step_cost import step_costs
 
-from .cuda_engines import TorchEngine
-from .device_clock import wait
+from .launches import Launches, step_costs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is timed: `trials` times the prefill of `context` base ids and then the steps of `tokens` more.
+
+    warmup: trials before, which do not count.
+    """
+
+    context: int
+    tokens: int
+    trials: int
+    warmup: int = 1
+
+
+@dataclass
+class Trial:
+    """Times of one prefill and of its steps, and what a step reads, in bytes, halfway through."""
+
+    prefill: Clock
+    steps: Clock
+    prompt_ids: int
+    bytes: dict[str, int]
+
+
+def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) -> dict[str, Any]:
+    """Returns times of prefill and of steps in ms, one sample per trial and per step, and the bytes of a step.
+
+    text: base ids to read and then to emit. rows: "warm" keeps the rows of earlier trials, "cold" begins without any.
+    """
+    trials = []
+    for trial in range(-plan.warmup, plan.trials):
+        if rows == "cold":
+            engine.fresh()
+        done = _trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
+        if trial >= 0:
+            trials.append(done)
+    last = trials[-1]
+    return {
+        "prefill": {"ids": last.prompt_ids, **joined([one.prefill for one in trials]).record()},
+        "step": {
+            "tokens_per_step": plan.tokens / len(last.steps.host_ms),
+            **joined([t.steps for t in trials]).record(),
+        },
+        "bytes": last.bytes,
+    }
+
+
+def _trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> Trial:
+    """Reads a prompt and emits its continuation."""
+    batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
+    forced = zip_ids(batch.book(0), prompt, continuation)[1]
+    ids = compress_next(batch.book(0), prompt_array(prompt))
+    prefill, steps = Clock(device), Clock(device)
+    wait(device)
+    prefill.lap()
+    read_prompt(batch, 0, ids, CHUNK)
+    wait(device)
+    prefill.lap()
+    steps.lap()
+    for _ in Replay(batch, len(continuation), forced):
+        steps.lap()
+    wait(device)
+    kv = round(engine.kv_bytes * (len(ids) + len(forced) / 2))
+    sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_bytes(batch)}
+    return Trial(prefill.stop(), steps.stop(), len(ids), sizes)
+
+
+def joined(clocks: Sequence[Clock]) -> Clock:
+    """Returns the times of all clocks as those of one."""
+    device = [ms for clock in clocks for ms in clock.device_ms]
+    return Clock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
+
 
 MOST_ROWS = 40
 
@@ -82,60 +161,3 @@ def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
     kept = [one for one in found.key_averages() if (one.device_type.name == "CPU") != on_gpu]
     rows = sorted(kept, key=time_of, reverse=True)[:MOST_ROWS]
     return [{"name": one.key, "calls": one.count, "us": round(time_of(one), 1)} for one in rows if time_of(one) > 0]
-
-
-def roofline_page(records: Sequence[dict[str, Any]]) -> str:
-    """Returns a Markdown page of the records of kernels, steps and traces."""
-    out = [
-        "# Roofline",
-        "",
-        "The roof is the time that the bytes alone would take at the read bandwidth in the same run. What is left "
-        "is the time above it.",
-    ]
-    out += _table("Kernels alone", "kernel", records, "nvidia-kernels", _kernel_cells)
-    out += _table("Steps", "step", records, "nvidia-steps", _step_cells)
-    for one in (record for record in records if record["bench"] == "nvidia-trace"):
-        out += ["", f"## A request of {one['engine']}, {one['model']['name']}", ""]
-        out += [
-            f"A step took {one['step_us']:.0f} us and moves {one['step_bytes'] / 1e6:.0f} MB, which take "
-            f"{one['roof_us']:.0f} us at the read bandwidth: {one['share_of_read']:.0%} is reached, "
-            f"{one['step_us'] - one['roof_us']:.0f} us are left. "
-            f"Launches: {one['launches']['launches']}, in {one['layers']} layers.",
-            "",
-            "| kernel | calls | us | us per call |",
-            "| --- | --- | --- | --- |",
-            *(
-                f"| `{row['name'][:90]}` | {row['calls']} | {row['us']:.0f} | {row['us'] / row['calls']:.1f} |"
-                for row in one["kernels"][:15]
-            ),
-        ]
-    return "\n".join(out) + "\n"
-
-
-def _table(
-    title: str, what: str, records: Sequence[dict[str, Any]], bench: str, cells: Callable[[Any], tuple[str, float, int]]
-) -> list[str]:
-    """Returns the lines of a table of bytes, achieved bandwidth and what is left; none without such records.
-
-    cells: returns the name, the time in us and the bytes of a record.
-    """
-    lines = []
-    for one in (record for record in records if record["bench"] == bench):
-        name, us, moved = cells(one)
-        roof = 1e6 * moved / one["read_bytes_per_s"]
-        rate = moved / us / 1e3
-        lines.append(
-            f"| {one['model']['name']} | {name} | {moved / 1e6:.2f} | {us:.1f} | {rate:.0f} "
-            f"| {roof / us:.0%} | {roof:.1f} | {max(0.0, us - roof):.1f} |"
-        )
-    heads = f"| shape | {what} | MB moved | us | GB/s | of roof | roof, us | left, us |"
-    return ["", f"## {title}", "", heads, "| --- | --- | --- | --- | --- | --- | --- | --- |", *lines] if lines else []
-
-
-def _kernel_cells(record: dict[str, Any]) -> tuple[str, float, int]:
-    return record["kernel"], record["us"], record["bytes"]
-
-
-def _step_cells(record: dict[str, Any]) -> tuple[str, float, int]:
-    name = f"{record['engine']}, {record['model']['precision']} bit, {record['rows']} rows"
-    return name, 1e3 * record["step"]["device_ms"]["median"], sum(record["bytes"].values())
