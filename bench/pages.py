@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from . import flag_tables, mac_steps, performance_tables, smollm2_tables
+from . import mac_steps, performance_tables, smollm2_tables
+from .flag_tables import KNOWN, named_table
 from .gpu import card_steps
 from .plots import rendered, write_bytes
 from .records import Records
@@ -143,9 +144,9 @@ def _table(path: Path, name: str, tables: Tables, records: Records) -> str:
     """Returns the table `name` of a page: one from the records, or one of commands or flags."""
     if name in tables:
         return _make(name, tables[name], records)
-    if (found := flag_tables.named_table(name)) is not None:
+    if (found := named_table(name)) is not None:
         return found
-    raise MlxZipError(f"{path}: there is no table named {name!r}; known: {', '.join(tables)}, {flag_tables.KNOWN}")
+    raise MlxZipError(f"{path}: there is no table named {name!r}; known: {', '.join(tables)}, {KNOWN}")
 
 
 def _make(name: str, make: Callable[[Records], Any], records: Records) -> Any:
