@@ -8,7 +8,7 @@ import pytest
 
 from mlx_zip.bench import record
 from mlx_zip.bench.__main__ import TIMED, main
-from mlx_zip.bench.flag_tables import benches, experiments, parser_of, timed
+from mlx_zip.bench.pages import benches, experiments, parser_of, timed
 from mlx_zip.errors import MlxZipError
 
 

@@ -42,7 +42,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
 
-from .figure import picture
+from .tables import picture
 
 ROOT = Path(__file__).resolve().parents[3]  # of the checkout
 

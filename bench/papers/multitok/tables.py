@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.records import Record, Records, table
+import numpy as np
 
-from .classify_tables import accuracy_spread, classified, losses
+from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.records import Record, Records, table
+from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,6 +133,148 @@ def _held_out_cells(line: Record) -> list[str]:
 def _spread(figure: dict[str, Any] | None) -> str:
     """Formats a summary as "median (least-greatest)"; "" for None."""
     return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
+
+
+# ---- what `classify` measured
+
+SAMPLED = {"imdb": "IMDB", "agnews": "AG-News", "sst2": "SST-2"}
+# (units, setting) -> r, accuracy, AUC of the paper's table I, which is of IMDB; r of plain tokens is per word
+PAPER = {
+    ("words", "plain"): (1, 0.725, 0.77),
+    ("words", "100,Max-Max"): (0.57, 0.648, 0.69),
+    ("words", "100,2-2"): (0.6, 0.701, 0.75),
+    ("words", "50,Max-Max"): (0.8, 0.661, 0.72),
+    ("words", "50,2-2"): (0.83, 0.706, 0.76),
+    ("words", "50,2-1"): (0.83, 0.743, 0.82),
+    ("words", "25,2-1"): (0.93, 0.728, 0.78),
+    ("words", "100,2-2,>=2"): (0.66, 0.729, 0.79),
+    ("words", "100,Max-Max,>=2"): (0.65, 0.709, 0.77),
+    ("bert_base_uncased", "plain"): (1.17, 0.738, 0.81),
+    ("bert_base_uncased", "50,2-1"): (0.8, 0.735, 0.81),
+    ("bert_base_uncased", "25,2-1"): (0.91, 0.753, 0.83),
+    ("gpt2", "plain"): (1.26, 0.733, 0.8),
+    ("gpt2", "50,2-1"): (0.81, 0.731, 0.79),
+    ("gpt2", "33,2-1"): (0.88, 0.745, 0.82),
+}
+EPSILON = "0.01"  # of C(eps), the column "epochs to 0.01"
+
+
+def classified(lines: Sequence[Record], of_paper: bool) -> str:
+    """Returns a table with a row per data set, units and setting.
+
+    of_paper: the rows of IMDB, next to the paper's figures; else the rows of all other data sets.
+    """
+    runs = [line for line in lines if line["bench"] == "classify" and (_data_set(line) == "IMDB") == of_paper]
+    rows = [_row(group, of_paper) for group in grouped(runs)]
+    quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
+    cost = ["epochs to 0.01", "processor s to 0.01", "processor s per epoch", "rows", "of them trained"]
+    return table(["texts", "encoding", "seeds", *quality, *cost], rows)
+
+
+def grouped(runs: Sequence[Record]) -> list[list[Record]]:
+    """Returns the runs in groups; those of one group differ only in their seed."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for line in runs:
+        groups.setdefault((_data_set(line), line["data"]["units_are"], line["setting"]), []).append(line)
+    return list(groups.values())
+
+
+def _data_set(line: Record) -> str:
+    """Returns the name of a line's texts in the tables, for example IMDB."""
+    name: str = line["data"]["train"].split(".")[0]
+    return SAMPLED.get(name, name)
+
+
+def encoding(line: Record) -> str:
+    """Returns the name of a line's encoding in the tables: its setting, with the tokenizer first if there is one."""
+    units, setting = line["data"]["units_are"], line["setting"]
+    return setting if units == "words" else units if setting == "plain" else f"{units}, {setting}"
+
+
+def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
+    """Returns the row of a group of runs that differ only in their seed. of_paper: add cells of the paper's figures."""
+    line = runs[0]
+    units, setting = line["data"]["units_are"], line["setting"]
+    ratio = line["per_word"] if setting == "plain" else line["ratio"]
+    found = PAPER.get((units, setting))
+    paper = [f"{found[0]:.2f}", f"{found[1]:.3f}", f"{found[2]:.2f}"] if found else [""] * 3
+    measured = [
+        f"{ratio:.3f}",
+        _mean_and_range([run["accuracy"] for run in runs]),
+        _mean_and_range([run["auc"] for run in runs]),
+    ]
+    quality = [cell for pair in zip(measured, paper, strict=True) for cell in pair] if of_paper else measured
+    epochs, seconds = (
+        _mean_and_range([run[name][EPSILON] for run in runs], 1) for name in ("epochs_to", "processor_s_to")
+    )
+    return [
+        _data_set(line),
+        encoding(line),
+        str(len(runs)),
+        *quality,
+        epochs,
+        seconds,
+        f"{mean(s for run in runs for s in run['processor_s']):.2f}",
+        f"{line['rows']:,}",
+        f"{line['rows_trained']:,}",
+    ]
+
+
+def _mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
+    """Formats one figure per run as "mean (least-greatest)", followed by "n of m" where some runs have None.
+
+    None stands for a run that did not reach the value. places: digits after the decimal point.
+    """
+    reached = [figure for figure in figures if figure is not None]
+    if not reached:
+        return "not reached"
+    cell = f"{mean(reached):.{places}f}"
+    if len(figures) > 1:
+        cell += f" ({min(reached):.{places}f}-{max(reached):.{places}f})"
+    return cell if len(reached) == len(figures) else f"{cell}, {len(reached)} of {len(figures)}"
+
+
+def accuracy_spread(lines: Sequence[Record]) -> str:
+    """Returns a table of accuracy by seed, a row per setting that was run with several seeds.
+
+    The last column is the greatest less the least accuracy, in percentage points.
+    """
+    rows = []
+    for runs in grouped([line for line in lines if line["bench"] == "classify"]):
+        found = [run["accuracy"] for run in runs]
+        if len(found) > 1:
+            listed = ", ".join(f"{accuracy:.3f}" for accuracy in found)
+            rows.append([_data_set(runs[0]), encoding(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"])
+    return table(["texts", "encoding", "accuracy by seed", "points apart"], rows)
+
+
+def losses(lines: Sequence[Record]) -> Figure:
+    """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
+
+    There is a curve per encoding: the mean over seeds, in a band from the least to the greatest. Raises `DataError` for
+    a record without runs, `InstallationError` without matplotlib.
+    """
+    groups = grouped([line for line in lines if line.get("bench") == "classify"])
+    if not groups:
+        raise DataError("the record holds no line of `classify`")
+    names = list(dict.fromkeys(_data_set(group[0]) for group in groups))
+    encodings = list(dict.fromkeys(encoding(group[0]) for group in groups))
+    figure = new_figure(10, 3.4 * len(names))
+    panels = figure.subplots(len(names), 2, squeeze=False, sharey="row")
+    for group in groups:
+        row, color = panels[names.index(_data_set(group[0]))], f"C{encodings.index(encoding(group[0])) % 10}"
+        losses = np.array([run["loss"] for run in group])
+        spent = np.mean([np.cumsum(run["processor_s"]) for run in group], axis=0)
+        for panel, at in zip(row, (np.arange(1, losses.shape[1] + 1), spent), strict=True):
+            panel.plot(at, losses.mean(axis=0), color=color, marker=".", label=encoding(group[0]))
+            panel.fill_between(at, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.12, linewidth=0)
+    for name, (left, right) in zip(names, panels, strict=True):
+        left.set(yscale="log", xlabel="epochs", ylabel="training loss", title=name)
+        right.set(yscale="log", xlabel="processor seconds", title=name)
+        right.legend(fontsize="small")
+        for panel in (left, right):
+            panel.grid(alpha=0.3)
+    return figure
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -1,10 +1,15 @@
-"""The tables of the ablations: tables 7 and 8 of the paper with our figures next to the paper's, and all of ours."""
+"""What the report on the ablations shows: tables 7 and 8 of the paper, its figures 5 and 6, and all figures of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean
+from typing import TYPE_CHECKING, Any
 
+from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.records import Record, Records, table
 
 from .ablation_results import (
@@ -15,9 +20,12 @@ from .ablation_results import (
     PAPER_TEXTS,
     Line,
     Results,
+    Sweep,
     setting_label,
 )
-from .ablation_trends import answers, cost_of_compression, paper_cost
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def tables(results: Results) -> str:
@@ -156,6 +164,146 @@ def longer(short: Results, long: Sequence[Record]) -> str:
     return table(["bits per byte", *(f"{n} steps, {text}" for n in steps for text in short.texts)], rows)
 
 
+# ---- which setting is best and which worst, in the paper's tables and in ours
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a sweep: which of some keys is best or worst by bits per byte.
+
+    sizes: whether it is about merge sizes, else about encoders. keys: those to choose from. pick: `min` for the best
+    key, `max` for the worst.
+    """
+
+    text: str
+    sizes: bool
+    keys: tuple[Any, ...]
+    pick: Callable[..., float]
+
+    def answer(self, values: Mapping[Any, float]) -> tuple[Any, ...]:
+        """Returns the best (or worst) key, or several that are equal; () unless `values` has a value for every key."""
+        if not all(key in values for key in self.keys):
+            return ()
+        wanted = self.pick(values[key] for key in self.keys)
+        return tuple(key for key in self.keys if values[key] == wanted)
+
+
+_COMPRESSED = (2, 3, 4, 5)
+QUESTIONS = (
+    Question("best merge size, 1 being no compression", True, (1, *_COMPRESSED), min),
+    Question("best merge size that compresses", True, _COMPRESSED, min),
+    Question("worst merge size that compresses", True, _COMPRESSED, max),
+    Question("best encoder", False, tuple(PAPER_ENCODERS), min),
+    Question("worst encoder", False, tuple(PAPER_ENCODERS), max),
+)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to one question.
+
+    label: returns a key in words. paper: the paper's answer on each of its texts. ours: for each of our texts, the
+    number of seeds by answer; empty where not measured.
+    """
+
+    question: Question
+    label: Callable[[Any], str]
+    paper: tuple[tuple[Any, ...], ...]
+    ours: Mapping[str, Counter[Any]]
+
+    def shown(self, answer: Sequence[Any]) -> str:
+        """Returns an answer in words; keys that are equally good are joined by "or"."""
+        return " or ".join(self.label(key) for key in answer)
+
+    @property
+    def of_paper(self) -> str:
+        """The paper's answers in words, each with the number of texts on which it holds."""
+        counts = Counter(self.shown(answer) for answer in self.paper)
+        return "; ".join(f"{answer} ({n} of {len(self.paper)} texts)" for answer, n in counts.items())
+
+    def of_text(self, text: str) -> str:
+        """Returns our answer on one text in words; where seeds disagree, each answer with its number of seeds."""
+        counts = self.ours[text]
+        if len(counts) < 2:
+            return self.label(next(iter(counts))) if counts else "not measured"
+        return ", ".join(f"{self.label(key)} ({n} of {counts.total()} seeds)" for key, n in counts.most_common())
+
+    def strange(self, text: str) -> list[Any]:
+        """Returns our answers on one text that the paper gives on none of its texts."""
+        known = {key for answer in self.paper for key in answer}
+        return [key for key in self.ours[text] if key not in known]
+
+
+def answers(results: Results) -> list[Answers]:
+    """Returns the answers to all questions, by the paper's tables and by our lines."""
+    found = []
+    for question in QUESTIONS:
+        sweep = results.sizes if question.sizes else results.encoders
+        columns = range(len(PAPER_TEXTS))
+        paper = tuple(question.answer({key: row[i] for key, row in sweep.paper.items()}) for i in columns)
+        ours = {text: Counter(_per_seed(question, sweep, text, results.seeds)) for text in results.texts}
+        found.append(Answers(question, sweep.label, paper, ours))
+    return found
+
+
+def _per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int]) -> Iterator[Any]:
+    """Yields the answer of each seed on one text; several if keys are equal, none if a key was not measured."""
+    for seed in seeds:
+        values = {
+            key: line["texts"][text]["bits_per_byte"]
+            for key, lines in sweep.found.items()
+            for line in lines
+            if line["setting"]["seed"] == seed
+        }
+        yield from question.answer(values)
+
+
+def cost_of_compression(results: Results, text: str) -> list[float]:
+    """Returns for each seed how many more bits per byte merge size 3 needs than merge size 1, as a fraction.
+
+    Seeds for which one of the two was not measured are left out.
+    """
+    by_seed = [
+        {line["setting"]["seed"]: line["texts"][text]["bits_per_byte"] for line in results.sizes.found.get(m, [])}
+        for m in (1, 3)
+    ]
+    return [by_seed[1][seed] / by_seed[0][seed] - 1 for seed in by_seed[0] if seed in by_seed[1]]
+
+
+def paper_cost() -> list[float]:
+    """Returns how many more bits per byte merge size 3 needs than 1 in the paper's table 7, as a fraction, per text.
+
+    Bits per byte are the logarithm of byte-perplexity.
+    """
+    pairs = zip(PAPER_SIZES[3], PAPER_SIZES[1], strict=True)
+    return [math.log(third) / math.log(first) - 1 for third, first in pairs]
+
+
+# ---- figures 5 and 6: training loss against bytes read, a curve per setting
+
+PANELS = ((1, "nats per id"), (2, "bits per byte"))  # (index into a point of a training curve, label of the y axis)
+
+
+def curves(sweep: Sweep) -> Figure:
+    """Returns the figure of one sweep: training loss against text read; the seeds of a setting share one colour.
+
+    The paper draws nats per id. An id stands for more text at higher compression, so settings can be compared only by
+    bits per byte. Raises `InstallationError` without matplotlib.
+    """
+    figure = new_figure()
+    for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):
+        for i, (key, lines) in enumerate(sweep.found.items()):
+            for j, line in enumerate(lines):
+                curve = line["training"]["curve"]
+                points = [point[0] / 1e6 for point in curve], [point[column] for point in curve]
+                panel.plot(*points, color=f"C{i}", linewidth=1, label=None if j else sweep.label(key))
+        panel.set(xlabel="text read, MB", ylabel=label)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.suptitle(f"Training loss by {sweep.name}")
+    return figure
+
+
 def _from_records(make: Callable[[Results], str]) -> Callable[[Records], str]:
     """Returns a function that makes a table from the record `ablations` instead of from `Results`."""
     return lambda records: make(Results(records.lines("ablations")))
@@ -168,4 +316,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "ablations-orders": _from_records(orders),
     "ablations-longer": lambda records: longer(Results(records.lines("ablations")), records.lines("ablations-longer")),
     "ablations-all": _from_records(all_figures),
+}
+PICTURES: dict[str, Callable[[Records], Figure]] = {
+    "docs/reports/ablations-figure5.svg": lambda records: curves(Results(records.lines("ablations")).sizes),
+    "docs/reports/ablations-figure6.svg": lambda records: curves(Results(records.lines("ablations")).encoders),
 }
