@@ -1,8 +1,9 @@
 """Writes every generated table and picture of the documentation: `python -m mlx_zip.bench.pages [--check]`.
 
 A page is Markdown with tables between `<!-- table: NAME -->` and `<!-- end -->`; only what is between these two is
-written. Tables come from the records (`records.py`) and from the command line's own parsers, which are
-imported only when a table needs them. A paper registers its tables and pictures in `bench/papers/PAPER/tables.py`, which is found by its name.
+written. Tables come from the records (`records.py`) and from the command line's own parsers, which are imported only
+when a table needs them. A paper registers its tables and pictures in `bench/papers/PAPER/tables.py`, which is found by
+its name.
 """
 
 from __future__ import annotations

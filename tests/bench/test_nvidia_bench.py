@@ -24,7 +24,7 @@ from mlx_zip.bench.gpu.nvidia import PARTS
 from mlx_zip.bench.gpu.summary import exported, parameters
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
-from mlx_zip.cuda import attention, memory
+from mlx_zip.cuda import decoder, memory
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.places import DOCS, REPO
@@ -310,6 +310,6 @@ def test_a_prompt_in_two_chunks_is_checked_and_a_mask_that_begins_at_the_first_k
     config = checks.narrow(SHAPES[checks.CHUNKED[heads]])
     is_grouped = config["num_attention_heads"] > config["num_key_value_heads"]
     assert is_grouped == (heads == "grouped key heads")
-    monkeypatch.setattr(attention, "causal_lower_right", causal_upper_left)
+    monkeypatch.setattr(decoder, "causal_lower_right", causal_upper_left)
     [line] = checks.check_chunks(heads, dtype, "cpu")
     assert not line["holds"]
