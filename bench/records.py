@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -133,11 +133,18 @@ def stated(line: Record, name: str) -> Any:
 # ---- rows of cells as Markdown or CSV
 
 FORMATS = ("markdown", "csv")
+Cell = str | Callable[[Record], str]  # a format such as "{times[median]:.2f}", or a function of the line
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "markdown") -> str:
     """Returns header and rows as Markdown or CSV (`FORMATS`); every row has as many cells as the header."""
     return _csv([header, *rows]) if kind == "csv" else _markdown(header, rows)
+
+
+def column_table(lines: Iterable[Record], columns: Sequence[tuple[str, Cell]]) -> str:
+    """Returns a Markdown table with a row per line. columns: (head, cell) of each; see `Cell`."""
+    rows = [[c.format_map(line) if isinstance(c, str) else c(line) for _, c in columns] for line in lines]
+    return table([head for head, _ in columns], rows)
 
 
 def _csv(rows: Sequence[Sequence[str]]) -> str:

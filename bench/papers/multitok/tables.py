@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Record, Records, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,19 +18,16 @@ if TYPE_CHECKING:
 
 def _speed_table(records: Records) -> str:
     """Returns the table of the speed of learning and encoding, ours and plain Python's."""
-    rows = [
-        [
-            _measured(line),
-            _window_cell(line),
-            _spread(line["ours"]),
-            _spread(line.get("plain_python")),
-            f"{line['ratio']}x" if "ratio" in line else "",
-            str(line.get("bytes_per_phrase", "")),
-        ]
-        for line in records.lines("multitok")
-        if line["what"] in ("train", "encode")
-    ]
-    return table(["", "window", "M units/s", "plain Python", "ratio", "bytes per phrase"], rows)
+    lines = (line for line in records.lines("multitok") if line["what"] in ("train", "encode"))
+    columns: tuple[tuple[str, Cell], ...] = (
+        ("", _measured),
+        WINDOW,
+        ("M units/s", lambda line: _spread(line["ours"])),
+        ("plain Python", lambda line: _spread(line.get("plain_python"))),
+        ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
+        ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
+    )
+    return column_table(lines, columns)
 
 
 def _measured(line: Record) -> str:
@@ -41,63 +38,70 @@ def _measured(line: Record) -> str:
 
 def _ratios_table(records: Records) -> str:
     """Returns the table of ratios r of words, by percentage of samples learned from and window."""
-    rows = [
-        [
-            f"{line['setting']['percent']} %",
-            _window_cell(line),
-            f"{line['ratio']:.3f}",
-            _paper_cell(line),
-            f"{line['phrases']:,}",
-            f"{line['never_used'] / line['phrases']:.0%}",
-            *_held_out_cells(line),
-        ]
-        for line in records.lines("multitok")
-        if line["what"] == "ratio" and line["data"]["units_are"] == "words"
-    ]
-    header = ["learn from", "window", "r", "paper's r", "phrases", "never used", "r held out", "by pairs at most"]
-    return table(header, rows)
+    columns: tuple[tuple[str, Cell], ...] = (
+        LEARNED_FROM,
+        WINDOW,
+        *RATIOS,
+        PHRASES,
+        ("never used", lambda line: f"{line['never_used'] / line['phrases']:.0%}"),
+        HELD_OUT,
+        ("by pairs at most", _held_out("2")),
+    )
+    return column_table(_ratios(records, "ratio", words=True), columns)
 
 
 def _pruned_table(records: Records) -> str:
     """Returns the table of ratios r of words after phrases used at most K times are pruned."""
-    rows = [
-        [
-            _window_cell(line),
-            str(line["setting"]["at_most"]),
-            line["setting"]["mode"],
-            f"{line['ratio']:.3f}",
-            _paper_cell(line),
-            f"{line['phrases']:,}",
-            f"{line['growth']:.3f}",
-            f"{line['lemma_printed']:.3f}",
-            f"{line['lemma_corrected']:.3f}",
-            *_held_out_cells(line)[:1],
-        ]
-        for line in records.lines("multitok")
-        if line["what"] == "pruned" and line["data"]["units_are"] == "words"
-    ]
-    header = ["window", "K", "mode", "r", "paper's r", "phrases", "growth", "printed bound", "corrected", "r held out"]
-    return table(header, rows)
+    columns: tuple[tuple[str, Cell], ...] = (
+        WINDOW,
+        ("K", "{setting[at_most]}"),
+        ("mode", "{setting[mode]}"),
+        *RATIOS,
+        PHRASES,
+        ("growth", "{growth:.3f}"),
+        ("printed bound", "{lemma_printed:.3f}"),
+        ("corrected", "{lemma_corrected:.3f}"),
+        HELD_OUT,
+    )
+    return column_table(_ratios(records, "pruned", words=True), columns)
 
 
 def _tokenizer_ratios_table(records: Records) -> str:
     """Returns the table of ratios r where phrases are made of a tokenizer's ids."""
-    rows = [
-        [
-            line["data"]["units_are"],
-            f"{line['setting']['percent']} %",
-            _window_cell(line),
-            f"{line['ratio']:.3f}",
-            _paper_cell(line),
-            f"{line['per_word']:.3f}",
-            f"{line['phrases']:,}",
-            *_held_out_cells(line)[:1],
-        ]
-        for line in records.lines("multitok")
-        if line["what"] == "ratio" and line["data"]["units_are"] != "words"
-    ]
-    header = ["units", "learn from", "window", "r", "paper's r", "tokens per word", "phrases", "r held out"]
-    return table(header, rows)
+    columns: tuple[tuple[str, Cell], ...] = (
+        ("units", "{data[units_are]}"),
+        LEARNED_FROM,
+        WINDOW,
+        *RATIOS,
+        ("tokens per word", "{per_word:.3f}"),
+        PHRASES,
+        HELD_OUT,
+    )
+    return column_table(_ratios(records, "ratio", words=False), columns)
+
+
+def _ratios(records: Records, what: str, words: bool) -> Iterator[Record]:
+    """Yields the lines of one kind whose units are words, or a tokenizer's ids."""
+    for line in records.lines("multitok"):
+        if line["what"] == what and (line["data"]["units_are"] == "words") == words:
+            yield line
+
+
+def _paper_ratio(line: Record) -> str:
+    """Returns the paper's r for a line's setting, "" where the paper has none."""
+    return "" if line["paper"] is None else f"{line['paper']:.2f}"
+
+
+def _held_out(window: str) -> Cell:
+    """Returns a cell of the ratio of held-out samples. window: "0" for phrases of any length, "2" for pairs at most."""
+    return lambda line: f"{found[window]:.3f}" if window in (found := line.get("held_out", {})) else ""
+
+
+LEARNED_FROM: tuple[str, Cell] = ("learn from", "{setting[percent]} %")
+WINDOW: tuple[str, Cell] = ("window", lambda line: str(line["setting"]["window"] or "Max"))  # most units in a phrase
+RATIOS: tuple[tuple[str, Cell], ...] = (("r", "{ratio:.3f}"), ("paper's r", _paper_ratio))
+PHRASES: tuple[str, Cell] = ("phrases", "{phrases:,}")
+HELD_OUT: tuple[str, Cell] = ("r held out", _held_out("0"))
 
 
 def _packs_table(records: Records) -> str:
@@ -112,22 +116,6 @@ def _packs_table(records: Records) -> str:
             rows.append([line["domain"], f"{line['train_ids']:,}", f"{size:,}", f"{empty:.3f}", *rates])
     head = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export"]
     return table(head, rows)
-
-
-def _window_cell(line: Record) -> str:
-    """Returns the most units in a phrase of a line's setting; "Max" for no limit."""
-    return str(line["setting"]["window"] or "Max")
-
-
-def _paper_cell(line: Record) -> str:
-    """Returns the paper's r for a line's setting, "" where the paper has none."""
-    return "" if line["paper"] is None else f"{line['paper']:.2f}"
-
-
-def _held_out_cells(line: Record) -> list[str]:
-    """Returns the ratios of held-out samples, with phrases of any length and with pairs at most."""
-    held_out = line.get("held_out", {})
-    return [f"{held_out[window]:.3f}" if window in held_out else "" for window in ("0", "2")]
 
 
 def _spread(figure: dict[str, Any] | None) -> str:

@@ -10,7 +10,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Record, Records, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, table
 
 from .ablation_results import (
     ENCODERS,
@@ -62,38 +62,28 @@ def table8(results: Results) -> str:
 
 def all_figures(results: Results) -> str:
     """Returns a table of all our figures, with a row per setting, seed and text."""
-    rows = [
-        [
-            "setting",
-            "seed",
-            "text",
-            "bits/byte",
-            "standard error",
-            "byte-perplexity",
-            "compression rate",
-            "hypertokens among ids",
-            "text read, MB",
-            "training, s",
-        ]
-    ]
-    for line in results.lines:
-        for name, text in line["texts"].items():
-            error = text["bits_per_byte_standard_error"]
-            rows.append(
-                [
-                    setting_label(line),
-                    str(line["setting"]["seed"]),
-                    name,
-                    f"{text['bits_per_byte']:.4f}",
-                    "-" if error is None else f"{error:.4f}",
-                    f"{text['byte_perplexity']:.4f}",
-                    f"{text['compression_rate']:.1%}",
-                    f"{text['hyper_share']:.1%}",
-                    f"{line['training']['bytes'] / 1e6:.2f}",
-                    f"{line['training']['seconds']:,.0f}",
-                ]
-            )
-    return table(rows[0], rows[1:])
+    texts = [(line, name, text) for line in results.lines for name, text in line["texts"].items()]
+    return column_table(({"line": line, "name": name, "text": text} for line, name, text in texts), _FIGURES)
+
+
+def _standard_error(row: Record) -> str:
+    """Returns the standard error of bits per byte, "-" where it is not known."""
+    error = row["text"]["bits_per_byte_standard_error"]
+    return "-" if error is None else f"{error:.4f}"
+
+
+_FIGURES: tuple[tuple[str, Cell], ...] = (
+    ("setting", lambda row: setting_label(row["line"])),
+    ("seed", "{line[setting][seed]}"),
+    ("text", "{name}"),
+    ("bits/byte", "{text[bits_per_byte]:.4f}"),
+    ("standard error", _standard_error),
+    ("byte-perplexity", "{text[byte_perplexity]:.4f}"),
+    ("compression rate", "{text[compression_rate]:.1%}"),
+    ("hypertokens among ids", "{text[hyper_share]:.1%}"),
+    ("text read, MB", lambda row: f"{row['line']['training']['bytes'] / 1e6:.2f}"),
+    ("training, s", "{line[training][seconds]:,.0f}"),
+)
 
 
 def _paper_heads(names: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.flops import TRAINED, record
-from mlx_zip.bench.records import Records, table
+from mlx_zip.bench.records import Cell, Records, column_table, table
 from mlx_zip.errors import MlxZipError
 
 from .ablation_results import PAPER_RATES
@@ -277,7 +277,18 @@ def rates_by_merge_size(counts: Counts) -> str:
     return table(["M", *counts.texts, "mixture", "paper"], rows)
 
 
-_FLOPS_HEAD = ["model", "L", "M", "l", "α", "paper: α", "ρ(1 + α)", "rows per id", "α by rows", "ρ(1 + α) by rows"]
+_FLOPS: tuple[tuple[str, Cell], ...] = (
+    ("model", "{model}"),
+    ("L", "{layers}"),
+    ("M", "{merge_size}"),
+    ("l", "{encoder_layers}"),
+    ("α", "{overhead:.4f}"),
+    ("paper: α", lambda line: "-" if line["paper_overhead"] is None else f"{line['paper_overhead']:.2f}"),
+    ("ρ(1 + α)", "{relative_flops:.3f}"),
+    ("rows per id", "{rows_per_id:.2f}"),
+    ("α by rows", "{counted_overhead:.4f}"),
+    ("ρ(1 + α) by rows", "{counted_relative_flops:.3f}"),
+)
 
 
 def flops(lines: Sequence[Line]) -> str:
@@ -285,30 +296,13 @@ def flops(lines: Sequence[Line]) -> str:
 
     They are counted as in the paper, and by the rows that are encoded per id.
     """
-    return table(_FLOPS_HEAD, [_flops_row(line) for line in lines])
-
-
-def _flops_row(line: Line) -> list[str]:
-    """Returns the row of table 9 for a line of `bench flops`."""
-    paper = line["paper_overhead"]
-    return [
-        line["model"],
-        str(line["layers"]),
-        str(line["merge_size"]),
-        str(line["encoder_layers"]),
-        f"{line['overhead']:.4f}",
-        "-" if paper is None else f"{paper:.2f}",
-        f"{line['relative_flops']:.3f}",
-        f"{line['rows_per_id']:.2f}",
-        f"{line['counted_overhead']:.4f}",
-        f"{line['counted_relative_flops']:.3f}",
-    ]
+    return column_table(lines, _FLOPS)
 
 
 def flops_of_our_mixture(counts: Counts) -> str:
     """Returns table 9 for the models that the paper trains, with the rate and the encoded rows of our mixture."""
     rate, entries, used = _mixture_rates(counts)
-    return table(_FLOPS_HEAD, [_flops_row(record(shape, rate, (entries + used) / rate)) for shape in TRAINED])
+    return flops([record(shape, rate, (entries + used) / rate) for shape in TRAINED])
 
 
 def mixture(counts: Counts) -> str:
