@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
     """Prints one JSON line per operation and eviction policy. data: where the ids are from."""
     params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled_ids(args.vocab_size))
-    for record in measure_policies(params, ids, args.trials):
+    for record in _measure_policies(params, ids, args.trials):
         _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data)
     return 0
 
@@ -257,7 +257,7 @@ def _print(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
     print(json.dumps({**line, **surroundings("zip2zip_compression")}), flush=True)
 
 
-def measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
+def _measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
     """Yields one record per operation and policy, in ns per id; trials of the policies alternate.
 
     Raises `MlxZipError` if the base ids are too few to fill the table.

@@ -291,7 +291,7 @@ TARGETS = (
 )
 
 
-def all_targets(records: Records) -> str:
+def _all_targets(records: Records) -> str:
     """Returns the table of all targets, without those of the bundled model while its record is missing."""
     known = [target for target in TARGETS if STORIES in records.files or target.record != STORIES]
     return table(["", "preloaded; BLAS", "wanted", "measured", ""], [target.row(records) for target in known])
@@ -421,7 +421,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "parts": _parts,
     "serve": _serve,
     "batch": _batch,
-    "targets": all_targets,
+    "targets": _all_targets,
     "records": _machines,
 }
 NOT_YET = {"batch": BATCH}  # table: its record; no page needs to show the table before the record exists

@@ -36,7 +36,7 @@ class Cases:
         """Removes what the part wrote in an earlier run."""
         self.folder, self.part = folder, part
         self.records: list[Record] = []
-        forget(folder, part)
+        _forget(folder, part)
 
     @property
     def status(self) -> int:
@@ -46,7 +46,7 @@ class Cases:
     def add(self, record: Record) -> None:
         """Keeps a record, and writes the file."""
         self.records.append(record)
-        write_records(self.folder, self.part, self.records)
+        _write_records(self.folder, self.part, self.records)
 
     def note_card(self, when: str) -> None:
         """Keeps a record of the card's clocks, power and temperature, if they are known. when: "before" or "after"."""
@@ -105,20 +105,20 @@ def open_folder(folder: Path) -> None:
 
 def check_new(folder: Path, parts: Sequence[str]) -> None:
     """Raises `MlxZipError` if a folder holds records of these parts already."""
-    if found := [part for part in parts if records_file(folder, part).exists()]:
+    if found := [part for part in parts if _records_file(folder, part).exists()]:
         raise MlxZipError(
             f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder, "
             "or the parts to replace with --parts"
         )
 
 
-def forget(folder: Path, part: str) -> None:
+def _forget(folder: Path, part: str) -> None:
     """Removes what a part wrote in an earlier run, so that nothing of it reads as a result of this one."""
-    for path in (records_file(folder, part), *(folder / name for name in MADE.get(part, ()))):
+    for path in (_records_file(folder, part), *(folder / name for name in MADE.get(part, ()))):
         path.unlink(missing_ok=True)
 
 
-def records_file(folder: Path, part: str) -> Path:
+def _records_file(folder: Path, part: str) -> Path:
     """Returns the file of a part's records."""
     return folder / f"{part}.jsonl"
 
@@ -132,14 +132,14 @@ def write_text(path: Path, text: str) -> None:
         raise MlxZipError(f"{path} cannot be written: {reason(error)}") from error
 
 
-def write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
+def _write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
     """Writes a part's records in place of those that are there. Raises `MlxZipError`."""
-    write_text(records_file(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
+    write_text(_records_file(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def all_records(folder: Path, parts: Sequence[str]) -> list[Record]:
     """Returns the records of these parts. Raises `MlxZipError` if they are of different machines, cards or versions."""
-    files = {file: part for part in parts if (file := records_file(folder, part)).exists()}
+    files = {file: part for part in parts if (file := _records_file(folder, part)).exists()}
     found = [(file, line) for file in files for line in read_lines(file)]
     for file, line in found:
         first, run = found[0]

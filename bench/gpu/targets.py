@@ -19,49 +19,49 @@ Cases = dict[str, float]  # figure by case, such as a shape or a text
 # ---- steps
 
 
-def steps(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
+def _steps(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
     """Returns the records of an engine's steps by shape and precision."""
     named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
     return {named(one): one for one in _kind(records, "nvidia-steps") if (one["engine"], one["rows"]) == (engine, rows)}
 
 
-def step_ms(record: Record) -> float:
+def _step_ms(record: Record) -> float:
     """Returns the median time of a step in ms."""
     return record["step"]["device_ms"]["median"]
 
 
-def share(records: Sequence[Record]) -> Cases:
+def _share(records: Sequence[Record]) -> Cases:
     """Returns the share of the read bandwidth that a step of torch-base reaches."""
-    return {case: one["share_of_read"] for case, one in steps(records, "torch-base").items()}
+    return {case: one["share_of_read"] for case, one in _steps(records, "torch-base").items()}
 
 
-def ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
+def _ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
     """Returns a function of torch-zip's step over torch-base's."""
 
     def values(records: Sequence[Record]) -> Cases:
-        base = steps(records, "torch-base")
-        zipped = steps(records, "torch-zip", rows)
-        return {case: step_ms(zipped[case]) / step_ms(base[case]) for case in zipped.keys() & base.keys()}
+        base = _steps(records, "torch-base")
+        zipped = _steps(records, "torch-zip", rows)
+        return {case: _step_ms(zipped[case]) / _step_ms(base[case]) for case in zipped.keys() & base.keys()}
 
     return values
 
 
-def int4(records: Sequence[Record]) -> Cases:
+def _int4(records: Sequence[Record]) -> Cases:
     """Returns torch-base's steps per second with 4-bit weights over those with 16 bits."""
-    base = steps(records, "torch-base")
+    base = _steps(records, "torch-base")
     names = [case.removesuffix(" 4") for case in base if case.endswith(" 4")]
-    return {n: step_ms(base[f"{n} 16"]) / step_ms(base[f"{n} 4"]) for n in names if f"{n} 16" in base}
+    return {n: _step_ms(base[f"{n} 16"]) / _step_ms(base[f"{n} 4"]) for n in names if f"{n} 16" in base}
 
 
 # ---- kernels
 
 
-def kernels(start: str) -> Callable[[Sequence[Record]], Cases]:
+def _reading(start: str) -> Callable[[Sequence[Record]], Cases]:
     """Returns a function of the share of the read bandwidth of the kernels whose names begin so."""
     return lambda records: {case: one["share_of_read"] for case, one in _kernels(records, start)}
 
 
-def faster(start: str) -> Callable[[Sequence[Record]], Cases]:
+def _faster(start: str) -> Callable[[Sequence[Record]], Cases]:
     """Returns a function of the reference's time over the kernel's, of kernels whose names begin so."""
     return lambda records: {
         case: one["reference_us"] / one["us"] for case, one in _kernels(records, start) if one["reference_us"]
@@ -77,18 +77,18 @@ def _kernels(records: Sequence[Record], start: str) -> Iterator[tuple[str, Recor
 # ---- whole requests
 
 
-def end_to_end(records: Sequence[Record]) -> Cases:
+def _end_to_end(records: Sequence[Record]) -> Cases:
     """Returns decoding in base tokens/s of torch-zip over (its base tokens per step x torch-base's)."""
     per_step = lambda one: one["figures"]["base_tokens_per_step"]["median"]
     return _against("torch-base", "base_tokens_per_s", records, lambda zipped, base: per_step(zipped) / per_step(base))
 
 
-def prefill(records: Sequence[Record]) -> Cases:
+def _prefill(records: Sequence[Record]) -> Cases:
     """Returns the speed of torch-zip's prefill over torch-base's on the same text."""
     return _against("torch-base", "prefill_tokens_per_s", records)
 
 
-def published(records: Sequence[Record]) -> Cases:
+def _published(records: Sequence[Record]) -> Cases:
     """Returns base tokens over the time of a whole request, of torch-zip over those of the published package."""
     return _against("zip2zip", "end_to_end_tokens_per_s", records)
 
@@ -126,19 +126,19 @@ def _whole(records: Sequence[Record], engine: str) -> list[Record]:
 # ---- agreement
 
 
-def agreeing(start: str) -> Callable[[Sequence[Record]], Cases]:
+def _agreeing(start: str) -> Callable[[Sequence[Record]], Cases]:
     """Returns a function of the checks whose names begin so: 1 for one that holds, else 0."""
     return lambda records: {
         one["check"]: float(one["holds"]) for one in _kind(records, "nvidia-checks") if one["check"].startswith(start)
     }
 
 
-def logits_error(records: Sequence[Record]) -> Cases:
+def _logits_error(records: Sequence[Record]) -> Cases:
     """Returns the relative error of the bfloat16 logits."""
     return {one["check"]: one["value"] for one in _kind(records, "nvidia-checks") if one.get("value") is not None}
 
 
-def float64(records: Sequence[Record]) -> Cases:
+def _float64(records: Sequence[Record]) -> Cases:
     """Returns the share of the kernels' tests against float64 references that passed; skipped ones do not count."""
     found = _kind(records, "nvidia-float64")
     passed, failed = (sum(one[name] for one in found) for name in ("passed", "failed"))
@@ -148,7 +148,7 @@ def float64(records: Sequence[Record]) -> Cases:
 # ---- counted
 
 
-def layer_launches(records: Sequence[Record]) -> Cases:
+def _layer_launches(records: Sequence[Record]) -> Cases:
     """Returns the launches of a warm step over the layers, rounded down: those outside of layers are fewer."""
     return {
         f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
@@ -156,14 +156,14 @@ def layer_launches(records: Sequence[Record]) -> Cases:
     }
 
 
-def added_launches(records: Sequence[Record]) -> Cases:
+def _added_launches(records: Sequence[Record]) -> Cases:
     """Returns the launches that a warm step of torch-zip has more than torch-base's."""
     found = {one["engine"]: one["launches"]["launches"] for one in _kind(records, "nvidia-trace")}
     both = {"torch-zip", "torch-base"} <= found.keys()
     return {"phi-3.5-mini": found["torch-zip"] - found["torch-base"]} if both else {}
 
 
-def added_bytes(records: Sequence[Record]) -> Cases:
+def _added_bytes(records: Sequence[Record]) -> Cases:
     """Returns the bytes that a warm step of torch-zip moves more than torch-base's, over those of the weights."""
     found = {one["engine"]: one for one in _kind(records, "nvidia-trace")}
     if not {"torch-zip", "torch-base"} <= found.keys():
@@ -221,7 +221,7 @@ STEP = "median time of a step over torch-base's, at the same shape"
 CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
 
 
-def shares(
+def _shares(
     name: str, rule: str, values: Callable[[Sequence[Record]], Cases], bound: float, needed: Sequence[str]
 ) -> list[Target]:
     """Returns the targets of a share of the read bandwidth on each card. name: with {} for share and card.
@@ -238,77 +238,77 @@ def shares(
 
 
 TARGETS = (
-    *shares("torch-base reaches {} at phi-3.5-mini", SHARE, share, 0.78, SHAPES[:1]),
-    *shares("torch-base reaches {} at llama-3.2-1b", SHARE, share, 0.55, SHAPES[1:2]),
-    Target("a warm step of torch-zip takes at most 1.05 x torch-base's", STEP, ratio("warm"), 1.05, SHAPES, most=True),
-    Target("a cold step of torch-zip takes at most 1.15 x torch-base's", STEP, ratio("cold"), 1.15, SHAPES, most=True),
+    *_shares("torch-base reaches {} at phi-3.5-mini", SHARE, _share, 0.78, SHAPES[:1]),
+    *_shares("torch-base reaches {} at llama-3.2-1b", SHARE, _share, 0.55, SHAPES[1:2]),
+    Target("a warm step of torch-zip takes at most 1.05 x torch-base's", STEP, _ratio("warm"), 1.05, SHAPES, most=True),
+    Target("a cold step of torch-zip takes at most 1.15 x torch-base's", STEP, _ratio("cold"), 1.15, SHAPES, most=True),
     Target(
         "end to end, torch-zip keeps 0.95 of its compression",
         "base tokens/s of decoding over (base tokens per step x torch-base's base tokens/s), same text",
-        end_to_end,
+        _end_to_end,
         0.95,
         TEXTS,
     ),
     Target(
         "torch-zip is 5 x as fast as the published package",
         "base tokens over the time of the whole request, over the package's, same text and card",
-        published,
+        _published,
         5.0,
         TEXTS[:2],
     ),
     Target(
         "prefill of torch-zip is faster than torch-base's",
         "base tokens of the prompt over the time to the first id, over torch-base's, same text",
-        prefill,
+        _prefill,
         1.0,
         TEXTS,
     ),
-    *shares(
+    *_shares(
         "the joint head reaches {}",
         CALLS,
-        kernels("joint head, dense"),
+        _reading("joint head, dense"),
         0.8,
         ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
     ),
-    *shares(
+    *_shares(
         "the hyper embedding reaches {}",
         CALLS,
-        kernels("hyper embedding"),
+        _reading("hyper embedding"),
         0.8,
         ("phi-3.5-mini hyper embedding, 2048 ids", "llama-3.2-1b hyper embedding, 2048 ids"),
     ),
     Target(
         "the encoders' pieces are 2 x as fast as eager PyTorch",
         "time of the eager reference over the kernel's",
-        faster("encoder"),
+        _faster("encoder"),
         2.0,
         ENCODERS,
     ),
     Target(
         "4-bit weights give 2 x the steps of 16-bit ones",
         "steps/s of torch-base with 4 bits over those with 16",
-        int4,
+        _int4,
         2.0,
         ("phi-3.5-mini",),
     ),
     Target(
         "greedy ids of the bundled models are MLX's, in float32",
         "1 if every id is the recorded one, else 0",
-        agreeing("greedy ids"),
+        _agreeing("greedy ids"),
         1.0,
         tuple(f"greedy ids of {name}, float32, equal MLX's" for name in ("stories", "stories-base")),
     ),
     Target(
         "CUDA graphs change no id",
         "1 if graphs and eager work give the same ids, else 0",
-        agreeing("CUDA graphs"),
+        _agreeing("CUDA graphs"),
         1.0,
         tuple(f"CUDA graphs of {name} give what eager work gives" for name in ("stories", "stories-base")),
     ),
     Target(
         "logits in bfloat16 are within 1e-2",
         "norm of the difference from the model in float32, over the norm of that one's",
-        logits_error,
+        _logits_error,
         LOGITS_ERROR,
         ("logits of stories-base, bfloat16",),
         most=True,
@@ -316,15 +316,15 @@ TARGETS = (
     Target(
         "a prompt in two chunks gives what one chunk gives",
         "1 if the logits agree within rounding, else 0",
-        agreeing("two chunks"),
+        _agreeing("two chunks"),
         1.0,
         tuple(f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")),
     ),
-    Target("kernels agree with float64 references", "tests that passed over those that ran", float64, 1.0, ("tests",)),
+    Target("kernels agree with float64 references", "tests that passed over those that ran", _float64, 1.0, ("tests",)),
     Target(
         "a step launches at most 8 kernels per layer",
         "launches of a warm step over layers, rounded down",
-        layer_launches,
+        _layer_launches,
         8,
         ("phi-3.5-mini torch-base", "phi-3.5-mini torch-zip"),
         most=True,
@@ -332,7 +332,7 @@ TARGETS = (
     Target(
         "a warm step of torch-zip launches at most 8 more",
         "launches of a warm step, less torch-base's",
-        added_launches,
+        _added_launches,
         8,
         ("phi-3.5-mini",),
         most=True,
@@ -340,7 +340,7 @@ TARGETS = (
     Target(
         "a warm step of torch-zip moves at most 1.5 % more bytes",
         "bytes of a warm step less torch-base's, over those of the weights",
-        added_bytes,
+        _added_bytes,
         0.015,
         ("phi-3.5-mini",),
         most=True,

@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
             "one_stream": one_stream(asked["zip"], *load(args.model), args),
             "streams": streams(asked, args),
             "two_prompts": two_prompts(asked["zip"], args),
-            "huge_prompts": huge_prompts(servers["zip"], asked["zip"].model, args.trials),
+            "huge_prompts": _huge_prompts(servers["zip"], asked["zip"].model, args.trials),
         }
-    figures["second_turn"] = turns(args.model)
+    figures["second_turn"] = _turns(args.model)
     record = {
         "bench": "serve",
         "model": {"zip": models.name, "base": Path(args.base).name, "precision": models.precision},
@@ -241,7 +241,7 @@ MOMENTS = (  # and the signal that ends the server afterwards
 )
 
 
-def turns(model: str) -> dict[str, dict[str, float]]:
+def _turns(model: str) -> dict[str, dict[str, float]]:
     """Returns, for each moment and dialect, the share of the prompt's base tokens that was cached.
 
     The moments: the second turn of a chat, the third after the server was ended and started again, and the fourth after
@@ -293,7 +293,7 @@ SENTENCE = "Once upon a time there was a boat that wanted to see the sea. "
 SMALL = "Tell me a story about a frog."
 
 
-def huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
+def _huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
     """Returns the time to refuse a huge prompt, the growth of memory, and the delay of a small chat by large prompts.
 
     refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of resident memory over

@@ -39,7 +39,7 @@ class Layer:
     window: int | None
 
 
-def take_layers(folder: Folder) -> list[Layer]:
+def _take_layers(folder: Folder) -> list[Layer]:
     """Removes the layers' tensors from the folder and returns them. Raises `ModelError` naming file and tensor."""
     layers = [_layer(folder, folder.decoder, index) for index in range(folder.decoder.layers)]
     if rest := sorted(name for name in folder.tensors if name.startswith("model.layers.")):
@@ -149,7 +149,7 @@ class Decoder:
     def __init__(self, folder: Folder) -> None:
         """Takes the layers and the final norm out of a folder. Raises `ModelError` naming file and tensor."""
         self.config, self.dtype, self.device = folder.decoder, folder.dtype, folder.device
-        self.layers = take_layers(folder)
+        self.layers = _take_layers(folder)
         self.norm = folder.take_dense("model.norm.weight", self.config.width)
         self.rope = self.config.rope.to(self.device)
 

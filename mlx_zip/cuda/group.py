@@ -35,7 +35,7 @@ class CudaGroup:
         self._seats, self._batch, self._pad_id = seats, seats.batch, pad_id
         self._chosen: list[Job] = []  # requests whose next ids were chosen and not followed
         self._ids: list[int] = []  # of all rows
-        self._choosing: Choosing | None = None
+        self._choosing: _Choosing | None = None
         self._waits = False  # whether `finish` must choose
 
     def join(self, others: Sequence[object]) -> None:
@@ -138,8 +138,8 @@ class CudaGroup:
 
         So the device has work while the host delivers the ids before them.
         """
-        plain = all(is_plain(job) for job in self.jobs)
-        self._choosing = None if plain else Choosing({job.cache.row: job for job in self.jobs}, self._pad_id)
+        plain = all(_is_plain(job) for job in self.jobs)
+        self._choosing = None if plain else _Choosing({job.cache.row: job for job in self.jobs}, self._pad_id)
         self._seats.chosen, self._waits = True, False
         self._chosen = list(self.jobs)
         self._batch.choose(self._choosing)
@@ -203,13 +203,13 @@ class CudaReading:
 # ---- the next id of each row: penalties, constraints, samplers and log-probabilities
 
 
-def is_plain(job: Job) -> bool:
+def _is_plain(job: Job) -> bool:
     """Returns whether a request takes the best id whatever it is, and asks for nothing else."""
     asked = job.submission.constraint is not None or job.submission.top_logprobs is not None
     return job.draws.greedy and not (asked or job.penalties or job.canonical is not None)
 
 
-class Choosing:
+class _Choosing:
     """What a batch calls with the head's output; afterwards it has the log-probabilities that were asked for.
 
     jobs: by row; rows without one get the best id. pad_id: an id that canonical decoding never excludes. A row whose
@@ -225,7 +225,7 @@ class Choosing:
         assert head.logits is not None
         ids, searches = head.best.clone(), dict[int, _Search]()
         for row, job in self._jobs.items():
-            if job.error is not None or is_plain(job):
+            if job.error is not None or _is_plain(job):
                 continue
             try:
                 self._row(row, job, head, ids, searches)

@@ -114,10 +114,10 @@ def orders(results: Results) -> str:
 
     The last row is what compression costs in bits per byte.
     """
-    found = answers(results)
+    found = _answers(results)
     rows = [[a.question.text, a.of_paper, *(a.of_text(text) for text in results.texts)] for a in found]
-    cost = [_spread([100 * value for value in cost_of_compression(results, text)], 1) for text in results.texts]
-    theirs = [100 * value for value in paper_cost()]
+    cost = [_spread([100 * value for value in _cost_of_compression(results, text)], 1) for text in results.texts]
+    theirs = [100 * value for value in _paper_cost()]
     rows.append(["bits per byte of M = 3 over M = 1 (%)", f"{min(theirs):.1f} to {max(theirs):.1f}", *cost])
     return table(["", "paper", *results.texts], rows)
 
@@ -224,7 +224,7 @@ class Answers:
         return [key for key in self.ours[text] if key not in known]
 
 
-def answers(results: Results) -> list[Answers]:
+def _answers(results: Results) -> list[Answers]:
     """Returns the answers to all questions, by the paper's tables and by our lines."""
     found = []
     for question in QUESTIONS:
@@ -248,7 +248,7 @@ def _per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int])
         yield from question.answer(values)
 
 
-def cost_of_compression(results: Results, text: str) -> list[float]:
+def _cost_of_compression(results: Results, text: str) -> list[float]:
     """Returns for each seed how many more bits per byte merge size 3 needs than merge size 1, as a fraction.
 
     Seeds for which one of the two was not measured are left out.
@@ -260,7 +260,7 @@ def cost_of_compression(results: Results, text: str) -> list[float]:
     return [by_seed[1][seed] / by_seed[0][seed] - 1 for seed in by_seed[0] if seed in by_seed[1]]
 
 
-def paper_cost() -> list[float]:
+def _paper_cost() -> list[float]:
     """Returns how many more bits per byte merge size 3 needs than 1 in the paper's table 7, as a fraction, per text.
 
     Bits per byte are the logarithm of byte-perplexity.
