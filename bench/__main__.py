@@ -65,7 +65,6 @@ BENCHES = {
         "mlx_zip.bench.rows",
         "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
     ),
-    "memory": ("mlx_zip.bench.memory", "track memory during a long generation, with and without hypertokens"),
     "training": (
         "mlx_zip.bench.training",
         "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_zip.device import BANDWIDTH_SIDE, on_gpu
 from mlx_zip.device import bandwidth as measured
 
-__all__ = ["BANDWIDTH_SIDE", "EnergyMeter", "bandwidth", "device", "used", "yardstick"]
+__all__ = ["BANDWIDTH_SIDE", "EnergyMeter", "bandwidth", "device", "rss_bytes", "used", "yardstick"]
 
 RAPL = Path("/sys/class/powercap")
 PRODUCTS = 8  # on a GPU: several hide the time of a launch
@@ -79,6 +79,16 @@ def _gpu_energy() -> Any:
         return None if failed else energy.value / 1e3
 
     return joules if joules() is not None else None
+
+
+def rss_bytes() -> int:
+    """Returns this process's resident memory in bytes: the current one on Linux, the peak elsewhere."""
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # ---- power and heat, as the system reports them: a hot or saving machine is slower
