@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
-from .record_file import add_record_flag, run_recorded
+from .record import add_record_flag, run_recorded
 
 BENCHES = {
     "generate": (
@@ -22,15 +22,15 @@ BENCHES = {
         "time a batch of requests against the same requests one after the other, with and without hypertokens",
     ),
     "serve": (
-        "mlx_zip.bench.serving",
+        "mlx_zip.bench.serve.serving",
         "time the server: one stream, many streams, two long prompts, later turns of a chat; next to mlx-lm's server",
     ),
     "soak": (
-        "mlx_zip.bench.soak",
+        "mlx_zip.bench.serve.soak",
         "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
     ),
     "agent": (
-        "mlx_zip.bench.agent",
+        "mlx_zip.bench.serve.agent",
         "play an agent with tools against the server, and report how much of each turn's prompt was cached",
     ),
     "chat": ("mlx_zip.bench.chat", "time what the terminal chat does with each step of an answer"),
@@ -43,7 +43,7 @@ BENCHES = {
         "print tables and plots of records that `bench generate` printed on any machines and days",
     ),
     "nvidia": (
-        "mlx_zip.bench.nvidia",
+        "mlx_zip.bench.gpu.nvidia",
         "check and time mlx_zip on PyTorch and Triton: kernels, steps, whole requests; says which targets are met",
     ),
     "checkpoint": (
@@ -65,7 +65,6 @@ BENCHES = {
         "mlx_zip.bench.rows",
         "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
     ),
-    "memory": ("mlx_zip.bench.memory", "track memory during a long generation, with and without hypertokens"),
     "training": (
         "mlx_zip.bench.training",
         "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,14 +18,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import MlxZipError, missing_library
 
-from .browser import browser
 from .record import load_before, summary, surroundings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser  # pyright: ignore[reportMissingImports]
+
 
 START_S = 120.0
 WORDS = (
@@ -267,3 +273,51 @@ def _show(record: dict[str, Any]) -> None:
     ]
     for name, value, bound in rows:
         print(f"{name:45} {value:8.1f} ms   {'met' if value <= bound else 'MISSED'} (at most {bound})", file=sys.stderr)
+
+
+# ---- a Chromium that is on this machine, driven by Playwright; none is downloaded
+
+VARIABLE = "MLX_ZIP_CHROMIUM"  # names the browser's program
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
+FLAGS = ("--force-color-profile=srgb", "--font-render-hinting=none", "--disable-dev-shm-usage")
+
+
+def chromium() -> str | None:
+    """Returns the path of Chromium or Chrome, None if there is none. MLX_ZIP_CHROMIUM goes before all others."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return shutil.which(given)
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    return found or (str(MAC) if MAC.is_file() else None)
+
+
+def missing() -> str | None:
+    """Returns what is needed to drive a browser and is not here, None if all is here."""
+    if find_spec("playwright") is None:
+        return "needs Playwright (PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD=1 pip install -e '.[browser]')"
+    if chromium() is None:
+        return f"needs Chromium (Debian: apt install chromium), or its path in {VARIABLE}"
+    return None
+
+
+@contextmanager
+def browser(*flags: str) -> Iterator[Browser]:
+    """Starts a browser without a window and ends it after the `with` statement. flags: further flags for it.
+
+    Raises `InstallationError` without Playwright and `MlxZipError` without a browser.
+    """
+    try:
+        from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise missing_library("the browser", "playwright", extra="browser") from error
+    program = chromium()
+    if program is None:
+        raise MlxZipError(f"a browser is needed: {missing()}")
+    own = ("--no-sandbox",) if os.geteuid() == 0 else ()  # Chromium refuses to run as root in its sandbox
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program, args=[*FLAGS, *own, *flags])
+        try:
+            yield started
+        finally:
+            started.close()

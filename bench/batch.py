@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, settle
+from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.bench.engines.shapes import from_folders
+from mlx_zip.bench.engines.workloads import chats, read_requests
 from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.progress import ProgressBar
 
-from .batch_table import KINDS, batch_table
-from .engines import MlxEngine, MlxLm, MlxZip, settle
+from .performance_tables import KINDS, batch_table
 from .ratios import of_samples
 from .record import header, load_before, summary, surroundings
-from .shape_table import Models
-from .shapes import from_folders
-from .workloads import chats, read_requests
 
 PACKAGES = ("mlx", "mlx-lm")
 WAYS = ("one_stream", "batch")

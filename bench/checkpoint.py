@@ -10,12 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow
 from mlx_zip.errors import MlxZipError, missing_library, reason
 from mlx_zip.files import check_out, whole_folder
 from mlx_zip.layout import Layout
 from mlx_zip.text.tokenizers import load_tokenizer
-
-from .shape_table import SHAPES, ZipOptions, narrow
 
 DTYPES = {"16": "bfloat16", "float32": "float32"}
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from mlx_zip.bench.engines.shape_table import ZipOptions, zip_config
+from mlx_zip.bench.engines.torch_engines import random_decoder
 from mlx_zip.files import write_json
-
-from .shape_table import ZipOptions, zip_config
-from .torch_engines import random_decoder
 
 SHARD = "5GB"  # largest file of the decoder
 

@@ -15,7 +15,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError
 
 from .record import load_before, summary, surroundings
@@ -105,10 +108,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
     """Prints one JSON line per operation and eviction policy. data: where the ids are from."""
-    from .codec_policies import measure_policies
-
     params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled_ids(args.vocab_size))
-    for record in measure_policies(params, ids, args.trials):
+    for record in _measure_policies(params, ids, args.trials):
         _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data)
     return 0
 
@@ -254,3 +255,57 @@ def _print(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
     """Prints a record as one JSON line, with its setting, where its ids are from, and the machine and versions."""
     line = {"bench": "codec", **record, "setting": setting, "data": data}
     print(json.dumps({**line, **surroundings("zip2zip_compression")}), flush=True)
+
+
+def _measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
+    """Yields one record per operation and policy, in ns per id; trials of the policies alternate.
+
+    Raises `MlxZipError` if the base ids are too few to fill the table.
+    """
+    filled = {policy: _fill_table(replace(params, policy=policy), base_ids) for policy in POLICIES}
+    for what, read in (("push_one", _push_each), ("push", _push_all)):
+        samples: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+        for trial in range(trials + 1):
+            for policy, (book, ids) in filled.items():
+                taken = _ns_per_id(read, book.copy(), ids)
+                samples[policy] += [taken] * (trial > 0)  # the first is a warm-up
+        for policy, (_, ids) in filled.items():
+            ratio = median(samples[policy]) / median(samples["freeze"])
+            yield {
+                "what": f"{what}, table full",
+                "policy": policy,
+                "unit": "processor ns per id",
+                "ids": len(ids),
+                "ours": summary(samples[policy]),
+                "of_freeze": round(ratio, 3),
+            }
+
+
+def _fill_table(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:
+    """Returns a codebook whose table is full, and the compressed ids that come after those that filled it."""
+    ids, book = compress(params, base_ids)[0], Codebook(params)
+    new = book.push(ids)
+    growing = params.codebook_size - len(params.start or ())
+    if len(book) < params.codebook_size or new.at[growing - 1] + 1 == len(ids):
+        raise MlxZipError(f"{len(base_ids)} base ids do not fill a codebook of {params.codebook_size}: raise --length")
+    book.rewind(int(new.at[growing - 1]) + 1)
+    return book, ids[book.mark() :]
+
+
+def _push_each(book: Codebook, ids: Any) -> None:
+    """Pushes compressed ids one by one."""
+    for one in ids:
+        book.push(one)
+
+
+def _push_all(book: Codebook, ids: Uint32s) -> None:
+    """Pushes compressed ids in one call."""
+    book.push(ids)
+
+
+def _ns_per_id(read: Callable[[Codebook, Any], None], book: Codebook, ids: Uint32s) -> float:
+    """Returns the processor ns per id of reading ids into a codebook by `read`: `_push_each` or `_push_all`."""
+    fed = ids.tolist() if read is _push_each else ids
+    started = time.process_time_ns()
+    read(book, fed)
+    return (time.process_time_ns() - started) / len(ids)

@@ -17,17 +17,17 @@ from statistics import mean
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engines, make_engine, needs_mlx
+from mlx_zip.bench.engines.runs import DRAFT, ENGINES, Engine, Run
+from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
+from mlx_zip.bench.engines.workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .engine_choice import ONE_REQUEST, check_engines, make_engine, needs_mlx
 from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
 from .machine import EnergyMeter, used
 from .record import header, load_before, surroundings
 from .report import short_table
-from .runs import DRAFT, ENGINES, Engine, Run
-from .shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
-from .workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
 
 MODES = ("replay", "free", "chat")
 SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # of the paper's table 6
@@ -213,11 +213,11 @@ def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
     if args.shape is not None and args.mode != "replay":
         raise MlxZipError(f"--shape has random weights, which write no text: --mode replay, not {args.mode}")
     if not needs_mlx(args.engines):
-        from .cuda_engines import models_of  # torch is an extra
+        from mlx_zip.bench.engines.cuda_engines import models_of  # torch is an extra
 
         models = models_of(args.shape, args.precision, args.model, args.base, args.tokenizer, _zip_options(args))
         return models, workloads_of(args, models.tokenizer, models.context)
-    from .shapes import from_folders, from_shape  # MLX is not needed by every engine
+    from mlx_zip.bench.engines.shapes import from_folders, from_shape  # MLX is not needed by every engine
 
     if args.shape is None:
         models = from_folders(args.model, args.base)

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mlx_zip.bench.engines.runs import Run
 from mlx_zip.errors import MlxZipError, reason
-
-from .runs import Run
 
 SCHEMA = 1
 FIGURES = {  # name: (unit, what it is); one sample per trial

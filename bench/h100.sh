@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # Checks and times mlx_zip on one NVIDIA card in under nine minutes; builds nothing and downloads nothing.
 #
-#   bench/h100.sh [--cpu-rehearsal] [--pack] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
+#   bench/h100.sh [--cpu-rehearsal] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
 #
 # The parts that $PARTS names run, or all: checks float64 steps generate kernels others free trace summary sanitizer.
 # FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet, unless $PARTS names the parts to
-# replace. --pack leaves one file there instead, nvidia-records.tar.gz, which holds them all and is renewed after every
-# part. The other flags are those of `mlx_zip bench nvidia`.
+# replace. The other flags are those of `mlx_zip bench nvidia`.
 # It needs Python with torch, triton, numpy, cffi, safetensors and transformers, and mlx_zip: installed, or as wheels in the
 # folder $WHEELS, of which those are taken that fit. With pytest it also tests the kernels. $PYTHON names the Python.
 # Every part is bounded by a timeout; a part that fails or runs out of time is named at the end, and the others still run.
@@ -22,11 +21,10 @@ fail() { # fail MESSAGE...
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-rehearsal=0 pack=0 folder= others= flags=() scale=1
+rehearsal=0 folder= others= flags=() scale=1
 while [ $# -gt 0 ]; do
     case $1 in
         --cpu-rehearsal) rehearsal=1 ;;
-        --pack) pack=1 ;;
         --code | --tokenizer | --published | --engines)
             [ $# -gt 1 ] || fail "$1 needs a value"
             value=("$2")
@@ -56,17 +54,9 @@ done
 folder=${folder:-${OUT:-nvidia-records}}
 mkdir -p "$folder" 2>/dev/null && [ -w "$folder" ] || fail "$folder is no folder that can be written to"
 folder=$(cd "$folder" && pwd)
-exec 9<"$folder"
-flock -n 9 || fail "another run writes to $folder"
 scratch=$(mktemp -d 2>/dev/null) || fail "there is no folder for temporary files: name one with TMPDIR"
 trap 'rm -rf "$scratch"' EXIT
-out=$folder
-if [ $pack = 1 ]; then
-    out=$scratch/nvidia-records
-    mkdir "$out"
-    [ -z "${PARTS:-}" ] || [ ! -e "$folder/nvidia-records.tar.gz" ] || tar -xzf "$folder/nvidia-records.tar.gz" -C "$scratch" || exit 2
-fi
-if [ -z "${PARTS:-}" ] && { compgen -G "$folder/*.jsonl" || compgen -G "$folder/nvidia-records.tar.gz"; } >/dev/null; then
+if [ -z "${PARTS:-}" ] && compgen -G "$folder/*.jsonl" >/dev/null; then
     fail "$folder holds records of an earlier run: name another folder, or the parts to replace with PARTS"
 fi
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$scratch/triton}
@@ -81,7 +71,7 @@ if [ -n "${WHEELS:-}" ]; then
     export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 fi
 cd "$scratch" || exit 2 # so that the checkout's own folder does not hide what is installed
-if ! timeout 120 "$python" -c 'import torch, triton, cffi, safetensors, transformers, mlx_zip.codec, mlx_zip.bench.nvidia' \
+if ! timeout 120 "$python" -c 'import torch, triton, cffi, safetensors, transformers, mlx_zip.codec, mlx_zip.bench.gpu.nvidia' \
     >"$scratch/import" 2>&1; then
     fail "$python cannot import what is needed ($(tail -n 1 "$scratch/import")); install it, or name wheels with WHEELS=FOLDER"
 fi
@@ -101,13 +91,8 @@ fi
 child=
 interrupted() {
     [ -z "$child" ] || kill "$child" 2>/dev/null && wait "$child" 2>/dev/null
-    keep
     echo "interrupted; no target was judged" >&2
     exit 130
-}
-keep() { # packs what there is, whole or not at all
-    [ $pack = 1 ] || return 0
-    tar -czf "$folder/.partial" -C "$scratch" nvidia-records && mv "$folder/.partial" "$folder/nvidia-records.tar.gz"
 }
 trap interrupted INT TERM
 
@@ -125,10 +110,10 @@ part() { # part NAME SECONDS COMMAND...: runs a command for at most SECONDS; sho
     fi
     [ "$limit" -le "$left" ] || limit=$left
     echo "== $name (at most $limit s)"
-    : >"$out/$name.log"
-    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 9<&- &
+    : >"$folder/$name.log"
+    timeout -k 5 "$limit" "$@" >"$folder/$name.log" 2>&1 &
     child=$!
-    tail -n +1 -f -s 0.1 --pid="$child" "$out/$name.log" 9<&- &
+    tail -n +1 -f -s 0.1 --pid="$child" "$folder/$name.log" &
     shown=$!
     wait "$child"
     status=$?
@@ -137,13 +122,12 @@ part() { # part NAME SECONDS COMMAND...: runs a command for at most SECONDS; sho
     case $status in 124 | 137) ended="out of time" ;; *) ended="exit status $status" ;; esac
     echo "-- $name: $ended after $((SECONDS - begun)) s"
     [ "$status" = 0 ] || [ "$name $ended" = "sanitizer out of time" ] || failed+=("$name")
-    keep
 }
 bench() { # bench PART SECONDS
-    part "$1" "$2" "$python" -m mlx_zip.bench nvidia --out "$out" ${flags[@]+"${flags[@]}"} --parts "$1"
+    part "$1" "$2" "$python" -m mlx_zip.bench nvidia --out "$folder" ${flags[@]+"${flags[@]}"} --parts "$1"
 }
 
-{ timeout 20 "$python" -m torch.utils.collect_env || true; } >"$out/environment.txt" 2>&1 9<&-
+{ timeout 20 "$python" -m torch.utils.collect_env || true; } >"$folder/environment.txt" 2>&1
 bench checks 60
 # kernels against float64, with fresh inputs, poisoned outputs and guarded borders
 tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_install test_norm_and_gate test_rope
@@ -157,9 +141,9 @@ pytest=(-m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.t
 untested=
 "$python" -c 'import pytest' 2>/dev/null || untested="pytest is not installed"
 [ -e "${files[0]}" ] || untested="the tests are not in $root"
-[[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$out/float64.xml"
+[[ " ${PARTS:-float64} " != *" float64 "* ]] || rm -f "$folder/float64.xml"
 if [ -z "$untested" ]; then
-    part float64 120 "$python" "${pytest[@]}" --junitxml "$out/float64.xml" \
+    part float64 120 "$python" "${pytest[@]}" --junitxml "$folder/float64.xml" \
         ${several[@]+"${several[@]}"} "${files[@]}"
 else
     echo "== float64: not run ($untested)"

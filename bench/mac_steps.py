@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .records import Records
-from .tables import table
+from .records import Records, table
 
 
 class Kind(NamedTuple):
@@ -189,7 +188,7 @@ def launches_of(name: str, precision: str) -> tuple[Counted, float]:
 
 
 def _layers(name: str) -> int:
-    from .shape_table import SHAPES
+    from mlx_zip.bench.engines.shape_table import SHAPES
 
     return SHAPES[name]["num_hidden_layers"]
 
@@ -213,9 +212,10 @@ def _with_small_models(name: str, precision: str, layers: int, call: Callable[[A
     """Returns what `call` returns for small models of a shape's family, and ids for them to write, on the CPU."""
     import mlx.core as mx
 
+    from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
+    from mlx_zip.bench.engines.shapes import from_config
+
     from .selftest import PROMPT, synthetic_ids
-    from .shape_table import SHAPES, ZipOptions
-    from .shapes import from_config
 
     family = SHAPES[name]["model_type"]
     config = {**SHAPES[name], **SMALL, **WIDTHS[family], "num_hidden_layers": layers}
@@ -286,13 +286,12 @@ def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
     """Returns what a step reads of: weights, head, KV cache, output rows, and the hyper-encoder of each side."""
     import mlx.core as mx
 
+    from mlx_zip.bench.engines.mlx_engines import parameters, weight_bytes
+    from mlx_zip.bench.engines.runs import kv_bytes
+    from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
+    from mlx_zip.bench.engines.shapes import quantization_of, quantize, zip_args
     from mlx_zip.config import SIDES
     from mlx_zip.models import Model
-
-    from .engines import parameters, weight_bytes
-    from .runs import kv_bytes
-    from .shape_table import SHAPES, ZipOptions
-    from .shapes import quantization_of, quantize, zip_args
 
     config, options = SHAPES[name], ZipOptions(encoder_bits=ENCODER_BITS[precision])
     model = Model(zip_args(config, options))

@@ -1,16 +1,20 @@
-"""Measures the machine while an engine runs: memory bandwidth, and energy where the machine has a counter."""
+"""The machine under an engine: memory bandwidth, energy where it has a counter, and its power and thermal state."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import BANDWIDTH_SIDE, on_gpu
 from mlx_zip.device import bandwidth as measured
 
-__all__ = ["BANDWIDTH_SIDE", "EnergyMeter", "bandwidth", "device", "used", "yardstick"]
+__all__ = ["BANDWIDTH_SIDE", "EnergyMeter", "bandwidth", "device", "rss_bytes", "used", "yardstick"]
 
 RAPL = Path("/sys/class/powercap")
 PRODUCTS = 8  # on a GPU: several hide the time of a launch
@@ -75,3 +79,115 @@ def _gpu_energy() -> Any:
         return None if failed else energy.value / 1e3
 
     return joules if joules() is not None else None
+
+
+def rss_bytes() -> int:
+    """Returns this process's resident memory in bytes: the current one on Linux, the peak elsewhere."""
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# ---- power and heat, as the system reports them: a hot or saving machine is slower
+
+TIMEOUT_S = 5.0
+MAC = {  # name of a figure: (command, pattern of the lines to keep)
+    "thermal": (("pmset", "-g", "therm"), r"."),
+    "power": (("pmset", "-g", "batt"), r"."),
+    "low power mode": (("pmset", "-g"), r"powermode"),
+    "chip": (("sysctl", "-n", "machdep.cpu.brand_string"), r"."),
+    "memory bytes": (("sysctl", "-n", "hw.memsize"), r"."),
+    "gpu": (("system_profiler", "-detailLevel", "mini", "SPDisplaysDataType"), r"Chipset|Cores|Metal"),
+}
+LINUX = {  # name of a figure: files with one value each
+    "thermal": "sys/class/thermal/thermal_zone*/temp",
+    "power": "sys/class/power_supply/*/status",
+    "governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "load": "proc/loadavg",
+}
+METAL = "mlx-metal"  # the package with MLX's kernels for Macs; each macOS may have a wheel of its own
+
+CARD = (  # what nvidia-smi is asked for
+    *("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"),
+    *("power.draw", "power.limit", "temperature.gpu", "pstate"),
+)
+REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # what newer drivers and older ones call them
+HELD_BACK = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
+_BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery, which no report needs
+
+
+def machine_state(root: Path = Path("/")) -> dict[str, str]:
+    """Returns what is known of power, heat, chip and memory, by name; what the system does not report is absent.
+
+    root: where the files of Linux are.
+    """
+    if sys.platform == "darwin":
+        found = {name: _lines(command, kept) for name, (command, kept) in MAC.items()}
+    else:
+        found = {name: _values(root, pattern) for name, pattern in LINUX.items()}
+    found["metal wheel"] = metal_wheel()
+    found["processors"] = str(os.cpu_count())
+    return {name: text for name, text in found.items() if text}
+
+
+def metal_wheel() -> str:
+    """Returns version and platform tags of the wheel with MLX's kernels for Macs, "" where it is not installed.
+
+    Only kernels built for macOS 26 use the neural accelerators of an M5.
+    """
+    try:
+        found = distribution(METAL)
+    except PackageNotFoundError:
+        return ""
+    tags = re.findall(r"^Tag: (\S+)", found.read_text("WHEEL") or "", re.MULTILINE)
+    return " ".join([found.version, *(tag.rpartition("-")[2] for tag in tags)])
+
+
+def card_state() -> dict[str, str]:
+    """Returns clocks, power and temperature of the NVIDIA card in use, with units, and what holds its clocks back.
+
+    Values are by the names of `CARD` and `HELD_BACK`; those of the latter are "Active" or "Not Active". Empty without
+    nvidia-smi, and where CUDA_VISIBLE_DEVICES shows no card.
+    """
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    for reasons in REASONS if card else ():
+        fields = ",".join([*CARD, *(f"{reasons}.{name}" for name in HELD_BACK)])
+        said = _lines(("nvidia-smi", "-i", card, f"--query-gpu={fields}", "--format=csv,noheader"), r".")
+        values = [value.strip() for value in said.split(",")]
+        if len(values) == len(CARD) + len(HELD_BACK):
+            return dict(zip((*CARD, *HELD_BACK), values, strict=True))
+    return {}
+
+
+def held_back(state: dict[str, str]) -> list[str]:
+    """Returns the names in `HELD_BACK` that a card's state says are active."""
+    return [name for name in HELD_BACK if state.get(name) == "Active"]
+
+
+def _lines(command: tuple[str, ...], kept: str) -> str:
+    """Returns the lines that a command prints and that match, joined by semicolons; "" if it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    lines = (" ".join(_BATTERY.sub("", line).split()) for line in done.stdout.splitlines())
+    return "; ".join(line for line in lines if line and re.search(kept, line))
+
+
+def _values(root: Path, pattern: str) -> str:
+    """Returns the values of all readable files that match, joined by semicolons."""
+    found = []
+    for file in sorted(root.glob(pattern)):
+        try:
+            found.append(file.read_text(encoding="utf-8", errors="replace").strip())
+        except OSError:  # some sensors cannot be read while they sleep
+            continue
+    return "; ".join(value for value in found if value)
+
+
+def memory_bytes() -> int:
+    """Returns the bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

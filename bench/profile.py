@@ -23,19 +23,19 @@ from unittest.mock import patch
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
+from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.bench.engines.workloads import Workload
 from mlx_zip.device import on_gpu
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .engines import MlxLm, MlxZip
 from .generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
 from .profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
 from .record import header, load_before, surroundings
-from .runs import Run
-from .shape_table import Models
+from .records import table
 from .step_launches import PROMPT, step_launches
-from .tables import table
-from .workloads import Workload
 
 SCHEMA = 2
 SIZES = ("512+128",)

@@ -88,7 +88,7 @@ PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
     Hook("sampling", mx, "argmax", _result),
     Hook("enqueue", mx, "async_eval"),
-    Hook("replay", "mlx_zip.bench.engines:Forced", "__call__"),
+    Hook("replay", "mlx_zip.bench.engines.mlx_engines:Forced", "__call__"),
 )
 ZIP_HOOKS = (
     *PLAIN_HOOKS,
@@ -111,7 +111,7 @@ ZIP_HOOKS = (
 )
 
 
-STEP = Hook("loop", "mlx_zip.bench.runs:Run", "step")  # is called once per emitted id
+STEP = Hook("loop", "mlx_zip.bench.engines.runs:Run", "step")  # is called once per emitted id
 
 
 class Tracer:

@@ -1,18 +1,18 @@
-"""Reads recorded JSON lines by name: those of the harness, and those in each paper's folder."""
+"""Reads recorded JSON lines by name, those of the harness and of each paper, and writes rows of cells as tables."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, MlxZipError, reason
 from mlx_zip.files import check_in
-
-from .tables import table
 
 PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
@@ -128,3 +128,38 @@ def libraries(line: Record) -> str:
 def stated(line: Record, name: str) -> Any:
     """Returns a field of a record, or of its section `device` (older records of `bench generate`); None without it."""
     return line.get(name, line.get("device", {}).get(name) if isinstance(line.get("device"), dict) else None)
+
+
+# ---- rows of cells as Markdown or CSV
+
+FORMATS = ("markdown", "csv")
+Cell = str | Callable[[Record], str]  # a format such as "{times[median]:.2f}", or a function of the line
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "markdown") -> str:
+    """Returns header and rows as Markdown or CSV (`FORMATS`); every row has as many cells as the header."""
+    return _csv([header, *rows]) if kind == "csv" else _markdown(header, rows)
+
+
+def column_table(lines: Iterable[Record], columns: Sequence[tuple[str, Cell]]) -> str:
+    """Returns a Markdown table with a row per line. columns: (head, cell) of each; see `Cell`."""
+    rows = [[c.format_map(line) if isinstance(c, str) else c(line) for _, c in columns] for line in lines]
+    return table([head for head, _ in columns], rows)
+
+
+def _csv(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows as CSV, without a last line end."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns header and rows as a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    """Returns a cell with its bars escaped, which would end it in Markdown."""
+    return cell.replace("|", "\\|")

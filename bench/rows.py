@@ -25,7 +25,7 @@ from mlx_zip.hyper.row_folder import RowFolder
 from mlx_zip.hyper.store import RowKind
 from mlx_zip.progress import ProgressBar
 
-from .memory import rss_bytes
+from .machine import rss_bytes
 from .record import load_before, summary, surroundings
 
 MERGE_SIZE = 4  # base ids per entry

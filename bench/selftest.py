@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from mlx_zip import named
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, settle
+from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines.shape_table import Models, ZipOptions
+from mlx_zip.bench.engines.shapes import from_folders, from_shape
+from mlx_zip.bench.engines.workloads import chats, read_requests, read_tokenizer
 from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
 
 from . import machine, step_parts
-from .engines import MlxLm, MlxZip, settle
-from .machine_state import memory_bytes
+from .machine import memory_bytes
 from .profile import running_ahead
-from .runs import Run
-from .shape_table import Models, ZipOptions
-from .shapes import from_folders, from_shape
 from .step_launches import step_launches
-from .workloads import chats, read_requests, read_tokenizer
 
 TRIALS, TOKENS = 5, 96  # timed rounds at most; base tokens that a run writes
 SHAPE, PROMPT = "llama-3.2-1b", 64  # of random weights; base ids that it reads

@@ -11,8 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .plots import new_figure
-from .records import Record, Records
-from .tables import table
+from .records import Record, Records, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,15 +18,14 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_zip.bench.engines.mlx_engines import Forced
+from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.decode import decode_steps
 from mlx_zip.errors import MlxZipError
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import added_launches, gpu_forms, launches
-
-from .engines import Forced
-from .runs import zip_ids
-from .shape_table import Models
 
 PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps at most
 SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
+from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.decode import decode_steps
 from mlx_zip.device import fastest
 from mlx_zip.engine.engine_thread import MlxEngine
 from mlx_zip.engine.interface import Failed, Finished, Submission
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
-from .engines import Forced, MlxZip, settle
 from .profile import running_ahead
 from .profile_hooks import AHEAD, CPU, MODEL, REQUEST, Hook, Seconds, Tracer
-from .runs import zip_ids
-from .shape_table import Models
 
 PARTS = {  # name: what the host does; in a step's order
     "graph": "builds the body's graph",

@@ -260,12 +260,12 @@ class Bench:
         return measure_steps(*models, samples, self.shards.params, settings, self.args.trials).record()
 
     def torch(self) -> dict[str, Any]:
-        """Measures steps of both engines; returns the record, see `training_torch`."""
+        """Measures steps of both engines; returns the record, see `training_step`."""
         from mlx_zip.training.batches import batch_order
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import start_model
 
-        from .training_torch import measure_engines
+        from .training_step import measure_engines
 
         order = batch_order(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
         samples = [[self.shards[int(i)] for i in batch] for batch in order]

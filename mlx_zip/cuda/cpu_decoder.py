@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from mlx_zip.cuda.attention import Seen, attend, seen_keys
-from mlx_zip.cuda.decoder import Attention, Decoder
+from mlx_zip.cuda.decoder import Attention, Decoder, Layer, Seen, attend, seen_keys
 from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.kv import KV
-from mlx_zip.cuda.layers import Layer
 from mlx_zip.cuda.linear import Linear
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines [N, 1, R]

@@ -1,20 +1,144 @@
-"""The decoder's layers and final norm: many ids at a time for prompts, one id per sequence for steps."""
+"""The decoder: its layers' weights, its attention, and its passes: many ids for prompts, one per sequence for steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from mlx_zip.cuda.attention import Seen, attend
+from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.folder import Folder
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.rope import rope_and_cache
 from mlx_zip.cuda.kernels.rotation import Rotation
 from mlx_zip.cuda.kv import KV, make_kv
-from mlx_zip.cuda.layers import Layer, take_layers
-from mlx_zip.cuda.linear import product
+from mlx_zip.cuda.linear import Linear, joined, product
+from mlx_zip.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer.
+
+    norm, mlp_norm [D]. qkv: D -> (H + 2K) E, queries, keys, values. q_norm, k_norm [E], None without. output: H E -> D.
+    gate_up: D -> 2F, gate, then up. down: F -> D. window: sliding window in ids, or None.
+    """
+
+    norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+def _take_layers(folder: Folder) -> list[Layer]:
+    """Removes the layers' tensors from the folder and returns them. Raises `ModelError` naming file and tensor."""
+    layers = [_layer(folder, folder.decoder, index) for index in range(folder.decoder.layers)]
+    if rest := sorted(name for name in folder.tensors if name.startswith("model.layers.")):
+        raise ModelError(
+            f"{folder.path / folder.files[rest[0]]}: {rest[0]} belongs to no layer of a {folder.decoder.kind}"
+        )
+    return layers
+
+
+def _layer(folder: Folder, config: DecoderConfig, index: int) -> Layer:
+    """Returns the layer of this index."""
+    at, width, inner = f"model.layers.{index}.", config.width, config.inner
+    normed, biased = config.qk_norm, config.mlp_bias
+    names = ["gate_up_proj"] if config.joined else ["gate_proj", "up_proj"]
+    rows = 2 * inner // len(names)
+    gate_up = [_linear(folder, f"{at}mlp.{name}", rows, width, biased) for name in names]
+    return Layer(
+        norm=folder.take_dense(f"{at}input_layernorm.weight", width),
+        qkv=_qkv(folder, config, f"{at}self_attn."),
+        q_norm=folder.take_dense(f"{at}self_attn.q_norm.weight", config.head_width) if normed else None,
+        k_norm=folder.take_dense(f"{at}self_attn.k_norm.weight", config.head_width) if normed else None,
+        output=_made(folder, _linear(folder, f"{at}self_attn.o_proj", width, config.query_columns, config.output_bias)),
+        mlp_norm=folder.take_dense(f"{at}post_attention_layernorm.weight", width),
+        gate_up=_made(folder, *gate_up),
+        down=_made(folder, _linear(folder, f"{at}mlp.down_proj", width, inner, biased)),
+        window=config.windows[index],
+    )
+
+
+def _qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
+    """Returns the product that makes queries, keys and values."""
+    queries, keys = config.query_columns, config.key_columns
+    rows = {"qkv_proj": queries + 2 * keys} if config.joined else {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    return _made(folder, *(_linear(folder, at + name, n, config.width, config.qkv_bias) for name, n in rows.items()))
+
+
+def _made(folder: Folder, *parts: Linear) -> Linear:
+    """Returns the product whose rows are those of all parts, as the folder's device takes it."""
+    whole = joined(parts)
+    return whole if folder.kernels else whole.keep(folder.dtype)
+
+
+def _linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) -> Linear:
+    """Returns the product of this name."""
+    bias = folder.take_dense(f"{name}.bias", rows) if biased else None
+    return Linear(folder.take(f"{name}.weight", rows, columns), bias)
+
+
+# ---- attention of many queries over static caches, by PyTorch's own operation
+
+
+class Seen:
+    """Which keys the queries of one call see: the key of the own slot and earlier ones, within a layer's window.
+
+    slots [B, L] int64: the slot of each query, -1 for padding, whose results mean nothing.
+    """
+
+    def __init__(self, slots: torch.Tensor, end: int | None = None) -> None:
+        """end: the slot after the last one, given if all rows end there; else the host waits for the slots."""
+        self.slots, self.is_in_order = slots, end is not None
+        self.end = int(slots.max()) + 1 if end is None else end
+        if end is None:
+            last = torch.arange(self.end - slots.shape[1], self.end, device=slots.device)
+            self.is_in_order = bool((slots == last).all())
+        self.masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Returns which keys each query sees, [B, 1, L, end] bool; None if all keys up to its own in order.
+
+        window: a query sees that many keys, its own among them; None for all.
+        """
+        window = None if window is None or window >= self.end else window
+        if window is None and self.is_in_order:
+            return None
+        if window not in self.masks:
+            self.masks[window] = seen_keys(self.slots, self.end, window)
+        return self.masks[window]
+
+
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, window: int | None) -> torch.Tensor:
+    """Returns softmax(q k' / sqrt(E)) v [B, L, H, E] of q [B, L, H, E]; keys, values [B, K, S, E]."""
+    mask, q = seen.mask(window), q.transpose(1, 2)
+    keys, values = keys[:, :, : seen.end], values[:, :, : seen.end]
+    if mask is None:
+        order = causal_lower_right(q.shape[2], seen.end)
+        return scaled_dot_product_attention(q, keys, values, attn_mask=order, enable_gqa=True).transpose(1, 2)
+    # with a mask, PyTorch's fused operations want a key head for each query head
+    keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
+    return scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2)
+
+
+def seen_keys(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
+    """Returns which of `end` keys each query sees, [B, 1, L, end] bool. A query of padding sees the first key."""
+    key, own = torch.arange(end, device=slots.device), slots.clamp(min=0)[:, None, :, None]
+    seen = key <= own
+    return seen if window is None else seen & (key > own - window)
+
+
+# ---- passes
 
 Attention = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # index, layer, qkv [N, (H + 2K) E] -> [N, H E]
 
@@ -25,7 +149,7 @@ class Decoder:
     def __init__(self, folder: Folder) -> None:
         """Takes the layers and the final norm out of a folder. Raises `ModelError` naming file and tensor."""
         self.config, self.dtype, self.device = folder.decoder, folder.dtype, folder.device
-        self.layers = take_layers(folder)
+        self.layers = _take_layers(folder)
         self.norm = folder.take_dense("model.norm.weight", self.config.width)
         self.rope = self.config.rope.to(self.device)
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from mlx_zip.codec.codebook import compress_next
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.canonical import best_canonical
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.starts import PackOrEntries
+from mlx_zip.cuda.sampling import best_canonical
+from mlx_zip.cuda.sequence import PackOrEntries
 from mlx_zip.errors import GenerationError, ModelError
 from mlx_zip.exclusions import CanonicalIds
 

@@ -1,10 +1,12 @@
-"""Devices, and the check that something fits into a device's free memory before it is allocated."""
+"""Devices, bytes of tensors, and the check that something fits into a device's free memory before it is allocated."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from mlx_zip.cuda.kernels.dispatch import has_triton
 from mlx_zip.errors import ModelError, first_line
@@ -64,6 +66,12 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def bytes_of(values: Any) -> int:
+    """Returns the bytes of all tensors in nested lists and tuples (`Packed` too), each counted once."""
+    found = {id(one): one for one in tree_leaves(values) if isinstance(one, torch.Tensor)}
+    return sum(one.numel() * one.element_size() for one in found.values())
 
 
 def host_bytes() -> int:

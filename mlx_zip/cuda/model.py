@@ -14,17 +14,17 @@ import torch
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.cuda.checkpoint import folder_fingerprint
 from mlx_zip.cuda.cpu_decoder import CpuDecoder, cpu_head
 from mlx_zip.cuda.decoder import Decoder
 from mlx_zip.cuda.encoders import Matrix, Weights, make_encoder
-from mlx_zip.cuda.fingerprint import folder_fingerprint
 from mlx_zip.cuda.folder import Folder, read_folder
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
 from mlx_zip.cuda.linear import Linear
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.rows import STORE_BYTES, RowStore
-from mlx_zip.cuda.starts import Begin, PackOrEntries, make_begin
+from mlx_zip.cuda.sequence import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
 from mlx_zip.text.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
+from mlx_zip.cuda.filling import CHUNK
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.reading import CHUNK
 from mlx_zip.cuda.rope import LONG, SHORT
-from mlx_zip.cuda.starts import Begin
+from mlx_zip.cuda.sequence import Begin
 from mlx_zip.cuda.transfers import ids_to_device
 from mlx_zip.evaluation.scored import LOGITS, Compressed, Pairs, Scored
 from mlx_zip.exclusions import MOST

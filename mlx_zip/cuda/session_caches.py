@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
+from mlx_zip.cuda.batch import Seat, Seats
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.seats import Seat, Seats
-from mlx_zip.cuda.sequence import Snapshot
-from mlx_zip.cuda.starts import Begin
+from mlx_zip.cuda.sequence import Begin, Snapshot
 from mlx_zip.engine.caches import Parts
 from mlx_zip.engine.kept_session import Ids, Kept
 from mlx_zip.engine.session_files import check_held

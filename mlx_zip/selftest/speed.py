@@ -121,7 +121,7 @@ def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Che
 
     data: is filled with all figures, by part. rest_s: the longest rest before a first id, in seconds.
     """
-    bench, state = import_module("mlx_zip.bench.selftest"), import_module("mlx_zip.bench.machine_state").machine_state
+    bench, state = import_module("mlx_zip.bench.selftest"), import_module("mlx_zip.bench.machine").machine_state
     data["state_before"] = state()
     parts = [
         _bandwidth_part(bench, data),

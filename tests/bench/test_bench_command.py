@@ -22,9 +22,9 @@ def test_an_error_is_one_line(capsys):
     assert capsys.readouterr().err == "error: --trials must be at least 1, got 0\n"
 
 
-@pytest.mark.parametrize("flag", ["--steps", "--every"])
-def test_a_bench_of_memory_without_a_step_is_refused(flag, capsys):
-    assert main(["memory", flag, "0"]) == 2
+@pytest.mark.parametrize("flag", ["--rows", "--trials"])
+def test_a_bench_of_rows_without_a_row_or_trial_is_refused(flag, capsys):
+    assert main(["rows", flag, "0"]) == 2
     assert capsys.readouterr().err == f"error: {flag} must be at least 1, got 0\n"
 
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_zip.bench.engine_choice import make_engine
-from mlx_zip.bench.engines import Forced, MlxZip
-from mlx_zip.bench.lookup import Lookup, until_end, verify
-from mlx_zip.bench.runs import Run, zip_ids
-from mlx_zip.bench.shape_table import ZipOptions
-from mlx_zip.bench.shapes import from_config, from_folders
-from mlx_zip.bench.workloads import read_tokenizer
+from mlx_zip.bench.engines.choice import make_engine
+from mlx_zip.bench.engines.mlx_engines import Forced, Lookup, MlxZip, until_end, verify
+from mlx_zip.bench.engines.runs import Run, zip_ids
+from mlx_zip.bench.engines.shape_table import ZipOptions
+from mlx_zip.bench.engines.shapes import from_config, from_folders
+from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.codec import Codebook
 from mlx_zip.generate import stream_generate
 from support import tiny, tiny_bench, tiny_text

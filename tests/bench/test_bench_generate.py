@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from mlx_zip.bench import engine_choice, engines, generate, machine, shapes, workloads
-from mlx_zip.bench.engines import MlxZip
+from mlx_zip.bench import generate, machine
+from mlx_zip.bench.engines import choice, mlx_engines, shapes, workloads
+from mlx_zip.bench.engines.mlx_engines import MlxZip
+from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.shape_table import ENCODERS, ZipOptions
+from mlx_zip.bench.engines.shapes import from_config, from_folders
+from mlx_zip.bench.engines.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
 from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, ceiling_record, checked, figures
-from mlx_zip.bench.runs import ENGINES
-from mlx_zip.bench.shape_table import ENCODERS, ZipOptions
-from mlx_zip.bench.shapes import from_config, from_folders
-from mlx_zip.bench.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
 from mlx_zip.errors import InstallationError, MlxZipError
 from mlx_zip.layout import is_zip
 from support import tiny_bench, tiny_text
@@ -101,7 +102,7 @@ def test_a_shape_is_kept_in_the_precision_asked_for(precision):
     wide = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}
     made = from_config("tiny", wide, precision, read_tokenizer("stories"), ZipOptions(encoder_layers=1))
     full = from_config("tiny", wide, "float32", read_tokenizer("stories"), ZipOptions(encoder_layers=1))
-    sizes = [engines.weight_bytes(one.plain()) for one in (made, full)]
+    sizes = [mlx_engines.weight_bytes(one.plain()) for one in (made, full)]
     bits = {"16": 16, "8": 9, "4": 5}[precision]  # scales and biases of a group of 64 are a bit each, in float32
     assert sizes[0] / sizes[1] == pytest.approx(bits / 32, rel=0.02)
     text = [10, 11, 12, 10, 11, 12, 10, 11]
@@ -246,7 +247,7 @@ def test_the_table_of_a_chat_has_cold_and_warm_rows_and_ratios_to_the_base(capsy
     assert [" to " in row[-1] for row in rows] == [False, True, False, True]
 
 
-class Fake(engines.Engine):
+class Fake(mlx_engines.Engine):
     """Says which runs it was asked for."""
 
     def __init__(self, name, told, stop_at=None):
@@ -361,7 +362,7 @@ def test_bad_requests_are_refused_before_any_weight_is_made(flags, message, monk
 
 
 def test_a_missing_library_is_named_before_anything_is_read(monkeypatch):
-    monkeypatch.setattr(engine_choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
     monkeypatch.setattr(generate, "prepare", lambda *_: pytest.fail("too late"))
     with pytest.raises(
         InstallationError,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mlx_zip.bench import profile, profile_hooks
-from mlx_zip.bench.engines import MlxZip
+from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
 from mlx_zip.bench.step_launches import step_launches
 from mlx_zip.errors import MlxZipError
@@ -92,13 +92,13 @@ def test_a_record_without_counts_is_shown_without_them():
 
 def test_mlx_lm_reads_and_emits_as_many_ids(capsys, monkeypatch):
     seen = {}
-    run = profile_hooks.import_module("mlx_zip.bench.engines").MlxLm.run
+    run = profile_hooks.import_module("mlx_zip.bench.engines.mlx_engines").MlxLm.run
 
     def watched(self, prompt, tokens, replay=None, held=None):
         seen["prompt"], seen["steps"] = len(prompt), len(replay)
         return run(self, prompt, tokens, replay, held)
 
-    monkeypatch.setattr("mlx_zip.bench.engines.MlxLm.run", watched)
+    monkeypatch.setattr("mlx_zip.bench.engines.mlx_engines.MlxLm.run", watched)
     found, _ = record(capsys, *ON, "--sizes", "40+20", "--trials", 1)
     assert seen == {"prompt": found["counts"]["prompt_ids"], "steps": found["counts"]["steps"]}
     assert found["counts"]["steps"] < found["counts"]["base_tokens"] == 20

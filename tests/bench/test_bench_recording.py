@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_zip.bench import record, record_file
+from mlx_zip.bench import record
 from mlx_zip.bench.__main__ import TIMED, main
-from mlx_zip.bench.flag_tables import benches, experiments, parser_of, timed
+from mlx_zip.bench.pages import benches, experiments, parser_of, timed
 from mlx_zip.errors import MlxZipError
 
 
@@ -21,7 +21,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(record, "_processor_times", lambda: next(ticks))
         monkeypatch.setattr(record, "IDLE_S", 0.0)
         monkeypatch.setattr(record.os, "getloadavg", lambda: (load, load, load))
-        monkeypatch.setattr(record_file.os, "cpu_count", lambda: processors)
+        monkeypatch.setattr(record.os, "cpu_count", lambda: processors)
 
     yield found
     record.load_before.cache_clear()

@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="bench checkpoint needs torch")
 
 from safetensors.torch import load_file
 
+from mlx_zip.bench.engines.shape_table import SHAPES
 from mlx_zip.bench.records import read_lines
-from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mlx_zip.bench import cuda_engines, engine_choice
-from mlx_zip.bench.cuda_engines import TorchEngine, models_of
-from mlx_zip.bench.engine_choice import check_engines, make_engine
-from mlx_zip.bench.runs import zip_ids
-from mlx_zip.bench.shape_table import ZipOptions
-from mlx_zip.bench.torch_engines import make_torch_engine
+from mlx_zip.bench.engines import choice, cuda_engines
+from mlx_zip.bench.engines.choice import check_engines, make_engine
+from mlx_zip.bench.engines.cuda_engines import TorchEngine, models_of
+from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.shape_table import ZipOptions
+from mlx_zip.bench.engines.torch_engines import make_torch_engine
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.model import open_model
@@ -71,7 +71,7 @@ def test_cold_rows_are_those_of_an_empty_store(models):
 
 def test_the_bundled_models_write_what_mlx_writes():
     pytest.importorskip("mlx.core")
-    from mlx_zip.bench.shapes import from_folders
+    from mlx_zip.bench.engines.shapes import from_folders
 
     _, args = tiny_bench.parse("generate")
     described = models_of(None, "", "stories", "stories-base", "", None)
@@ -140,10 +140,10 @@ def test_mlx_on_cuda_is_refused_without_a_card(monkeypatch):
 
 def test_mlx_on_cuda_is_the_unmodified_code_under_another_name(monkeypatch):
     pytest.importorskip("mlx.core")
-    monkeypatch.setattr(engine_choice, "_check_mlx_cuda", lambda name: None)
-    check_engines(list(engine_choice.ON_MLX_CUDA))
+    monkeypatch.setattr(choice, "_check_mlx_cuda", lambda name: None)
+    check_engines(list(choice.ON_MLX_CUDA))
     _, args = tiny_bench.parse("generate")
-    for name, other in engine_choice.ON_MLX_CUDA.items():
+    for name, other in choice.ON_MLX_CUDA.items():
         made = make_engine(name, tiny_bench.models(), args)
         assert (made.name, type(made)) == (name, type(make_engine(other, tiny_bench.models(), args)))
 
@@ -166,7 +166,7 @@ def packed(tmp_path):
 def test_transformers_runs_the_weights_of_a_packed_folder_with_hypertokens(packed):
     import torch
 
-    from mlx_zip.bench.torch_engines import unpacked_decoder
+    from mlx_zip.bench.engines.torch_engines import unpacked_decoder
 
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
     model = open_model(packed, "cpu")

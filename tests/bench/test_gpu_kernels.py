@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from mlx_zip.bench import gpu_kernels  # noqa: E402
-from mlx_zip.cuda.kernel_bytes import bytes_of  # noqa: E402
+from mlx_zip.bench.gpu import kernels  # noqa: E402
+from mlx_zip.cuda.memory import bytes_of  # noqa: E402
 from support.tiny_bench import SHAPE  # noqa: E402
 
 CPU, CACHE = torch.device("cpu"), 40_000
@@ -22,12 +22,12 @@ def found(monkeypatch):
     """The cases by name; `seen` notes the matrices, or keys and values, that a case's calls are given."""
     cases, seen = {}, {}
     for name in ("matvec", "joint_head", "decode_attention", "linear"):
-        call = getattr(gpu_kernels, name)
+        call = getattr(kernels, name)
         noted = lambda *args, call=call, **kw: (
             seen.setdefault("now", []).append(args[1:-1] or args[1:]) or call(*args, **kw)
         )
-        monkeypatch.setattr(gpu_kernels, name, noted)
-    for case in gpu_kernels.cases(CONFIG, CPU, torch.float32, 8, 8, CACHE):
+        monkeypatch.setattr(kernels, name, noted)
+    for case in kernels.cases(CONFIG, CPU, torch.float32, 8, 8, CACHE):
         seen.pop("now", None)
         for _ in range(2 * case.sets):
             case.work("reference")
@@ -51,7 +51,7 @@ def test_calls_rotate_through_more_than_three_caches(found, name):
 def test_a_trial_has_as_many_calls_as_there_are_matrices(found):
     case, _ = found["down and residual, 4 bit"]
     done = []
-    line = gpu_kernels.time_kernel(
+    line = kernels.time_kernel(
         case._replace(work=lambda impl: done.append(impl) or torch.ones(1)), CPU, 1, 1.0, False, 2
     )
     assert (line["calls"], line["sets"]) == (case.sets, case.sets)
@@ -66,19 +66,19 @@ def test_controls_stand_behind_the_products_that_they_are_compared_with(found):
 
 
 def test_a_control_computes_what_the_kernel_without_its_extras_computes():
-    case = next(one for one in gpu_kernels.cases(CONFIG, CPU, torch.float32, 8, 8, 0) if one.name.startswith("control"))
+    case = next(one for one in kernels.cases(CONFIG, CPU, torch.float32, 8, 8, 0) if one.name.startswith("control"))
     assert case.work(None).shape == (1, CONFIG["vocab_size"])
 
 
 def test_the_arguments_of_pytorchs_4_bit_product_have_the_shapes_that_it_takes_on_a_card():
     with FakeTensorMode():
         card = torch.device("cuda")
-        matrix = gpu_kernels.int4_matrix(64, 128, card)
-        out = gpu_kernels.int4_product(torch.empty((1, 128), dtype=torch.bfloat16, device=card), *matrix)
+        matrix = kernels.int4_matrix(64, 128, card)
+        out = kernels.int4_product(torch.empty((1, 128), dtype=torch.bfloat16, device=card), *matrix)
     assert (out.shape, out.dtype) == ((1, 64), torch.bfloat16)
 
 
 def test_a_copy_and_a_sum_of_the_memory_are_controls_too():
-    copy, total = gpu_kernels.memory_controls(CPU, 16)
-    lines = [gpu_kernels.time_kernel(one, CPU, 1, 1.0, False, 1) for one in (copy, total)]
+    copy, total = kernels.memory_controls(CPU, 16)
+    lines = [kernels.time_kernel(one, CPU, 1, 1.0, False, 1) for one in (copy, total)]
     assert [line["bytes"] // (4 * 16**2) for line in lines] == [2, 1]

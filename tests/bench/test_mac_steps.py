@@ -5,9 +5,9 @@ import json
 import pytest
 
 from mlx_zip.bench import mac_steps
+from mlx_zip.bench.engines.shape_table import SHAPES
 from mlx_zip.bench.mac_steps import BASE, BEFORE, MAX, NOW, Behaviour, Chip, Cost, Host, Step
 from mlx_zip.bench.records import Records
-from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.bench.step_launches import step_seconds
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.ahead import INPUTS_TOGETHER

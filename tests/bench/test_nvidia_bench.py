@@ -16,13 +16,15 @@ pytest.importorskip("triton")
 
 from torch.nn.attention.bias import causal_upper_left
 
-from mlx_zip.bench import cuda_engines, gpu_checks, nvidia_parts, report
-from mlx_zip.bench.gpu_targets import TARGETS
-from mlx_zip.bench.llama_bench import exported, parameters
-from mlx_zip.bench.nvidia_parts import PARTS
+from mlx_zip.bench import report
+from mlx_zip.bench.engines import cuda_engines
+from mlx_zip.bench.engines.shape_table import SHAPES, narrow
+from mlx_zip.bench.gpu import checks, nvidia
+from mlx_zip.bench.gpu.nvidia import PARTS
+from mlx_zip.bench.gpu.summary import exported, parameters
+from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
-from mlx_zip.bench.shape_table import SHAPES, narrow
-from mlx_zip.cuda import attention, memory
+from mlx_zip.cuda import decoder, memory
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.places import DOCS, REPO
@@ -33,8 +35,8 @@ H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
-    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:2])
+    monkeypatch.setattr(nvidia, "STEPS", nvidia.STEPS[:1])
+    monkeypatch.setattr(nvidia, "WHOLE", nvidia.WHOLE[:2])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -99,10 +101,10 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
 
 
 def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_checks, "MODELS", ("stories-base",))
-    monkeypatch.setattr(gpu_checks, "PROMPTS", gpu_checks.PROMPTS[:1])
-    expected = gpu_checks.recorded()["stories-base"][:1]
-    monkeypatch.setattr(gpu_checks, "recorded", lambda: {"stories-base": expected})
+    monkeypatch.setattr(checks, "MODELS", ("stories-base",))
+    monkeypatch.setattr(checks, "PROMPTS", checks.PROMPTS[:1])
+    expected = checks.recorded()["stories-base"][:1]
+    monkeypatch.setattr(checks, "recorded", lambda: {"stories-base": expected})
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     expected[0][1] += 1
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 1
@@ -301,13 +303,13 @@ def test_the_scripts_parts_take_less_than_nine_minutes_together():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("heads", list(gpu_checks.CHUNKED))
+@pytest.mark.parametrize("heads", list(checks.CHUNKED))
 def test_a_prompt_in_two_chunks_is_checked_and_a_mask_that_begins_at_the_first_key_fails(heads, dtype, monkeypatch):
-    [line] = gpu_checks.check_chunks(heads, dtype, "cpu")
+    [line] = checks.check_chunks(heads, dtype, "cpu")
     assert line["holds"], line["found"]
-    config = gpu_checks.narrow(SHAPES[gpu_checks.CHUNKED[heads]])
+    config = checks.narrow(SHAPES[checks.CHUNKED[heads]])
     is_grouped = config["num_attention_heads"] > config["num_key_value_heads"]
     assert is_grouped == (heads == "grouped key heads")
-    monkeypatch.setattr(attention, "causal_lower_right", causal_upper_left)
-    [line] = gpu_checks.check_chunks(heads, dtype, "cpu")
+    monkeypatch.setattr(decoder, "causal_lower_right", causal_upper_left)
+    [line] = checks.check_chunks(heads, dtype, "cpu")
     assert not line["holds"]

@@ -15,11 +15,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench import cuda_engines, gpu_steps, machine_state, nvidia, nvidia_cases, nvidia_parts
-from mlx_zip.bench.nvidia_cases import Cases
-from mlx_zip.bench.nvidia_folder import all_records
+from mlx_zip.bench import machine
+from mlx_zip.bench.engines import cuda_engines
+from mlx_zip.bench.engines.shape_table import SHAPES
+from mlx_zip.bench.gpu import nvidia, steps
+from mlx_zip.bench.gpu.cases import Cases, all_records
 from mlx_zip.bench.records import read_lines
-from mlx_zip.bench.shape_table import SHAPES
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.places import REPO
@@ -28,8 +29,8 @@ from support.places import REPO
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
-    monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:2])
-    monkeypatch.setattr(nvidia_parts, "WHOLE", [one for one in nvidia_parts.WHOLE[:3] if one[1] == "16"])
+    monkeypatch.setattr(nvidia, "STEPS", nvidia.STEPS[:2])
+    monkeypatch.setattr(nvidia, "WHOLE", [one for one in nvidia.WHOLE[:3] if one[1] == "16"])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -111,7 +112,7 @@ def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
 
 
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
-    phi = [name for name, _ in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
+    phi = [name for name, _ in nvidia.WHOLE if SHAPES[name]["model_type"] == "phi3"]
     monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "generate", "steps") == 1
     for part, kind in (("generate", "generate"), ("steps", "nvidia-steps")):
@@ -141,8 +142,8 @@ def test_records_are_written_as_they_come_so_that_a_run_that_is_cut_keeps_them(t
             raise CutError
         return time_steps(engine, ids, plan, rows)
 
-    time_steps = gpu_steps.time_steps
-    monkeypatch.setattr(gpu_steps, "time_steps", times)
+    time_steps = steps.time_steps
+    monkeypatch.setattr(steps, "time_steps", times)
     with pytest.raises(CutError):
         tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "steps")
     assert [(one["engine"], one["rows"]) for one in read_lines(tmp_path / "steps.jsonl")] == [
@@ -153,40 +154,11 @@ def test_records_are_written_as_they_come_so_that_a_run_that_is_cut_keeps_them(t
 
 def test_whole_requests_are_kept_one_by_one(tmp_path):
     cases = Cases(tmp_path, "generate")
-    printed = nvidia_parts._Kept(cases)
+    printed = nvidia._Kept(cases)
     printed.write('{"bench": "generate"}\n{"bench": ')
     assert read_lines(tmp_path / "generate.jsonl") == [{"bench": "generate"}]
     printed.write('"generate", "engine": "hf"}\n')
     assert read_lines(tmp_path / "generate.jsonl")[1]["engine"] == "hf"
-
-
-def test_a_card_that_is_lost_is_used_again_in_a_new_process_behind_the_case_that_lost_it(tmp_path, monkeypatch):
-    started = []
-
-    def new_process(program, words):
-        started.append(words)
-        raise SystemExit
-
-    phi = [name for name, _ in nvidia_parts.WHOLE if SHAPES[name]["model_type"] == "phi3"]
-    monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
-    monkeypatch.setattr(nvidia_cases, "card_is_lost", lambda: True)
-    monkeypatch.setattr(nvidia.os, "execv", new_process)
-    flags = ["--rehearse", "--out", tmp_path, "--parts"]
-    with pytest.raises(SystemExit):
-        tiny_bench.run("nvidia", *flags, "steps", "summary")
-    again = started[0][-5:]
-    assert again == ["--parts", "steps", "summary", "--after", "steps of phi-3.5-mini, 16 bit"]
-    assert tiny_bench.run("nvidia", *flags, "steps", *again[3:]) == 1  # the case that failed still counts
-    lines = read_lines(tmp_path / "steps.jsonl")
-    assert [one.get("what", one["bench"]) for one in lines] == [again[-1], *["nvidia-steps"] * 3]
-
-
-def test_a_group_that_lost_the_card_is_left_out_whole(tmp_path):
-    cases, done = Cases(tmp_path, "kernels", "first"), []
-    for name in ("first", "second"):
-        with cases.group(name):
-            cases.run(f"{name} kernel", lambda name=name: done.append(name) or ())
-    assert done == ["second"]
 
 
 # ---- the card's state
@@ -213,11 +185,11 @@ def smi(request, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("smi", ["old", "new"], indirect=True)
 def test_the_cards_clocks_power_and_what_holds_them_back_are_read(smi, monkeypatch):
-    state = machine_state.card_state()
+    state = machine.card_state()
     assert (state["clocks.sm"], state["power.draw"], state["pstate"]) == ("1980 MHz", "612.40 W", "P0")
-    assert machine_state.held_back(state) == ["sw_power_cap"]
+    assert machine.held_back(state) == ["sw_power_cap"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machine_state.card_state() == {}
+    assert machine.card_state() == {}
 
 
 @pytest.mark.parametrize("smi", ["new"], indirect=True)
@@ -273,12 +245,10 @@ def test_the_script_hands_its_flags_on(tmp_path):
     assert status == 0, out + err
 
 
-def test_the_script_packs_its_records_into_one_file_and_does_not_mix_runs(tmp_path):
-    folder = tmp_path / "an out folder"
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", "--pack", PARTS="summary"))
+def test_the_script_does_not_mix_runs(tmp_path):
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary"))
     assert status == 0, out + err
-    assert [one.name for one in folder.iterdir()] == ["nvidia-records.tar.gz"]
-    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", "--pack"))
+    status, out, err = said_by(script(tmp_path, "--cpu-rehearsal"))
     assert (status, "holds records of an earlier run" in err) == (2, True)
 
 
@@ -319,21 +289,6 @@ def test_of_several_wheels_those_are_installed_that_fit(tmp_path):
     status, _, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", WHEELS=str(wheels)))
     assert (status, len(err.splitlines())) == (2, 1)
     assert "pip cannot install the wheels: ERROR" in err
-
-
-def test_two_runs_do_not_write_to_one_folder(tmp_path):
-    (tmp_path / "an out folder").mkdir()
-    with subprocess.Popen(["flock", str(tmp_path / "an out folder"), "sleep", "60"]) as holder:
-        try:
-            for _ in range(100):
-                status, _, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary", PYTHON="/bin/false"))
-                if "another run writes to" in err:
-                    break
-                time.sleep(0.1)
-            assert (status, "another run writes to" in err) == (2, True)
-        finally:
-            subprocess.run(["pkill", "-P", str(holder.pid)], check=False)
-            holder.kill()
 
 
 def test_an_interrupted_run_ends_at_once_and_says_so(tmp_path):

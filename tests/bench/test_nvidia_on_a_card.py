@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from mlx_zip.bench import cuda_engines, device_clock, gpu_kernels, gpu_trace, nvidia_parts  # noqa: E402
+from mlx_zip.bench.engines import cuda_engines, device_clock  # noqa: E402
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions  # noqa: E402
+from mlx_zip.bench.gpu import kernels, nvidia, steps  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
-from mlx_zip.bench.shape_table import SHAPES, ZipOptions  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
 from support import tiny_bench  # noqa: E402
 from support.pretend_card import pretended_card  # noqa: E402
@@ -23,9 +24,9 @@ from support.pretend_card import pretended_card  # noqa: E402
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(device_clock, "CARD_SIDE", 64)
-    monkeypatch.setattr(gpu_kernels, "cache_bytes", lambda device: 0)
-    monkeypatch.setattr(nvidia_parts, "STEPS", nvidia_parts.STEPS[:1])
-    monkeypatch.setattr(nvidia_parts, "WHOLE", nvidia_parts.WHOLE[:1])
+    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 0)
+    monkeypatch.setattr(nvidia, "STEPS", nvidia.STEPS[:1])
+    monkeypatch.setattr(nvidia, "WHOLE", nvidia.WHOLE[:1])
     yield
     for name in [name for name in SHAPES if name.endswith("-narrow")]:
         del SHAPES[name]
@@ -40,7 +41,7 @@ def card(monkeypatch):
 @pytest.mark.parametrize("part", ["steps", "generate", "kernels", "trace"])
 def test_the_timed_parts_run_with_events_and_graphs(part, card, tmp_path, monkeypatch):
     host_only = lambda activities: profile(activities=[ProfilerActivity.CPU])  # there is no card to trace
-    monkeypatch.setattr(gpu_trace, "profile", host_only)
+    monkeypatch.setattr(steps, "profile", host_only)
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", part) == 0
     lines = read_lines(tmp_path / f"{part}.jsonl")
     assert {one["device"]["device"] for one in lines} == {"cuda"}
@@ -60,7 +61,7 @@ def test_the_checks_hold_and_compare_graphs_with_eager_work(card, tmp_path):
 def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory_of_their_own(card):
     """Rows and results of a single call would stay in the cache of a large GPU, which is faster than its memory."""
     config, device = SHAPES["tiny"], torch.device("cuda")
-    found = gpu_kernels.cases(config, device, torch.bfloat16, 8, 8, 0)
+    found = kernels.cases(config, device, torch.bfloat16, 8, 8, 0)
     case = next(case for case in found if case.name.startswith("hyper embedding"))
     results = []
 
@@ -68,7 +69,7 @@ def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory
         results.append(case.work(impl))
         return results[-1]
 
-    gpu_kernels.time_kernel(case._replace(work=kept), device, 1, 1.0, False, 3)
+    kernels.time_kernel(case._replace(work=kept), device, 1, 1.0, False, 3)
     one, two, three = results[-3:]  # those that the graph holds
     assert len({part.held.untyped_storage().data_ptr() for part in (one, two, three)}) == 3
     assert not torch.equal(one, two)
@@ -78,9 +79,9 @@ def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory
 def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
     models = cuda_engines.models_of("tiny", "float32", None, None, "stories", ZipOptions(encoder_layers=1))
     model = cuda_engines.opened(models)
-    by_rule = gpu_trace.warm_step(model)
+    by_rule = steps.warm_step(model)
     with forced("triton"):  # as on a card
-        assert gpu_trace.warm_step(model).record() == by_rule.record()
+        assert steps.warm_step(model).record() == by_rule.record()
 
 
 def test_the_kernels_of_a_trace_on_a_gpu_are_no_operations_of_the_host():
@@ -88,4 +89,4 @@ def test_the_kernels_of_a_trace_on_a_gpu_are_no_operations_of_the_host():
     host = SimpleNamespace(key="aten::mm", count=1, self_device_time_total=9.0, device_type=cpu)
     kernel = SimpleNamespace(key="gemm", count=2, self_device_time_total=8.0, device_type=card)
     found = SimpleNamespace(key_averages=lambda: [host, kernel])
-    assert gpu_trace.kernel_rows(found, True) == [{"name": "gemm", "calls": 2, "us": 8.0}]
+    assert steps.kernel_rows(found, True) == [{"name": "gemm", "calls": 2, "us": 8.0}]

@@ -5,10 +5,8 @@ import json
 
 import pytest
 
-from mlx_zip.bench.dialects import CHAT, MESSAGES, RESPONSES
-from mlx_zip.bench.http_client import Reply, ask
-from mlx_zip.bench.serving import first_text_s, unfairness
-from mlx_zip.bench.serving_turns import long_prompt
+from mlx_zip.bench.serve.client import CHAT, MESSAGES, RESPONSES, Reply, ask
+from mlx_zip.bench.serve.serving import first_text_s, long_prompt, unfairness
 from mlx_zip.errors import MlxZipError
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_zip.bench import soak
-from mlx_zip.bench.soak import KINDS, LENGTHS, _Soak
+from mlx_zip.bench.serve import soak
+from mlx_zip.bench.serve.soak import KINDS, LENGTHS, _Soak
 from support.fake_engine import FakeEngine, Running, Script
 from support.http_server import serving
 

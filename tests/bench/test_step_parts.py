@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_zip.bench import step_parts
-from mlx_zip.bench.engines import MlxZip
+from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.profile_hooks import CPU
 from mlx_zip.bench.step_parts import PARTS
 from mlx_zip.models.ahead import Ahead

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.bench import flag_tables
+from mlx_zip.bench import pages
 from mlx_zip.bench.pages import names, pages_of
 from mlx_zip.cli.vocab import METHODS
 from support.places import DOCS, REPO
@@ -20,9 +20,9 @@ def written(name: str) -> str:
     return re.search(rf"<!-- table: {name} -->\n(.*?)\n<!-- end -->", text, re.DOTALL)[1].strip()
 
 
-@pytest.mark.parametrize("command", flag_tables.all_commands())
+@pytest.mark.parametrize("command", pages.all_commands())
 def test_a_page_lists_the_flags_of_each_command_as_help_does(command):
-    wanted = flag_tables.named_table(f"flags {command}")
+    wanted = pages.named_table(f"flags {command}")
     assert written(f"flags {command}") == wanted, "the table is not what --help says: make docs writes it anew"
 
 
@@ -37,7 +37,7 @@ def test_the_page_says_what_each_method_of_vocab_does_as_help_does(method):
     assert f"### vocab {method}\n\n{purpose[0].upper()}{purpose[1:]}." in TEXTS[PAGE]
 
 
-@pytest.mark.parametrize("bench", flag_tables.benches() | flag_tables.experiments())
+@pytest.mark.parametrize("bench", pages.benches() | pages.experiments())
 def test_a_page_says_what_each_bench_measures_as_help_does(bench):
-    purpose = (flag_tables.benches() | flag_tables.experiments())[bench][1]
+    purpose = (pages.benches() | pages.experiments())[bench][1]
     assert any(f"{purpose[0].upper()}{purpose[1:]}." in text or f"| {purpose} |" in text for text in TEXTS.values())

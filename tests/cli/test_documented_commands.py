@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.bench.flag_tables import parser_of
+from mlx_zip.bench.pages import parser_of
 from mlx_zip.errors import MlxZipError
 from support.places import DOCS, REPO
 

@@ -10,8 +10,9 @@ import types
 import pytest
 
 from mlx_zip import selftest
-from mlx_zip.bench import machine_state, shapes, step_parts
+from mlx_zip.bench import machine, step_parts
 from mlx_zip.bench import selftest as steps
+from mlx_zip.bench.engines import shapes
 from mlx_zip.cli import main
 from mlx_zip.selftest import checks, recorded, speed
 from support import tiny_bench
@@ -227,7 +228,7 @@ def test_linux_reports_heat_and_power_where_it_has_sensors(tmp_path, monkeypatch
     for folder, name, text in ((zone, "temp", "45000"), (supply, "status", "Discharging")):
         folder.mkdir(parents=True)
         (folder / name).write_text(text + "\n")
-    found = machine_state.machine_state(tmp_path)
+    found = machine.machine_state(tmp_path)
     assert (found["thermal"], found["power"]) == ("45000", "Discharging")
     assert "governor" not in found
 
@@ -237,14 +238,14 @@ def test_a_mac_reports_what_pmset_prints_without_the_batterys_number(monkeypatch
     printed["batt"] = "Now drawing from 'AC Power'\n -InternalBattery-0 (id=1234)\t100%; charged\n"
 
     def run(command, **options):
-        assert options["timeout"] == machine_state.TIMEOUT_S
+        assert options["timeout"] == machine.TIMEOUT_S
         if command[-1] not in printed:
             raise FileNotFoundError(command[0])
         return subprocess.CompletedProcess(command, 0, printed[command[-1]], "")
 
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(subprocess, "run", run)
-    found = machine_state.machine_state()
+    found = machine.machine_state()
     assert found["thermal"] == "Note: No thermal warning level has been recorded"
     assert found["power"] == "Now drawing from 'AC Power'; -InternalBattery-0 100%; charged"
     assert "chip" not in found
@@ -270,7 +271,7 @@ def test_a_mac_reports_its_gpu_cores_power_mode_and_which_wheel_of_kernels_it_ha
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(subprocess, "run", run)
-    found = machine_state.machine_state()
+    found = machine.machine_state()
     assert found["gpu"] == "Chipset Model: Apple M4 Pro; Total Number of Cores: 20; Metal Support: Metal 4"
     assert found["low power mode"] == "lowpowermode 1"
     assert found["thermal"].endswith("CPU_Speed_Limit = 87")
@@ -278,8 +279,8 @@ def test_a_mac_reports_its_gpu_cores_power_mode_and_which_wheel_of_kernels_it_ha
 
 
 def test_a_machine_without_metal_names_no_wheel(monkeypatch):
-    monkeypatch.setattr(machine_state, "METAL", "not-installed-anywhere")
-    assert "metal wheel" not in machine_state.machine_state()
+    monkeypatch.setattr(machine, "METAL", "not-installed-anywhere")
+    assert "metal wheel" not in machine.machine_state()
 
 
 # ---- the parts of a step

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.bench.shapes import from_folders
+from mlx_zip.bench.engines.shapes import from_folders
 from mlx_zip.cli import main
 from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError
 from mlx_zip.generate import load

@@ -7,12 +7,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
+from mlx_zip.bench.gpu.launches import counted  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
-from mlx_zip.cuda.launches import counted  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
-from mlx_zip.cuda.random_folder import random_folder  # noqa: E402
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount"}
 COPIES = {"_to_copy", "lift_fresh_copy"}  # from the host, if they are no change of dtype

@@ -12,12 +12,12 @@ from support.torch_folders import make_model, save
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
+from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
+from mlx_zip.bench.gpu.launches import counted  # noqa: E402
 from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import read_folder  # noqa: E402
 from mlx_zip.cuda.kv import KV  # noqa: E402
-from mlx_zip.cuda.launches import counted  # noqa: E402
-from mlx_zip.cuda.random_folder import random_folder  # noqa: E402
 from mlx_zip.cuda.rope import LONG, SHORT  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]

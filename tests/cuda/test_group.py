@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from mlx_zip.cuda.batch import Seats
 from mlx_zip.cuda.group import CudaGroup
-from mlx_zip.cuda.seats import Seats
 from mlx_zip.errors import CodecError
 
 

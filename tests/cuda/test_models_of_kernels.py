@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
@@ -22,7 +23,6 @@ from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
 from mlx_zip.cuda.kv import KV  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
-from mlx_zip.cuda.random_folder import RandomFolder, random_folder  # noqa: E402
 from mlx_zip.cuda.rope import LONG  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()

@@ -9,14 +9,14 @@ from support.tiny import tiny_config
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-from mlx_zip.bench.llama_bench import parameters  # noqa: E402
-from mlx_zip.bench.shape_table import SHAPES  # noqa: E402
+from mlx_zip.bench.engines.random_folder import decoder_bytes, random_folder  # noqa: E402
+from mlx_zip.bench.engines.shape_table import SHAPES  # noqa: E402
+from mlx_zip.bench.gpu.summary import parameters  # noqa: E402
 from mlx_zip.cuda import memory  # noqa: E402
 from mlx_zip.cuda.decoder_config import DecoderConfig  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
-from mlx_zip.cuda.random_folder import decoder_bytes, random_folder  # noqa: E402
 from mlx_zip.errors import ModelError  # noqa: E402
 
 

@@ -56,7 +56,7 @@ ROOT = ""  # `mlx_zip` itself: names and a version
 DOORS = {"__main__", "cli", "selftest"}  # they reach the rooms on demand, leaves by name only; nothing imports them
 HEAVY = {  # where a library that is large or optional may be imported; the declared ones not named here, anywhere
     "torch": {"cuda", "training", "vllm", "bench", "recipes"},
-    "triton": {"cuda", "vllm"},
+    "triton": {"cuda", "vllm", "bench"},
     "starlette": {"server", "apps"},
     "prompt_toolkit": {"cli"},
     "rich": {"cli"},

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import __main__ as bench
-from mlx_zip.bench.papers.adaptbpe.figure import picture
-from mlx_zip.bench.papers.adaptbpe.lines import groups
-from mlx_zip.bench.papers.adaptbpe.tables import TABLES
+from mlx_zip.bench.engines.shapes import from_folders, sliced
+from mlx_zip.bench.papers.adaptbpe.tables import TABLES, groups, picture
 from mlx_zip.bench.records import Records
-from mlx_zip.bench.shapes import from_folders, sliced
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.adaptbpe_cases import ADAPTBPE

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench.__main__ import main
-from mlx_zip.bench.papers.multitok import classifier, classify, classify_tables, labelled
+from mlx_zip.bench.papers.multitok import classifier, classify, labelled, tables
 from mlx_zip.bench.papers.multitok.labelled import Setting
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.multitok import Samples, Words
@@ -213,12 +213,12 @@ def test_what_cannot_be_is_told_before_any_training(data, capsys, flags, told, m
 def test_a_table_has_the_papers_figures_and_the_spread_over_seeds(data, capsys):
     (data / "imdb.tsv").write_text((data / "train.tsv").read_text())
     told = lines(data, capsys, "--train", data / "imdb.tsv", "--settings", "plain", "50,2-1", "--seeds", 1, 2)
-    rows = classify_tables.classified(told, of_paper=True).splitlines()[2:]
+    rows = tables.classified(told, of_paper=True).splitlines()[2:]
     assert [row.split(" | ")[1:3] for row in rows] == [["plain", "2"], ["50,2-1", "2"]]
     assert "| 0.743 |" in rows[1]
     accuracies = [line["accuracy"] for line in told if line["setting"] == "plain"]
     assert f"({min(accuracies):.3f}-{max(accuracies):.3f})" in rows[0]
-    assert len(classify_tables.classified(told, of_paper=False).splitlines()) == 2
+    assert len(tables.classified(told, of_paper=False).splitlines()) == 2
 
 
 def test_the_figure_is_drawn_from_a_record_and_the_same_each_time(data, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench.papers.packs import compression
-from mlx_zip.bench.papers.packs.bpe import Bpe
+from mlx_zip.bench.papers.packs.compression import Bpe
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary

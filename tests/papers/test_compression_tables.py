@@ -7,9 +7,12 @@ import copy
 import pytest
 
 from mlx_zip.bench.flops import TABLE_9, TRAINED, record
-from mlx_zip.bench.papers.zip2zip.compression_results import DOMAINS, SHARES, TABLE_2, Counts
 from mlx_zip.bench.papers.zip2zip.compression_tables import (
+    DOMAINS,
+    SHARES,
+    TABLE_2,
     TABLES,
+    Counts,
     by_codebook_size,
     bytes_per_token,
     flops,

@@ -18,7 +18,7 @@ import yaml
 from mlx_zip import cli, named
 from mlx_zip.arguments import Parser
 from mlx_zip.bench import generate
-from mlx_zip.bench.record_file import add_record_flag
+from mlx_zip.bench.record import add_record_flag
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import load_pack

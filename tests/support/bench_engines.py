@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mlx_zip.bench.engines import MlxLm, MlxZip
-from mlx_zip.bench.lookup import PlainLookup, ZipLookup
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, PlainLookup, ZipLookup
 
 MLX_ENGINES = {"mlx-lm": MlxLm, "mlx-zip": MlxZip, "mlx-lm+lookup": PlainLookup, "mlx-zip+lookup": ZipLookup}

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import compress_next
-from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.batch import Batch, Seats
 from mlx_zip.cuda.model import open_model
-from mlx_zip.cuda.seats import Seats
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.session_store import SessionStore

@@ -372,15 +372,15 @@ def _numbered(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _patch_bias(monkeypatch: Any) -> None:
     """Makes PyTorch's causal bias, a tensor of a class of its own, outside of the mode, which it does not bear."""
-    from mlx_zip.cuda import attention
+    from mlx_zip.cuda import decoder
 
-    make = attention.causal_lower_right
+    make = decoder.causal_lower_right
 
     def made(*sizes: int) -> Any:
         with _disable_current_modes():
             return make(*sizes)
 
-    monkeypatch.setattr(attention, "causal_lower_right", made)
+    monkeypatch.setattr(decoder, "causal_lower_right", made)
 
 
 def _patch_interpreter(monkeypatch: Any, card: Card) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mlx_zip import cli, load
-from mlx_zip.bench.workloads import read_tokenizer
+from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.converters.adapt import adapt
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.text import hub

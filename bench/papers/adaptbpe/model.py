@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.bench.engines import weight_bytes
+from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.bench.records import Records
@@ -41,7 +41,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
 
-from .figure import picture
+from .tables import picture
 
 ROOT = Path(__file__).resolve().parents[3]  # of the checkout
 

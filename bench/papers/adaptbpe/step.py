@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines import MlxLm
+from mlx_zip.bench.engines.mlx_engines import MlxLm
+from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
+from mlx_zip.bench.engines.shapes import from_folders, from_shape, sliced
+from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.bench.machine import device
 from mlx_zip.bench.record import summary, surroundings
-from mlx_zip.bench.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
-from mlx_zip.bench.shapes import from_folders, from_shape, sliced
-from mlx_zip.bench.workloads import read_tokenizer
 from mlx_zip.errors import MlxZipError
 
 CLOCKS = ("wall_ms", "processor_ms")

@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.records import Records, machines
-from mlx_zip.bench.tables import table
-
-from .figure import picture
-from .lines import METHODS, TEXTS, Line, groups
+from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.records import Records, machines, table
+from mlx_zip.errors import MlxZipError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+Line = dict[str, Any]
+TEXTS = {
+    "pubmedqa": "PubMedQA",
+    "mbpp": "MBPP code",
+    "ud_fr": "UD French",
+    "ud_oc": "UD Occitan",
+    "ud_tr": "UD Turkish",
+    "ud_ar": "UD Arabic",
+    "stories": "stories",
+}
+METHODS = {"first-k": "first-k", "top-k": "top-k", "adapt": "adapted"}
+
+
+def groups(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
+    """Sorts lines of `bench adapt_model` into result[text, bytes of the whole model's file][share of merges][method].
+
+    A line of the whole model has share 1 and method "whole list"; it comes before the lines that are compared with it.
+    """
+    found: dict[tuple[str, float], dict[float, dict[str, Line]]] = {}
+    key = ("", 0.0)
+    for line in lines:
+        if line["method"] == "whole list":
+            key = (line["text"], line["file_bytes"])
+        found.setdefault(key, {}).setdefault(line["share"], {})[line["method"]] = line
+    return found
+
 
 RECORDS = ("adaptbpe", "adaptbpe-wide", "adapt_model", "adapt_step")
 LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
@@ -159,6 +185,43 @@ def _over_top_k_table(records: Records) -> str:
         found.setdefault((line["base"], line["text"]), {})[line["merges"]] = f"{points:+.2f}"
     rows = [[LISTS.get(base, base), TEXTS[text], *(row[n] for n in sizes)] for (base, text), row in found.items()]
     return table(["merge list", "text", *(f"N = {n:,}" for n in sizes)], rows)
+
+
+# ---- the picture
+
+PANELS = {"compression utility": "utility", "bits per byte": "bits_per_byte"}
+
+
+def picture(records: Records) -> Figure:
+    """Returns a figure of utility and of bits per byte by share of merges kept, a curve per method.
+
+    It shows the first text and model in the record `adapt_model`. Raises `InstallationError` without matplotlib,
+    `MlxZipError` for a record without lines.
+    """
+    found = groups(records.lines("adapt_model"))
+    if not found:
+        raise MlxZipError("adapt_model.jsonl has no line to draw")
+    (text, _), shares = next(iter(found.items()))
+    figure = new_figure(8, 3)
+    for panel, (label, key) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
+        for method, name in METHODS.items():
+            panel.plot(*_curve(shares, method, key), marker=".", label=name)
+        panel.set(xlabel="merges kept, %", ylabel=label)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.suptitle(f"{shares[1]['whole list']['model']}, {TEXTS.get(text, text)}")
+    return figure
+
+
+def _curve(shares: Any, method: str, key: str) -> tuple[list[float], list[float]]:
+    """Returns the points of one method: per cent of merges kept (rising up to 100), and the value of `key` for each.
+
+    shares: recorded lines by share kept and method, as `groups` returns them.
+    """
+    points = [(100 * share, methods[method][key]) for share, methods in shares.items() if method in methods]
+    points.append((100, shares[1]["whole list"][key]))
+    x, y = zip(*sorted(points), strict=True)
+    return list(x), list(y)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

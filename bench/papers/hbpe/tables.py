@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import Curve, Panel, lines
-from mlx_zip.bench.records import machines
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.records import Cell, column_table, machines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,8 +24,8 @@ NAMES = {
 TABLE2 = {"plain": "1.16", "patches": "1.11", "bytes": "1.16", "space": "1.14", "entropy": "1.20"}  # bits per byte
 TABLE2_FLOPS = {"plain": "562", "patches": "554", "bytes": "4214", "space": "534", "entropy": "668"}  # 10^9, 8192 bytes
 TABLE2_FERTILITY = {"plain": "1.51", "patches": "1.51", "bytes": "4.5", "space": "1.45", "entropy": "1.83"}
-TABLE3 = {"patches": ("3.62", "1.20"), "space": ("3.06", "1.24"), "entropy": ("1.66", "1.27")}  # bytes per patch, bits
-SPENT = ("parameters", "processor seconds", "steps", "kB read")  # columns
+TABLE3 = {"patches": "1.20", "space": "1.24", "entropy": "1.27"}  # bits per byte
+TABLE3_PATCHES = {"patches": "3.62", "space": "3.06", "entropy": "1.66"}  # bytes per patch
 
 Line = dict[str, Any]
 
@@ -36,33 +35,26 @@ def _models(records: Any, recipe: str | None) -> list[Line]:
     return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
 
 
-def _table_or_command(header: Sequence[str], rows: Sequence[Sequence[str]], recipe: str) -> str:
-    """Returns a Markdown table of the rows; if there are none, a sentence with the command that records them."""
-    if not rows:
-        return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
-    return table(header, rows)
+def _made_so_far(records: Any, recipe: str, columns: Sequence[tuple[str, Cell]]) -> str:
+    """Returns a table of the models of a recipe; if there are none, a sentence with the command that records them."""
+    if found := _models(records, recipe):
+        return column_table(found, columns)
+    return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
+
+
+def _gflops(name: str) -> Cell:
+    """Returns a cell of FLOPs in 10^9."""
+    return lambda line: f"{line[name] / 1e9:.0f}"
+
+
+def _of_paper(figures: Mapping[str, str]) -> Cell:
+    """Returns a cell of the paper's figure of a kind of model, "" where the paper has none."""
+    return lambda line: figures.get(line["model"], "")
 
 
 def _codec_table(records: Any) -> str:
     """Returns the table of merges, learning time, table size and patch lengths of GPT-2's tokenizer, by patch size."""
-    rows = []
-    for line in records.lines(CODEC):
-        if line["tokenizer"] != GPT2:
-            continue
-        ms = line["learn_ms"]
-        rows.append(
-            [
-                str(line["patch_size"]),
-                f"{line['merges']:,}",
-                f"{line['too_long']:,}",
-                f"{ms['median']:.0f} ({ms['min']:.0f} to {ms['max']:.0f})",
-                f"{line['table_bytes'] / 1e6:.2f} MB",
-                f"{line['symbols_per_patch_stop']:.2f}",
-                f"{line['symbols_per_patch_full']:.2f}",
-            ]
-        )
-    header = ["S", "V'", "tokens too long", "learning, ms", "table", "symbols per patch, `stop`", "`full`"]
-    return table(header, rows)
+    return column_table(_gpt2(records), CODEC_COLUMNS)
 
 
 def _flops_table(records: Any) -> str:
@@ -70,11 +62,12 @@ def _flops_table(records: Any) -> str:
 
     Columns: plain BPE, then patches counted in three ways.
     """
-    names = ("flops_plain", "flops_patches_paper", "flops_patches_counted", "flops_patches_padded")
-    lines = [line for line in records.lines(CODEC) if line["tokenizer"] == GPT2]
-    rows = [[str(line["patch_size"]), *(f"{line[name] / 1e9:.0f}" for name in names)] for line in lines]
-    header = ["S", "plain BPE", "patches, the paper's count", "with the symbols that there are", "with S symbols"]
-    return table(header, rows)
+    return column_table(_gpt2(records), FLOPS_COLUMNS)
+
+
+def _gpt2(records: Any) -> list[Line]:
+    """Returns the recorded lines of `bench hbpe` with GPT-2's tokenizer."""
+    return [line for line in records.lines(CODEC) if line["tokenizer"] == GPT2]
 
 
 def _texts_table(records: Any) -> str:
@@ -82,90 +75,7 @@ def _texts_table(records: Any) -> str:
 
     The last column counts the symbols that the text's patches have, by the paper's formula.
     """
-    rows = [
-        [
-            line["text"],
-            line["tokenizer"].split(".")[0],
-            str(line["patch_size"]),
-            f"{line['merges']:,}",
-            f"{line['bytes_per_patch']:.2f}",
-            f"{line['bytes_per_patch_space']:.2f}",
-            f"{line['symbols_per_patch_stop']:.2f}",
-            f"{line['flops_plain'] / 1e9:.0f}",
-            f"{line['flops_patches_paper'] / 1e9:.0f}",
-            f"{line['flops_patches_counted'] / 1e9:.0f}",
-        ]
-        for line in records.lines(CODEC)
-        if "bytes_per_patch_space" in line
-    ]
-    header = [
-        "text",
-        "first stage",
-        "S",
-        "V'",
-        "bytes per patch",
-        "cut at blanks",
-        "symbols per patch",
-        "GFLOPs, plain",
-        "patches, paper's",
-        "patches, counted",
-    ]
-    return table(header, rows)
-
-
-def _kinds_table(records: Any) -> str:
-    """Returns the paper's table 2, bits per byte by kind of model, with our figures next to the paper's."""
-    rows = [
-        [
-            _model_label(line),
-            *_spent_cells(line),
-            f"{line['fertility']:.2f}",
-            TABLE2_FERTILITY.get(line["model"], ""),
-            f"{line['forward_flops_per_byte'] / 1e3:.0f}",
-            TABLE2_FLOPS.get(line["model"], ""),
-            _bits_cell(line),
-            TABLE2.get(line["model"], ""),
-        ]
-        for line in _models(records, "table2")
-    ]
-    flops = ["kFLOPs per byte", "paper, GFLOPs per 8,192 bytes"]
-    header = ["model", *SPENT, "fertility", "paper", *flops, "bits per byte", "paper"]
-    return _table_or_command(header, rows, "table2")
-
-
-def _chinese_table(records: Any) -> str:
-    """Returns the paper's table 3, patches of Chinese text by kind, with our figures next to the paper's."""
-    rows = [
-        [
-            _model_label(line),
-            *_spent_cells(line),
-            f"{line['bytes_per_unit']:.2f}",
-            TABLE3.get(line["model"], ("", ""))[0],
-            f"{line['forward_flops_per_byte'] / 1e3:.0f}",
-            _bits_cell(line),
-            TABLE3.get(line["model"], ("", ""))[1],
-        ]
-        for line in _models(records, "table3")
-    ]
-    header = ["model", *SPENT, "bytes per patch", "paper", "kFLOPs per byte", "bits per byte", "paper"]
-    return _table_or_command(header, rows, "table3")
-
-
-def _sizes_table(records: Any) -> str:
-    """Returns the table of models over patches by patch size S, which the paper draws as figure 7."""
-    rows = [
-        [
-            str(line["config"]["patch_size"]),
-            f"{line['config']['symbols'] - 257:,}",
-            f"{line['symbols_per_unit']:.2f}",
-            *_spent_cells(line),
-            f"{line['forward_flops_per_byte'] / 1e3:.0f}",
-            _bits_cell(line),
-        ]
-        for line in _models(records, "figure7")
-    ]
-    header = ["S", "V'", "symbols per patch", *SPENT, "kFLOPs per byte", "bits per byte"]
-    return _table_or_command(header, rows, "figure7")
+    return column_table((line for line in records.lines(CODEC) if "bytes_per_patch_space" in line), TEXT_COLUMNS)
 
 
 def _model_label(line: Line) -> str:
@@ -174,19 +84,69 @@ def _model_label(line: Line) -> str:
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
 
-def _spent_cells(line: Line) -> list[str]:
-    """Returns the cells of the columns `SPENT` for one model."""
-    return [
-        f"{line['parameters']:,}",
-        f"{line['processor_s']:.0f}",
-        f"{line['steps']:,}",
-        f"{line['train_bytes_seen'] / 1e3:,.0f}",
-    ]
-
-
-def _bits_cell(line: Line) -> str:
-    """Formats a model's bits per byte of held-out text."""
-    return f"{line['bits_per_byte']:.3f}"
+CODEC_COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("S", "{patch_size}"),
+    ("V'", "{merges:,}"),
+    ("tokens too long", "{too_long:,}"),
+    ("learning, ms", "{learn_ms[median]:.0f} ({learn_ms[min]:.0f} to {learn_ms[max]:.0f})"),
+    ("table", lambda line: f"{line['table_bytes'] / 1e6:.2f} MB"),
+    ("symbols per patch, `stop`", "{symbols_per_patch_stop:.2f}"),
+    ("`full`", "{symbols_per_patch_full:.2f}"),
+)
+FLOPS_COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("S", "{patch_size}"),
+    ("plain BPE", _gflops("flops_plain")),
+    ("patches, the paper's count", _gflops("flops_patches_paper")),
+    ("with the symbols that there are", _gflops("flops_patches_counted")),
+    ("with S symbols", _gflops("flops_patches_padded")),
+)
+TEXT_COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("text", "{text}"),
+    ("first stage", lambda line: line["tokenizer"].split(".")[0]),
+    ("S", "{patch_size}"),
+    ("V'", "{merges:,}"),
+    ("bytes per patch", "{bytes_per_patch:.2f}"),
+    ("cut at blanks", "{bytes_per_patch_space:.2f}"),
+    ("symbols per patch", "{symbols_per_patch_stop:.2f}"),
+    ("GFLOPs, plain", _gflops("flops_plain")),
+    ("patches, paper's", _gflops("flops_patches_paper")),
+    ("patches, counted", _gflops("flops_patches_counted")),
+)
+SPENT: tuple[tuple[str, Cell], ...] = (
+    ("parameters", "{parameters:,}"),
+    ("processor seconds", "{processor_s:.0f}"),
+    ("steps", "{steps:,}"),
+    ("kB read", lambda line: f"{line['train_bytes_seen'] / 1e3:,.0f}"),
+)
+KFLOPS: tuple[str, Cell] = ("kFLOPs per byte", lambda line: f"{line['forward_flops_per_byte'] / 1e3:.0f}")
+BITS: tuple[str, Cell] = ("bits per byte", "{bits_per_byte:.3f}")
+KIND_COLUMNS: tuple[tuple[str, Cell], ...] = (  # the paper's table 2: bits per byte by kind of model
+    ("model", _model_label),
+    *SPENT,
+    ("fertility", "{fertility:.2f}"),
+    ("paper", _of_paper(TABLE2_FERTILITY)),
+    KFLOPS,
+    ("paper, GFLOPs per 8,192 bytes", _of_paper(TABLE2_FLOPS)),
+    BITS,
+    ("paper", _of_paper(TABLE2)),
+)
+CHINESE_COLUMNS: tuple[tuple[str, Cell], ...] = (  # the paper's table 3: patches of Chinese text by kind
+    ("model", _model_label),
+    *SPENT,
+    ("bytes per patch", "{bytes_per_unit:.2f}"),
+    ("paper", _of_paper(TABLE3_PATCHES)),
+    KFLOPS,
+    BITS,
+    ("paper", _of_paper(TABLE3)),
+)
+SIZE_COLUMNS: tuple[tuple[str, Cell], ...] = (  # models over patches by patch size, which the paper draws as figure 7
+    ("S", "{config[patch_size]}"),
+    ("V'", lambda line: f"{line['config']['symbols'] - 257:,}"),
+    ("symbols per patch", "{symbols_per_unit:.2f}"),
+    *SPENT,
+    KFLOPS,
+    BITS,
+)
 
 
 def picture(records: Any) -> Figure:
@@ -218,9 +178,9 @@ def _training_flops(line: Line, point: Line) -> float:
 
 TABLES = {
     "hbpe-codec": _codec_table,
-    "hbpe-kinds": _kinds_table,
-    "hbpe-chinese": _chinese_table,
-    "hbpe-sizes": _sizes_table,
+    "hbpe-kinds": lambda records: _made_so_far(records, "table2", KIND_COLUMNS),
+    "hbpe-chinese": lambda records: _made_so_far(records, "table3", CHINESE_COLUMNS),
+    "hbpe-sizes": lambda records: _made_so_far(records, "figure7", SIZE_COLUMNS),
     "hbpe-cuts": _texts_table,
     "hbpe-flops": _flops_table,
     "hbpe-machines": lambda records: machines(records, (CODEC, MODELS)),

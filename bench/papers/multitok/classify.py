@@ -31,8 +31,8 @@ from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
 
 from .classifier import RATE, learn
-from .classify_tables import losses
 from .labelled import PLAIN, Labelled, Setting, encode, read_labelled
+from .tables import losses
 
 RECORD = Path(__file__).resolve().parent / "records" / "classify.jsonl"
 Line = dict[str, Any]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.records import Record, Records
-from mlx_zip.bench.tables import table
+import numpy as np
 
-from .classify_tables import accuracy_spread, classified, losses
+from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.records import Cell, Record, Records, column_table, table
+from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,19 +18,16 @@ if TYPE_CHECKING:
 
 def _speed_table(records: Records) -> str:
     """Returns the table of the speed of learning and encoding, ours and plain Python's."""
-    rows = [
-        [
-            _measured(line),
-            _window_cell(line),
-            _spread(line["ours"]),
-            _spread(line.get("plain_python")),
-            f"{line['ratio']}x" if "ratio" in line else "",
-            str(line.get("bytes_per_phrase", "")),
-        ]
-        for line in records.lines("multitok")
-        if line["what"] in ("train", "encode")
-    ]
-    return table(["", "window", "M units/s", "plain Python", "ratio", "bytes per phrase"], rows)
+    lines = (line for line in records.lines("multitok") if line["what"] in ("train", "encode"))
+    columns: tuple[tuple[str, Cell], ...] = (
+        ("", _measured),
+        WINDOW,
+        ("M units/s", lambda line: _spread(line["ours"])),
+        ("plain Python", lambda line: _spread(line.get("plain_python"))),
+        ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
+        ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
+    )
+    return column_table(lines, columns)
 
 
 def _measured(line: Record) -> str:
@@ -39,63 +38,70 @@ def _measured(line: Record) -> str:
 
 def _ratios_table(records: Records) -> str:
     """Returns the table of ratios r of words, by percentage of samples learned from and window."""
-    rows = [
-        [
-            f"{line['setting']['percent']} %",
-            _window_cell(line),
-            f"{line['ratio']:.3f}",
-            _paper_cell(line),
-            f"{line['phrases']:,}",
-            f"{line['never_used'] / line['phrases']:.0%}",
-            *_held_out_cells(line),
-        ]
-        for line in records.lines("multitok")
-        if line["what"] == "ratio" and line["data"]["units_are"] == "words"
-    ]
-    header = ["learn from", "window", "r", "paper's r", "phrases", "never used", "r held out", "by pairs at most"]
-    return table(header, rows)
+    columns: tuple[tuple[str, Cell], ...] = (
+        LEARNED_FROM,
+        WINDOW,
+        *RATIOS,
+        PHRASES,
+        ("never used", lambda line: f"{line['never_used'] / line['phrases']:.0%}"),
+        HELD_OUT,
+        ("by pairs at most", _held_out("2")),
+    )
+    return column_table(_ratios(records, "ratio", words=True), columns)
 
 
 def _pruned_table(records: Records) -> str:
     """Returns the table of ratios r of words after phrases used at most K times are pruned."""
-    rows = [
-        [
-            _window_cell(line),
-            str(line["setting"]["at_most"]),
-            line["setting"]["mode"],
-            f"{line['ratio']:.3f}",
-            _paper_cell(line),
-            f"{line['phrases']:,}",
-            f"{line['growth']:.3f}",
-            f"{line['lemma_printed']:.3f}",
-            f"{line['lemma_corrected']:.3f}",
-            *_held_out_cells(line)[:1],
-        ]
-        for line in records.lines("multitok")
-        if line["what"] == "pruned" and line["data"]["units_are"] == "words"
-    ]
-    header = ["window", "K", "mode", "r", "paper's r", "phrases", "growth", "printed bound", "corrected", "r held out"]
-    return table(header, rows)
+    columns: tuple[tuple[str, Cell], ...] = (
+        WINDOW,
+        ("K", "{setting[at_most]}"),
+        ("mode", "{setting[mode]}"),
+        *RATIOS,
+        PHRASES,
+        ("growth", "{growth:.3f}"),
+        ("printed bound", "{lemma_printed:.3f}"),
+        ("corrected", "{lemma_corrected:.3f}"),
+        HELD_OUT,
+    )
+    return column_table(_ratios(records, "pruned", words=True), columns)
 
 
 def _tokenizer_ratios_table(records: Records) -> str:
     """Returns the table of ratios r where phrases are made of a tokenizer's ids."""
-    rows = [
-        [
-            line["data"]["units_are"],
-            f"{line['setting']['percent']} %",
-            _window_cell(line),
-            f"{line['ratio']:.3f}",
-            _paper_cell(line),
-            f"{line['per_word']:.3f}",
-            f"{line['phrases']:,}",
-            *_held_out_cells(line)[:1],
-        ]
-        for line in records.lines("multitok")
-        if line["what"] == "ratio" and line["data"]["units_are"] != "words"
-    ]
-    header = ["units", "learn from", "window", "r", "paper's r", "tokens per word", "phrases", "r held out"]
-    return table(header, rows)
+    columns: tuple[tuple[str, Cell], ...] = (
+        ("units", "{data[units_are]}"),
+        LEARNED_FROM,
+        WINDOW,
+        *RATIOS,
+        ("tokens per word", "{per_word:.3f}"),
+        PHRASES,
+        HELD_OUT,
+    )
+    return column_table(_ratios(records, "ratio", words=False), columns)
+
+
+def _ratios(records: Records, what: str, words: bool) -> Iterator[Record]:
+    """Yields the lines of one kind whose units are words, or a tokenizer's ids."""
+    for line in records.lines("multitok"):
+        if line["what"] == what and (line["data"]["units_are"] == "words") == words:
+            yield line
+
+
+def _paper_ratio(line: Record) -> str:
+    """Returns the paper's r for a line's setting, "" where the paper has none."""
+    return "" if line["paper"] is None else f"{line['paper']:.2f}"
+
+
+def _held_out(window: str) -> Cell:
+    """Returns a cell of the ratio of held-out samples. window: "0" for phrases of any length, "2" for pairs at most."""
+    return lambda line: f"{found[window]:.3f}" if window in (found := line.get("held_out", {})) else ""
+
+
+LEARNED_FROM: tuple[str, Cell] = ("learn from", "{setting[percent]} %")
+WINDOW: tuple[str, Cell] = ("window", lambda line: str(line["setting"]["window"] or "Max"))  # most units in a phrase
+RATIOS: tuple[tuple[str, Cell], ...] = (("r", "{ratio:.3f}"), ("paper's r", _paper_ratio))
+PHRASES: tuple[str, Cell] = ("phrases", "{phrases:,}")
+HELD_OUT: tuple[str, Cell] = ("r held out", _held_out("0"))
 
 
 def _packs_table(records: Records) -> str:
@@ -112,25 +118,151 @@ def _packs_table(records: Records) -> str:
     return table(head, rows)
 
 
-def _window_cell(line: Record) -> str:
-    """Returns the most units in a phrase of a line's setting; "Max" for no limit."""
-    return str(line["setting"]["window"] or "Max")
-
-
-def _paper_cell(line: Record) -> str:
-    """Returns the paper's r for a line's setting, "" where the paper has none."""
-    return "" if line["paper"] is None else f"{line['paper']:.2f}"
-
-
-def _held_out_cells(line: Record) -> list[str]:
-    """Returns the ratios of held-out samples, with phrases of any length and with pairs at most."""
-    held_out = line.get("held_out", {})
-    return [f"{held_out[window]:.3f}" if window in held_out else "" for window in ("0", "2")]
-
-
 def _spread(figure: dict[str, Any] | None) -> str:
     """Formats a summary as "median (least-greatest)"; "" for None."""
     return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
+
+
+# ---- what `classify` measured
+
+SAMPLED = {"imdb": "IMDB", "agnews": "AG-News", "sst2": "SST-2"}
+# (units, setting) -> r, accuracy, AUC of the paper's table I, which is of IMDB; r of plain tokens is per word
+PAPER = {
+    ("words", "plain"): (1, 0.725, 0.77),
+    ("words", "100,Max-Max"): (0.57, 0.648, 0.69),
+    ("words", "100,2-2"): (0.6, 0.701, 0.75),
+    ("words", "50,Max-Max"): (0.8, 0.661, 0.72),
+    ("words", "50,2-2"): (0.83, 0.706, 0.76),
+    ("words", "50,2-1"): (0.83, 0.743, 0.82),
+    ("words", "25,2-1"): (0.93, 0.728, 0.78),
+    ("words", "100,2-2,>=2"): (0.66, 0.729, 0.79),
+    ("words", "100,Max-Max,>=2"): (0.65, 0.709, 0.77),
+    ("bert_base_uncased", "plain"): (1.17, 0.738, 0.81),
+    ("bert_base_uncased", "50,2-1"): (0.8, 0.735, 0.81),
+    ("bert_base_uncased", "25,2-1"): (0.91, 0.753, 0.83),
+    ("gpt2", "plain"): (1.26, 0.733, 0.8),
+    ("gpt2", "50,2-1"): (0.81, 0.731, 0.79),
+    ("gpt2", "33,2-1"): (0.88, 0.745, 0.82),
+}
+EPSILON = "0.01"  # of C(eps), the column "epochs to 0.01"
+
+
+def classified(lines: Sequence[Record], of_paper: bool) -> str:
+    """Returns a table with a row per data set, units and setting.
+
+    of_paper: the rows of IMDB, next to the paper's figures; else the rows of all other data sets.
+    """
+    runs = [line for line in lines if line["bench"] == "classify" and (_data_set(line) == "IMDB") == of_paper]
+    rows = [_row(group, of_paper) for group in grouped(runs)]
+    quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
+    cost = ["epochs to 0.01", "processor s to 0.01", "processor s per epoch", "rows", "of them trained"]
+    return table(["texts", "encoding", "seeds", *quality, *cost], rows)
+
+
+def grouped(runs: Sequence[Record]) -> list[list[Record]]:
+    """Returns the runs in groups; those of one group differ only in their seed."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for line in runs:
+        groups.setdefault((_data_set(line), line["data"]["units_are"], line["setting"]), []).append(line)
+    return list(groups.values())
+
+
+def _data_set(line: Record) -> str:
+    """Returns the name of a line's texts in the tables, for example IMDB."""
+    name: str = line["data"]["train"].split(".")[0]
+    return SAMPLED.get(name, name)
+
+
+def encoding(line: Record) -> str:
+    """Returns the name of a line's encoding in the tables: its setting, with the tokenizer first if there is one."""
+    units, setting = line["data"]["units_are"], line["setting"]
+    return setting if units == "words" else units if setting == "plain" else f"{units}, {setting}"
+
+
+def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
+    """Returns the row of a group of runs that differ only in their seed. of_paper: add cells of the paper's figures."""
+    line = runs[0]
+    units, setting = line["data"]["units_are"], line["setting"]
+    ratio = line["per_word"] if setting == "plain" else line["ratio"]
+    found = PAPER.get((units, setting))
+    paper = [f"{found[0]:.2f}", f"{found[1]:.3f}", f"{found[2]:.2f}"] if found else [""] * 3
+    measured = [
+        f"{ratio:.3f}",
+        _mean_and_range([run["accuracy"] for run in runs]),
+        _mean_and_range([run["auc"] for run in runs]),
+    ]
+    quality = [cell for pair in zip(measured, paper, strict=True) for cell in pair] if of_paper else measured
+    epochs, seconds = (
+        _mean_and_range([run[name][EPSILON] for run in runs], 1) for name in ("epochs_to", "processor_s_to")
+    )
+    return [
+        _data_set(line),
+        encoding(line),
+        str(len(runs)),
+        *quality,
+        epochs,
+        seconds,
+        f"{mean(s for run in runs for s in run['processor_s']):.2f}",
+        f"{line['rows']:,}",
+        f"{line['rows_trained']:,}",
+    ]
+
+
+def _mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
+    """Formats one figure per run as "mean (least-greatest)", followed by "n of m" where some runs have None.
+
+    None stands for a run that did not reach the value. places: digits after the decimal point.
+    """
+    reached = [figure for figure in figures if figure is not None]
+    if not reached:
+        return "not reached"
+    cell = f"{mean(reached):.{places}f}"
+    if len(figures) > 1:
+        cell += f" ({min(reached):.{places}f}-{max(reached):.{places}f})"
+    return cell if len(reached) == len(figures) else f"{cell}, {len(reached)} of {len(figures)}"
+
+
+def accuracy_spread(lines: Sequence[Record]) -> str:
+    """Returns a table of accuracy by seed, a row per setting that was run with several seeds.
+
+    The last column is the greatest less the least accuracy, in percentage points.
+    """
+    rows = []
+    for runs in grouped([line for line in lines if line["bench"] == "classify"]):
+        found = [run["accuracy"] for run in runs]
+        if len(found) > 1:
+            listed = ", ".join(f"{accuracy:.3f}" for accuracy in found)
+            rows.append([_data_set(runs[0]), encoding(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"])
+    return table(["texts", "encoding", "accuracy by seed", "points apart"], rows)
+
+
+def losses(lines: Sequence[Record]) -> Figure:
+    """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
+
+    There is a curve per encoding: the mean over seeds, in a band from the least to the greatest. Raises `DataError` for
+    a record without runs, `InstallationError` without matplotlib.
+    """
+    groups = grouped([line for line in lines if line.get("bench") == "classify"])
+    if not groups:
+        raise DataError("the record holds no line of `classify`")
+    names = list(dict.fromkeys(_data_set(group[0]) for group in groups))
+    encodings = list(dict.fromkeys(encoding(group[0]) for group in groups))
+    figure = new_figure(10, 3.4 * len(names))
+    panels = figure.subplots(len(names), 2, squeeze=False, sharey="row")
+    for group in groups:
+        row, color = panels[names.index(_data_set(group[0]))], f"C{encodings.index(encoding(group[0])) % 10}"
+        losses = np.array([run["loss"] for run in group])
+        spent = np.mean([np.cumsum(run["processor_s"]) for run in group], axis=0)
+        for panel, at in zip(row, (np.arange(1, losses.shape[1] + 1), spent), strict=True):
+            panel.plot(at, losses.mean(axis=0), color=color, marker=".", label=encoding(group[0]))
+            panel.fill_between(at, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.12, linewidth=0)
+    for name, (left, right) in zip(names, panels, strict=True):
+        left.set(yscale="log", xlabel="epochs", ylabel="training loss", title=name)
+        right.set(yscale="log", xlabel="processor seconds", title=name)
+        right.legend(fontsize="small")
+        for panel in (left, right):
+            panel.grid(alpha=0.3)
+    return figure
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -22,7 +22,7 @@ from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, load_pack
 
-from .figure import picture
+from .tables import picture
 
 CONTEXT = 1024
 

@@ -1,12 +1,16 @@
-"""The tables of the ablations: tables 7 and 8 of the paper with our figures next to the paper's, and all of ours."""
+"""What the report on the ablations shows: tables 7 and 8 of the paper, its figures 5 and 6, and all figures of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean
+from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.records import Record, Records
-from mlx_zip.bench.tables import table
+from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.records import Cell, Record, Records, column_table, table
 
 from .ablation_results import (
     ENCODERS,
@@ -16,9 +20,12 @@ from .ablation_results import (
     PAPER_TEXTS,
     Line,
     Results,
+    Sweep,
     setting_label,
 )
-from .ablation_trends import answers, cost_of_compression, paper_cost
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def tables(results: Results) -> str:
@@ -55,38 +62,28 @@ def table8(results: Results) -> str:
 
 def all_figures(results: Results) -> str:
     """Returns a table of all our figures, with a row per setting, seed and text."""
-    rows = [
-        [
-            "setting",
-            "seed",
-            "text",
-            "bits/byte",
-            "standard error",
-            "byte-perplexity",
-            "compression rate",
-            "hypertokens among ids",
-            "text read, MB",
-            "training, s",
-        ]
-    ]
-    for line in results.lines:
-        for name, text in line["texts"].items():
-            error = text["bits_per_byte_standard_error"]
-            rows.append(
-                [
-                    setting_label(line),
-                    str(line["setting"]["seed"]),
-                    name,
-                    f"{text['bits_per_byte']:.4f}",
-                    "-" if error is None else f"{error:.4f}",
-                    f"{text['byte_perplexity']:.4f}",
-                    f"{text['compression_rate']:.1%}",
-                    f"{text['hyper_share']:.1%}",
-                    f"{line['training']['bytes'] / 1e6:.2f}",
-                    f"{line['training']['seconds']:,.0f}",
-                ]
-            )
-    return table(rows[0], rows[1:])
+    texts = [(line, name, text) for line in results.lines for name, text in line["texts"].items()]
+    return column_table(({"line": line, "name": name, "text": text} for line, name, text in texts), _FIGURES)
+
+
+def _standard_error(row: Record) -> str:
+    """Returns the standard error of bits per byte, "-" where it is not known."""
+    error = row["text"]["bits_per_byte_standard_error"]
+    return "-" if error is None else f"{error:.4f}"
+
+
+_FIGURES: tuple[tuple[str, Cell], ...] = (
+    ("setting", lambda row: setting_label(row["line"])),
+    ("seed", "{line[setting][seed]}"),
+    ("text", "{name}"),
+    ("bits/byte", "{text[bits_per_byte]:.4f}"),
+    ("standard error", _standard_error),
+    ("byte-perplexity", "{text[byte_perplexity]:.4f}"),
+    ("compression rate", "{text[compression_rate]:.1%}"),
+    ("hypertokens among ids", "{text[hyper_share]:.1%}"),
+    ("text read, MB", lambda row: f"{row['line']['training']['bytes'] / 1e6:.2f}"),
+    ("training, s", "{line[training][seconds]:,.0f}"),
+)
 
 
 def _paper_heads(names: Sequence[str]) -> list[str]:
@@ -117,10 +114,10 @@ def orders(results: Results) -> str:
 
     The last row is what compression costs in bits per byte.
     """
-    found = answers(results)
+    found = _answers(results)
     rows = [[a.question.text, a.of_paper, *(a.of_text(text) for text in results.texts)] for a in found]
-    cost = [_spread([100 * value for value in cost_of_compression(results, text)], 1) for text in results.texts]
-    theirs = [100 * value for value in paper_cost()]
+    cost = [_spread([100 * value for value in _cost_of_compression(results, text)], 1) for text in results.texts]
+    theirs = [100 * value for value in _paper_cost()]
     rows.append(["bits per byte of M = 3 over M = 1 (%)", f"{min(theirs):.1f} to {max(theirs):.1f}", *cost])
     return table(["", "paper", *results.texts], rows)
 
@@ -157,6 +154,146 @@ def longer(short: Results, long: Sequence[Record]) -> str:
     return table(["bits per byte", *(f"{n} steps, {text}" for n in steps for text in short.texts)], rows)
 
 
+# ---- which setting is best and which worst, in the paper's tables and in ours
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a sweep: which of some keys is best or worst by bits per byte.
+
+    sizes: whether it is about merge sizes, else about encoders. keys: those to choose from. pick: `min` for the best
+    key, `max` for the worst.
+    """
+
+    text: str
+    sizes: bool
+    keys: tuple[Any, ...]
+    pick: Callable[..., float]
+
+    def answer(self, values: Mapping[Any, float]) -> tuple[Any, ...]:
+        """Returns the best (or worst) key, or several that are equal; () unless `values` has a value for every key."""
+        if not all(key in values for key in self.keys):
+            return ()
+        wanted = self.pick(values[key] for key in self.keys)
+        return tuple(key for key in self.keys if values[key] == wanted)
+
+
+_COMPRESSED = (2, 3, 4, 5)
+QUESTIONS = (
+    Question("best merge size, 1 being no compression", True, (1, *_COMPRESSED), min),
+    Question("best merge size that compresses", True, _COMPRESSED, min),
+    Question("worst merge size that compresses", True, _COMPRESSED, max),
+    Question("best encoder", False, tuple(PAPER_ENCODERS), min),
+    Question("worst encoder", False, tuple(PAPER_ENCODERS), max),
+)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to one question.
+
+    label: returns a key in words. paper: the paper's answer on each of its texts. ours: for each of our texts, the
+    number of seeds by answer; empty where not measured.
+    """
+
+    question: Question
+    label: Callable[[Any], str]
+    paper: tuple[tuple[Any, ...], ...]
+    ours: Mapping[str, Counter[Any]]
+
+    def shown(self, answer: Sequence[Any]) -> str:
+        """Returns an answer in words; keys that are equally good are joined by "or"."""
+        return " or ".join(self.label(key) for key in answer)
+
+    @property
+    def of_paper(self) -> str:
+        """The paper's answers in words, each with the number of texts on which it holds."""
+        counts = Counter(self.shown(answer) for answer in self.paper)
+        return "; ".join(f"{answer} ({n} of {len(self.paper)} texts)" for answer, n in counts.items())
+
+    def of_text(self, text: str) -> str:
+        """Returns our answer on one text in words; where seeds disagree, each answer with its number of seeds."""
+        counts = self.ours[text]
+        if len(counts) < 2:
+            return self.label(next(iter(counts))) if counts else "not measured"
+        return ", ".join(f"{self.label(key)} ({n} of {counts.total()} seeds)" for key, n in counts.most_common())
+
+    def strange(self, text: str) -> list[Any]:
+        """Returns our answers on one text that the paper gives on none of its texts."""
+        known = {key for answer in self.paper for key in answer}
+        return [key for key in self.ours[text] if key not in known]
+
+
+def _answers(results: Results) -> list[Answers]:
+    """Returns the answers to all questions, by the paper's tables and by our lines."""
+    found = []
+    for question in QUESTIONS:
+        sweep = results.sizes if question.sizes else results.encoders
+        columns = range(len(PAPER_TEXTS))
+        paper = tuple(question.answer({key: row[i] for key, row in sweep.paper.items()}) for i in columns)
+        ours = {text: Counter(_per_seed(question, sweep, text, results.seeds)) for text in results.texts}
+        found.append(Answers(question, sweep.label, paper, ours))
+    return found
+
+
+def _per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int]) -> Iterator[Any]:
+    """Yields the answer of each seed on one text; several if keys are equal, none if a key was not measured."""
+    for seed in seeds:
+        values = {
+            key: line["texts"][text]["bits_per_byte"]
+            for key, lines in sweep.found.items()
+            for line in lines
+            if line["setting"]["seed"] == seed
+        }
+        yield from question.answer(values)
+
+
+def _cost_of_compression(results: Results, text: str) -> list[float]:
+    """Returns for each seed how many more bits per byte merge size 3 needs than merge size 1, as a fraction.
+
+    Seeds for which one of the two was not measured are left out.
+    """
+    by_seed = [
+        {line["setting"]["seed"]: line["texts"][text]["bits_per_byte"] for line in results.sizes.found.get(m, [])}
+        for m in (1, 3)
+    ]
+    return [by_seed[1][seed] / by_seed[0][seed] - 1 for seed in by_seed[0] if seed in by_seed[1]]
+
+
+def _paper_cost() -> list[float]:
+    """Returns how many more bits per byte merge size 3 needs than 1 in the paper's table 7, as a fraction, per text.
+
+    Bits per byte are the logarithm of byte-perplexity.
+    """
+    pairs = zip(PAPER_SIZES[3], PAPER_SIZES[1], strict=True)
+    return [math.log(third) / math.log(first) - 1 for third, first in pairs]
+
+
+# ---- figures 5 and 6: training loss against bytes read, a curve per setting
+
+PANELS = ((1, "nats per id"), (2, "bits per byte"))  # (index into a point of a training curve, label of the y axis)
+
+
+def curves(sweep: Sweep) -> Figure:
+    """Returns the figure of one sweep: training loss against text read; the seeds of a setting share one colour.
+
+    The paper draws nats per id. An id stands for more text at higher compression, so settings can be compared only by
+    bits per byte. Raises `InstallationError` without matplotlib.
+    """
+    figure = new_figure()
+    for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):
+        for i, (key, lines) in enumerate(sweep.found.items()):
+            for j, line in enumerate(lines):
+                curve = line["training"]["curve"]
+                points = [point[0] / 1e6 for point in curve], [point[column] for point in curve]
+                panel.plot(*points, color=f"C{i}", linewidth=1, label=None if j else sweep.label(key))
+        panel.set(xlabel="text read, MB", ylabel=label)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.suptitle(f"Training loss by {sweep.name}")
+    return figure
+
+
 def _from_records(make: Callable[[Results], str]) -> Callable[[Records], str]:
     """Returns a function that makes a table from the record `ablations` instead of from `Results`."""
     return lambda records: make(Results(records.lines("ablations")))
@@ -169,4 +306,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "ablations-orders": _from_records(orders),
     "ablations-longer": lambda records: longer(Results(records.lines("ablations")), records.lines("ablations-longer")),
     "ablations-all": _from_records(all_figures),
+}
+PICTURES: dict[str, Callable[[Records], Figure]] = {
+    "docs/reports/ablations-figure5.svg": lambda records: curves(Results(records.lines("ablations")).sizes),
+    "docs/reports/ablations-figure6.svg": lambda records: curves(Results(records.lines("ablations")).encoders),
 }

@@ -26,9 +26,8 @@ from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
-from .ablation_figures import curves
 from .ablation_results import ENCODERS, FIGURES, Results, read_lines
-from .ablation_tables import tables
+from .ablation_tables import curves, tables
 
 LINES = "ablations.jsonl"
 POINTS = 100  # most points in a training curve

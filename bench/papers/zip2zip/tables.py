@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mlx_zip.bench.records import Records
 
-from . import ablation_figures, ablation_tables, codec_figure, compression_tables
+from . import ablation_tables, codec_figure, compression_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +21,6 @@ def _latency(records: Records) -> Figure:
 
 TABLES: dict[str, Callable[[Records], str]] = {**ablation_tables.TABLES, **compression_tables.TABLES}
 PICTURES: dict[str, Callable[[Records], Figure]] = {
-    **ablation_figures.PICTURES,
+    **ablation_tables.PICTURES,
     "docs/reports/compression-figure4.svg": _latency,
 }

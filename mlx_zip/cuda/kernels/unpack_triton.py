@@ -1,15 +1,18 @@
-"""The Triton kernel that unpacks a packed matrix."""
-
-# Triton may be missing, and its decorators are not typed.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+"""The Triton kernel that unpacks a packed matrix, and the piece of kernels that reads columns of one row."""
 
 from __future__ import annotations
 
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
 import torch
 import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Packed
+
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 
 WORDS = 512  # words per program
 
@@ -42,3 +45,19 @@ def _kernel(
     value = level * scale[:, None] + bias[:, None]
     at = out + word[:, None] * PER + place[None, :]
     tl.store(at, value.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def row_values(matrix, scales, biases, line, width, column, end, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Returns columns of row `line` (int64) in float32, NaN for those from `end` on."""
+    inside = column < end
+    if BITS == 0:
+        value = tl.load(matrix + line * width + column, mask=inside, other=float("nan")).to(tl.float32)
+    else:
+        PER: tl.constexpr = 32 // BITS
+        word = tl.load(matrix + line * (width // PER) + column // PER, mask=inside, other=0)
+        level = ((word >> (column % PER * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+        group = line * (width // GROUP) + column // GROUP
+        scale = tl.load(scales + group, mask=inside, other=float("nan")).to(tl.float32)
+        value = level * scale + tl.load(biases + group, mask=inside, other=float("nan")).to(tl.float32)
+    return value

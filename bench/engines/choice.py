@@ -1,0 +1,86 @@
+"""Checks engine names, and makes engines by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from mlx_zip.errors import MlxZipError, missing_library
+
+from .runs import ENGINES, Engine
+from .shape_table import Models
+
+LIBRARIES = {
+    **dict.fromkeys(("hf", "hf-float32", "hf-bfloat16", "hf-compiled"), ("torch", "transformers")),
+    "zip2zip": ("torch", "zip2zip"),
+    "torch-zip": ("torch",),
+    "torch-base": ("torch",),
+    **dict.fromkeys(
+        ("mlx-lm", "mlx-zip", "mlx-lm+lookup", "mlx-zip+lookup", "mlx-cuda-zip", "mlx-cuda-base"), ("mlx",)
+    ),
+}
+ON_MLX_CUDA = {"mlx-cuda-zip": "mlx-zip", "mlx-cuda-base": "mlx-lm"}  # name: the engine that it is elsewhere
+ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
+
+
+def check_engines(names: Sequence[str]) -> None:
+    """Raises `MlxZipError` for an unknown engine or one named twice, `InstallationError` if libraries are missing."""
+    for at, name in enumerate(names):
+        if name not in ENGINES:
+            raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
+        if name in names[:at]:
+            raise MlxZipError(f"engine {name} is named twice")
+        missing = [library for library in LIBRARIES.get(name, ()) if find_spec(library) is None]
+        if missing:
+            raise missing_library(f"engine {name}", *missing)
+        if name in ON_MLX_CUDA:
+            _check_mlx_cuda(name)
+
+
+def needs_mlx(names: Sequence[str]) -> bool:
+    """Returns whether one of these engines, or what it shares with others, needs MLX.
+
+    transformers and the published package take the model from MLX where it is installed, and do without elsewhere.
+    """
+    if find_spec("mlx") is None:
+        return any(name.startswith("mlx-") for name in names)
+    return any(not name.startswith("torch-") for name in names)
+
+
+def _check_mlx_cuda(name: str) -> None:
+    """Raises `MlxZipError` unless MLX runs on a CUDA card here."""
+    import mlx.core as mx
+
+    if not mx.cuda.is_available():
+        raise MlxZipError(f"{name} needs MLX's CUDA backend and a card: pip install 'mlx-zip[mlx-cuda]'")
+
+
+def make_engine(name: str, models: Models, options: Any) -> Engine:
+    """Makes the engine called `name`, a name that `check_engines` accepts. options: the flags `draft` and `published`.
+
+    Raises `MlxZipError` if the engine cannot run these models.
+    """
+    if name.startswith("torch-"):
+        from .cuda_engines import TorchEngine  # torch is an extra
+
+        return TorchEngine(name, models)
+    if name.startswith("mlx-"):
+        return _mlx_engine(name, models, options.draft)
+    from .torch_engines import make_torch_engine
+
+    return make_torch_engine(name, models, options.published)
+
+
+def _mlx_engine(name: str, models: Models, draft: int) -> Engine:
+    """Makes an engine on MLX. draft: as in the flags."""
+    from .mlx_engines import MlxLm, MlxZip, PlainLookup, ZipLookup
+
+    if "zip" in name and models.zipped is None:
+        raise MlxZipError(f"{name} needs a model with hypertokens: --model or --shape")
+    if name.endswith("+lookup"):
+        return PlainLookup(models, draft) if name == "mlx-lm+lookup" else ZipLookup(models, draft)
+    kind = ON_MLX_CUDA.get(name, name)
+    made = MlxLm(models, models.plain) if kind == "mlx-lm" else MlxZip(models, models.zipped)  # type: ignore[arg-type]
+    made.name = name
+    return made

@@ -1,0 +1,126 @@
+"""What all engines share: their names, their interface, and the timed run of a request. Needs no MLX."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.bench import machine
+from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.errors import MlxZipError
+
+DRAFT = 10  # ids that are proposed per step, by default
+ENGINES = {
+    "mlx-lm": "the plain model in mlx-lm",
+    "mlx-zip": "the model with hypertokens in mlx_zip",
+    "mlx-lm+lookup": "the plain model with prompt-lookup decoding, greedy, exact",
+    "mlx-zip+lookup": "the model with hypertokens with prompt-lookup decoding, greedy, exact",
+    "torch-zip": "the model with hypertokens in mlx_zip on PyTorch",
+    "torch-base": "the plain model on the same engine as torch-zip",
+    "mlx-cuda-zip": "mlx-zip, on MLX's CUDA backend",
+    "mlx-cuda-base": "mlx-lm, on MLX's CUDA backend",
+    "hf": "the plain model in transformers, eager",
+    "hf-float32": "hf, with all weights in float32",
+    "hf-bfloat16": "hf, with all weights in bfloat16",
+    "hf-compiled": "the plain model in transformers, compiled, static cache",
+    "zip2zip": "the published package (PyTorch)",
+}
+
+
+@dataclass
+class Run:
+    """One timed request.
+
+    prompt_ids: length of the prompt in the engine's ids. times: seconds from the request to the end of each step. ids:
+    those emitted at each step, one except with prompt lookup. base_ids: the base ids of all of them, cut where the text
+    ends; the first `first_base` came with the first step. text_bytes: UTF-8 bytes of the text. kv_ids: ids in the KV
+    cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: how many steps ran the
+    decoder's body twice. peak_bytes: peak memory, None if not known.
+    """
+
+    prompt_ids: int
+    times: list[float] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    base_ids: list[int] = field(default_factory=list)
+    first_base: int = 0
+    text_bytes: int = 0
+    kv_ids: int = 0
+    row_bytes: int = 0
+    second_bodies: int = 0
+    peak_bytes: int | None = None
+
+    def step(self, seconds: float, ids: Iterable[int], base_ids: Iterable[int]) -> None:
+        """Records a step: seconds since the request, the ids emitted, and the base ids they stand for."""
+        self.times.append(seconds)
+        self.ids.append(list(ids))
+        self.base_ids += base_ids
+        if len(self.times) == 1:
+            self.first_base = len(self.base_ids)
+
+
+class Engine(ABC):
+    """The interface of an engine.
+
+    weight_bytes: bytes of weights that every step reads. kv_bytes: bytes of one id's keys and values in all layers.
+    kv_dtype: their numbers' dtype.
+    """
+
+    name = ""
+    weight_bytes = 0
+    kv_bytes = 0
+    kv_dtype = ""
+
+    @property
+    def device(self) -> dict[str, Any]:
+        """The device that the engine runs on, as the records' section `device`."""
+        return machine.device()
+
+    @property
+    def yardstick(self) -> str:
+        """The name of what `bandwidth` measures."""
+        return machine.yardstick("MLX", machine.BANDWIDTH_SIDE)
+
+    def bandwidth(self) -> float:
+        """Measures how many bytes per second matrix-vector products read on the engine's device."""
+        return machine.bandwidth()
+
+    def fresh(self) -> None:
+        """Drops what earlier requests left in the model, such as encoded hyper rows."""
+        return
+
+    def start(self) -> Any:
+        """Returns the state of a new conversation, which `run` takes as `held`.
+
+        Raises `MlxZipError` if the engine runs single requests only.
+        """
+        raise MlxZipError(f"{self.name} runs single requests only, no conversations")
+
+    @abstractmethod
+    def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
+        """Reads prompt [n] base ids, emits at most `tokens` base ids, and returns the timed run.
+
+        replay [m]: base ids to emit instead, exactly these. held: state of the conversation to continue, from `start`;
+        None begins a new one.
+        """
+
+
+def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (compressed ids of the prompt, compressed ids of the text after it), as a request that continues `book`.
+
+    prompt, text: base ids. `book` is not changed.
+    """
+    prompt_ids = compress_next(book, np.asarray(prompt, np.uint32))
+    following = book.copy()
+    following.push(prompt_ids)
+    return prompt_ids, following.compress(np.asarray(text, np.uint32))
+
+
+def kv_bytes(config: Mapping[str, Any], itemsize: int) -> int:
+    """Returns bytes of one id's keys and values in all layers. config: the decoder's; itemsize: bytes per number."""
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * itemsize

@@ -1,0 +1,1 @@
+"""What belongs to measurements on an NVIDIA card; `nvidia.py` has the command."""

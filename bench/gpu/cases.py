@@ -1,0 +1,193 @@
+"""The cases of a part of `bench nvidia`, and the folder of its records.
+
+Records are written as they come, and a case that fails is recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from mlx_zip.bench.machine import card_state
+from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.records import read_lines
+from mlx_zip.errors import MlxZipError, first_line, reason
+from mlx_zip.files import whole_file
+
+Record = dict[str, Any]
+PACKAGES = ("torch", "triton", "safetensors", "transformers")
+FAILED = "nvidia-error"  # bench of the record of a case that failed
+CARD = "nvidia-card"  # bench of the record of the card's state
+
+
+class Cases:
+    """Runs the cases of a part one after the other and keeps their records in the part's file."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        """Removes what the part wrote in an earlier run."""
+        self.folder, self.part = folder, part
+        self.records: list[Record] = []
+        _forget(folder, part)
+
+    @property
+    def status(self) -> int:
+        """The part's exit status: 1 if a case failed, else 0."""
+        return int(any(one["bench"] == FAILED for one in self.records))
+
+    def add(self, record: Record) -> None:
+        """Keeps a record, and writes the file."""
+        self.records.append(record)
+        _write_records(self.folder, self.part, self.records)
+
+    def note_card(self, when: str) -> None:
+        """Keeps a record of the card's clocks, power and temperature, if they are known. when: "before" or "after"."""
+        if state := card_state():
+            self.add(record_of("card", part=self.part, when=when, state=state))
+
+    def run(self, name: str, work: Callable[[], Iterable[Record]]) -> None:
+        """Keeps the records that `work` yields, each at once. An error becomes a record too; the next case can run."""
+        with self.group(name):
+            for record in work():
+                self.add(record)
+
+    @contextmanager
+    def group(self, name: str) -> Iterator[None]:
+        """Inside, cases are run; what fails between them becomes a record of this name, and ends the group."""
+        gc.collect()  # what a failed case held is free again
+        try:
+            yield
+        except Exception as error:  # whatever a case raises, the others are measured; the record names it
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        """Shows an error and keeps it as a record."""
+        if not isinstance(error, MlxZipError):
+            traceback.print_exc()
+        said = f"{type(error).__name__}: {first_line(error)}"
+        print(f"error: {name}: {said}", file=sys.stderr, flush=True)
+        self.add(record_of("error", what=name, error=said))
+
+
+def record_of(bench: str, **fields: Any) -> Record:
+    """Returns a record with what every record carries."""
+    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **surroundings(*PACKAGES)}
+
+
+# ---- the folder of records
+
+ONE_RUN = ("machine", "python", "commit", "mlx_zip", "torch", "triton", "device", "chip")  # equal in all records
+NAMED_OTHERWISE = {"others": ("device", "chip")}  # parts whose engines have their own names for the same card
+FAILED_TESTS = ("failures", "errors")  # of pytest's XML
+MADE = {  # files that a part writes beside its records
+    "trace": ("trace-torch-base.json.gz", "trace-torch-zip.json.gz"),
+    "summary": ("llama-bench.json", "roofline.md"),
+}
+
+
+def open_folder(folder: Path) -> None:
+    """Makes a folder, with its parents. Raises `MlxZipError` if that fails, or if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MlxZipError(f"--out {folder} cannot be written to: {reason(error)}") from error
+
+
+def check_new(folder: Path, parts: Sequence[str]) -> None:
+    """Raises `MlxZipError` if a folder holds records of these parts already."""
+    if found := [part for part in parts if _records_file(folder, part).exists()]:
+        raise MlxZipError(
+            f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder, "
+            "or the parts to replace with --parts"
+        )
+
+
+def _forget(folder: Path, part: str) -> None:
+    """Removes what a part wrote in an earlier run, so that nothing of it reads as a result of this one."""
+    for path in (_records_file(folder, part), *(folder / name for name in MADE.get(part, ()))):
+        path.unlink(missing_ok=True)
+
+
+def _records_file(folder: Path, part: str) -> Path:
+    """Returns the file of a part's records."""
+    return folder / f"{part}.jsonl"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all. Raises `MlxZipError`."""
+    try:
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MlxZipError(f"{path} cannot be written: {reason(error)}") from error
+
+
+def _write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
+    """Writes a part's records in place of those that are there. Raises `MlxZipError`."""
+    write_text(_records_file(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def all_records(folder: Path, parts: Sequence[str]) -> list[Record]:
+    """Returns the records of these parts. Raises `MlxZipError` if they are of different machines, cards or versions."""
+    files = {file: part for part in parts if (file := _records_file(folder, part)).exists()}
+    found = [(file, line) for file in files for line in read_lines(file)]
+    for file, line in found:
+        first, run = found[0]
+        fields = [field for field in ONE_RUN if field not in NAMED_OTHERWISE.get(files[file], ())]
+        if different := [field for field in fields if not _same(_stated(run, field), _stated(line, field))]:
+            raise MlxZipError(
+                f"{folder}: {first.name} and {file.name} are not of one run: {different[0]} is "
+                f"{_stated(run, different[0])} and {_stated(line, different[0])}"
+            )
+    return [line for _, line in found]
+
+
+def float64_records(folder: Path) -> list[Record]:
+    """Returns a record of the tests of kernels that pytest wrote to float64.xml; none if they did not run to the end.
+
+    Raises `MlxZipError` for a file that cannot be read.
+    """
+    path = folder / "float64.xml"
+    if not path.exists():
+        return []
+    try:
+        suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+        count = {name: sum(int(one.attrib[name]) for one in suites) for name in ("tests", "skipped", *FAILED_TESTS)}
+    except (OSError, ElementTree.ParseError, KeyError, ValueError) as error:
+        raise MlxZipError(f"{path} cannot be read: {reason(error)}") from error
+    failed = sum(count[name] for name in FAILED_TESTS)
+    passed = count["tests"] - count["skipped"] - failed
+    return [{"bench": "nvidia-float64", "passed": passed, "failed": failed, "skipped": count["skipped"]}]
+
+
+def _stated(record: Record, field: str) -> Any:
+    """Returns a field of a record, of its versions, or of its device; None without it."""
+    for section in (record, record.get("versions", {}), record.get("device", {})):
+        if isinstance(section, dict) and isinstance(value := section.get(field), str):
+            return value
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, or one is not known."""
+    return a is None or b is None or a == b
+
+
+def read_text(path: Path, what: str) -> str:
+    """Returns the text of a UTF-8 file. Raises `MlxZipError`; what: the flag that names the file."""
+    try:
+        if not path.is_file():
+            raise MlxZipError(f"{what} {os.fspath(path)}: there is no such file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MlxZipError(f"{what} {path} cannot be read: {reason(error)}") from error

@@ -1,0 +1,380 @@
+"""Counts the launches of a piece of work on PyTorch, and the bytes that they read and write; no GPU is needed.
+
+PyTorch's operations count unless they are views or allocations. A kernel of `mlx_zip.cuda.kernels` counts as the
+launches of its Triton form, also where its plain reference runs, whose operations do not count then.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder
+from mlx_zip.cuda import kernels
+from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.parts import part_count
+from mlx_zip.cuda.memory import bytes_of
+from mlx_zip.cuda.model import CudaModel
+
+FREE = {  # operations that launch nothing although their schema does not say so
+    *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
+    *("is_pinned", "is_same_size", "lift_fresh", "_pin_memory", "sym_size", "sym_stride", "sym_numel"),
+}
+READS_ROWS = {"index", "index_select", "embedding", "gather"}  # they read as many elements as they return
+WRITES_ROWS = {"index_put_", "index_put", "scatter", "scatter_", "_index_put_impl_", "index_copy_"}
+FILLS = {"zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+FILLS |= {"fill_", "zero_", "scalar_tensor", "rand", "randn", "randint"}
+
+
+@dataclass
+class Launches:
+    """What was launched. names: how often each operation or kernel was. bytes: read and written by all of them."""
+
+    names: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        """All launches."""
+        return self.names.total()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written by all launches."""
+        return self.sizes.total()
+
+    def add(self, name: str, count: int, size: int) -> None:
+        """Adds `count` launches that read and write `size` bytes together."""
+        self.names[name] += count
+        self.sizes[name] += size
+
+    def minus(self, other: Launches) -> Launches:
+        """Returns what was launched here and not in `other`, by name; counts may be negative."""
+        found = Launches(Counter(self.names), Counter(self.sizes))
+        found.names.subtract(other.names)
+        found.sizes.subtract(other.sizes)
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Returns launches and bytes for a record, the names with the most bytes first."""
+        order = sorted(self.names, key=lambda name: (-self.sizes[name], name))
+        each = {name: {"launches": self.names[name], "bytes": self.sizes[name]} for name in order}
+        return {"launches": self.count, "bytes": self.bytes, "each": each}
+
+
+class _Mode(TorchDispatchMode):
+    """Counts operations, unless it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Launches()
+        self.paused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.paused and (parts := self._parts(func, args, kwargs)) is not NotImplemented:
+            return parts
+        out = func(*args, **kwargs)
+        if not self.paused and launches(func):
+            name = func.overloadpacket.__name__
+            self.found.add(name, 1, operation_bytes(name, args, kwargs, out))
+        return out
+
+    def _parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation by its parts if PyTorch knows it as one of several; else returns NotImplemented."""
+        with self:
+            return func.decompose(*args, **kwargs)
+
+
+def launches(func: Any) -> bool:
+    """Returns whether one of PyTorch's operations launches something: it is no view and no allocation."""
+    if func.overloadpacket.__name__ in FREE:
+        return False
+    returned = func._schema.returns
+    return not (returned and all(one.alias_info is not None and not one.alias_info.is_write for one in returned))
+
+
+def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Returns the bytes that one of PyTorch's operations reads and writes.
+
+    Each tensor counts once; operations on chosen rows count these rows only.
+    """
+    if name in FILLS:
+        return bytes_of(out)
+    if name in READS_ROWS:
+        return 2 * bytes_of(out) + bytes_of(list(args[1:]))
+    if name in WRITES_ROWS:
+        chosen = bytes_of(list(args[1:]))
+        return chosen + bytes_of(args[2:]) + (0 if name.endswith("_") else 2 * bytes_of(out))
+    if name == "copy_":
+        return 2 * bytes_of(out)
+    return bytes_of([args, list(kwargs.values())]) + bytes_of(out)
+
+
+@contextmanager
+def counted() -> Iterator[Launches]:
+    """Counts what is launched inside, into the object that it yields. CUDA graphs are neither made nor replayed."""
+    mode = _Mode()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Graphs, "run", lambda graphs, key, work, keep=(): work()))
+        for place, name, function in _kernel_functions():
+            stack.enter_context(patch.object(place, name, _counting(mode, place.__name__, name, function)))
+        if (run := _triton_run()) is not None:
+            stack.enter_context(patch.object(*run[:2], _counting_triton(mode, run[2])))
+        stack.enter_context(mode)
+        yield mode.found
+
+
+def _kernel_functions() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+    """Yields (module, name, function) of every kernel's plain reference."""
+    for info in pkgutil.iter_modules(kernels.__path__):
+        if info.name.endswith("_triton"):
+            continue
+        module = import_module(f"{kernels.__name__}.{info.name}")
+        for name, value in vars(module).items():
+            if name.startswith("reference") and callable(value) and value.__module__ == module.__name__:
+                yield module, name, value
+
+
+def _counting(mode: _Mode, module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the reference of a kernel, which counts as the kernel's launches when it is called."""
+    kernel = f"{module.rpartition('.')[2]}.{name}"
+    size = KERNEL_BYTES.get(kernel, lambda args, out: bytes_of(list(args.values())) + bytes_of(out))
+    count = KERNEL_LAUNCHES.get(kernel, lambda args: 1)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if mode.paused:
+            return function(*args, **kwargs)
+        mode.paused += 1
+        try:
+            out = function(*args, **kwargs)
+            named = {**dict(zip(function.__code__.co_varnames, args, strict=False)), **kwargs}
+            mode.found.add(kernel, count(named), size(named, out))
+        finally:
+            mode.paused -= 1
+        return out
+
+    return run
+
+
+def _triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
+    """Returns (class, name, function) of what every launch of a Triton kernel goes through; None without Triton."""
+    if "triton" not in sys.modules:
+        return None
+    from triton.runtime import interpreter  # type: ignore[import-not-found]
+    from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
+
+    from mlx_zip.cuda.kernels.tuning import is_interpreted
+
+    if is_interpreted():
+        return interpreter.GridExecutor, "__call__", interpreter.GridExecutor.__call__
+    return JITFunction, "run", JITFunction.run
+
+
+def _counting_triton(mode: _Mode, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that launches a Triton kernel and counts one launch; its bytes are those of its tensors."""
+
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mode.paused += 1
+        try:
+            out = function(self, *args, **kwargs)
+            mode.found.add(f"triton.{self.fn.__name__}", 1, bytes_of([args, list(kwargs.values())]))
+        finally:
+            mode.paused -= 1
+        return out
+
+    return run
+
+
+# ---- bytes of kernels; one that is not named reads each of its tensors and writes its result, once
+
+Arguments = Mapping[str, Any]
+
+
+def _rows(matrix: torch.Tensor | Packed, count: int) -> int:
+    """Returns the bytes of this many rows of a matrix, dense or packed."""
+    return count * bytes_of(matrix) // matrix.shape[0]
+
+
+def _embedding(args: Arguments, out: Any) -> int:
+    """A base id's row comes from the base table, a hypertoken's from the installed rows."""
+    ids, base = args["ids"], args["base"]
+    low = int((ids < args["boundary"]).sum())
+    rows = (ids.numel() - low) * args["rows"].shape[2] * args["rows"].element_size()
+    return bytes_of(ids) + _rows(base, low) + rows + bytes_of(out)
+
+
+def _entry_rows(args: Arguments, out: Any) -> int:
+    """A row of the matrix and one of the places for each id of each entry."""
+    entries, places = args["entries"], args["places"]
+    read = _rows(args["matrix"], entries.numel()) + (0 if places is None else bytes_of(places[: entries.shape[1]]))
+    return bytes_of(entries) + read + bytes_of(out)
+
+
+def _head(args: Arguments, out: Any) -> int:
+    """The base matrix's rows below the boundary, and the installed rows."""
+    base, rows, installed = args["base"], args["rows"], args["installed"]
+    entries = int(installed.sum()) * rows.shape[2] * rows.element_size()
+    low = _rows(base, args["boundary"])
+    return bytes_of(args["x"]) + low + entries + bytes_of(installed) + bytes_of(out)
+
+
+def _rope(args: Arguments, out: Any) -> int:
+    """Queries, keys and values are read; queries go to the result, keys and values into the caches."""
+    others = [args[name] for name in ("positions", "slots", "rotation")]
+    return 2 * bytes_of(args["qkv"]) + bytes_of(others)
+
+
+def _attention(args: Arguments, out: Any) -> int:
+    """The filled part of the caches; a sliding window limits it."""
+    keys = args["keys"]
+    lengths = args["lengths"].clamp(max=min(keys.shape[2], args["window"]))
+    one = 2 * keys.shape[1] * keys.shape[3] * keys.element_size()
+    return bytes_of(args["q"]) + int(lengths.sum()) * one + bytes_of(out)
+
+
+def _attention_launches(args: Arguments) -> int:
+    """Two where the keys are divided among programs, whose parts are combined then."""
+    batch, kv_heads, places, _ = args["keys"].shape
+    return 2 if part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
+
+
+def _install(args: Arguments, out: Any) -> int:
+    """A row of each side is read and written for each entry, with its flag and its span."""
+    new, pool = args["new"], args["pool"]
+    row = pool.shape[1] * pool.shape[2] * pool.element_size()
+    return bytes_of(new) + new.shape[1] * (2 * row + 1 + 8)
+
+
+# launches of a kernel's Triton form where they are not one
+KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
+    # blocks of ids, and what joins their findings; twice again for the highest logits
+    "head.reference": lambda args: 4 if args.get("top") else 2,
+    "attention.reference": _attention_launches,
+}
+KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
+    "embedding.reference": _embedding,
+    "encoder.reference_rows": _entry_rows,
+    "head.reference": _head,
+    "rope.reference": _rope,
+    "attention.reference": _attention,
+    "install.reference": _install,
+}
+
+# ---- a decoding step: without hypertokens, with rows that are known, and with new ones
+
+PROMPT = 2  # base ids that are read before the counted steps
+TRIES = 64  # steps in which one that installs an entry must come
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The launches of a step that installs an entry whose row is in the store (warm) or must be encoded (cold).
+
+    Without hypertokens no step installs an entry: both are then the same.
+    """
+
+    warm: Launches
+    cold: Launches
+
+
+def step_costs(model: CudaModel, prompt: int = PROMPT, capacity: int | None = None) -> StepCosts:
+    """Returns what a step of one sequence costs after `prompt` base ids.
+
+    The codebook counts as full. capacity: ids that the caches have room for; None takes what the count needs. What the
+    steps emit means nothing: ids that install an entry are forced.
+    """
+    found = []
+    for _ in range(1 + model.hypertokens):  # the second time finds the row that the first one has encoded
+        batch = Batch(model, 1, capacity or prompt + TRIES + 1)
+        batch.add()
+        batch.read(0, _distinct(model, prompt))
+        found.append(_counted_step(batch))
+    return StepCosts(warm=found[-1], cold=found[0])
+
+
+def _distinct(model: CudaModel, count: int) -> np.ndarray:
+    """Returns `count` base ids that the codec does not disable, each at most once as far as there are enough."""
+    allowed = np.setdiff1d(np.arange(model.params.vocab_size), list(model.params.disabled_ids))
+    return np.resize(allowed, count).astype(np.uint32)
+
+
+def _counted_step(batch: Batch) -> Launches:
+    """Returns the launches of the first step that installs an entry, or of the first one without hypertokens."""
+    allowed = _distinct(batch.model, TRIES)
+    batch.tables.installed.fill_(True)
+    for at in range(TRIES):
+        forced = int(allowed[-1 - at])
+        before = len(batch.book(0))
+        ids = torch.tensor([forced], device=batch.model.device)
+        with counted() as found:
+            step(batch, ids)
+        if not batch.model.hypertokens or len(batch.book(0)) > before:
+            return found
+    raise ValueError(f"no entry was installed in {TRIES} steps")
+
+
+def step(batch: Batch, ids: torch.Tensor) -> None:
+    """Takes a whole step of a batch of one, which emits `ids` [1] after the head's choice has been computed."""
+    batch.choose(lambda head: ids, logits=False)
+    batch.begin()
+    for error in batch.follow(batch.ids()).values():
+        raise error
+
+
+# ---- shapes that are too large to be made
+
+
+class ZeroFolder(RandomFolder):
+    """Gives zeros for each name: memory that the system hands out but need not hold, as long as it is only read."""
+
+    def take(self, name: str, *shape: int) -> torch.Tensor | Packed:
+        """Returns zeros of this shape, packed where the weights of a quantized model are."""
+        if self.bits is None or len(shape) == 1 or shape[1] % self.group or "pos_embed" in name:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        words = torch.zeros((shape[0], shape[1] * self.bits // 32), dtype=torch.int32, device=self.device)
+        scales = torch.zeros((shape[0], shape[1] // self.group), dtype=self.dtype, device=self.device)
+        return Packed(words, scales, torch.zeros_like(scales), self.bits, self.group)
+
+
+def shape_costs(config: dict[str, Any], dtype: torch.dtype, bits: int | None = None, group: int = 64) -> StepCosts:
+    """Returns what a step costs at the shape of a config.json, of a converted model or a plain one.
+
+    It is counted at full width on the CPU with one and with two layers; their difference is a layer's, and counts for
+    every further one. bits, group: packing of the weights, None for none.
+    """
+    layers = config["num_hidden_layers"]
+    one, two = (_few_layers(config, count, dtype, bits, group) for count in (1, 2))
+    return StepCosts(*(extrapolated(a, b, layers) for a, b in ((one.warm, two.warm), (one.cold, two.cold))))
+
+
+def _few_layers(config: dict[str, Any], layers: int, dtype: torch.dtype, bits: int | None, group: int) -> StepCosts:
+    """Returns what a step costs with so many layers."""
+    folder = random_folder({**config, "num_hidden_layers": layers}, "cpu", dtype, bits, group)
+    zeros = ZeroFolder(**vars(folder))
+    return step_costs(CudaModel(zeros, zeros.zip, store_bytes=0))
+
+
+def extrapolated(one: Launches, two: Launches, layers: int) -> Launches:
+    """Returns the launches with `layers` layers, from those with one and with two."""
+    layer, found = two.minus(one), Launches()
+    for name in two.names:
+        count = one.names[name] + (layers - 1) * layer.names[name]
+        found.add(name, count, one.sizes[name] + (layers - 1) * layer.sizes[name])
+    return found

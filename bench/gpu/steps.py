@@ -1,0 +1,163 @@
+"""Times prefill and single steps of mlx_zip's engine on PyTorch at a fixed context, apart from whole requests.
+
+A request can be traced too, with a profiler.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from mlx_zip.bench.engines.cuda_engines import CHUNK, Replay, TorchEngine, installed_bytes, prompt_array
+from mlx_zip.bench.engines.device_clock import Clock, wait
+from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.codec import compress_next
+from mlx_zip.cuda.generate import read_prompt
+from mlx_zip.cuda.kernels.dispatch import forced
+from mlx_zip.cuda.model import CudaModel
+
+from .launches import Launches, step_costs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is timed: `trials` times the prefill of `context` base ids and then the steps of `tokens` more.
+
+    warmup: trials before, which do not count.
+    """
+
+    context: int
+    tokens: int
+    trials: int
+    warmup: int = 1
+
+
+@dataclass
+class Trial:
+    """Times of one prefill and of its steps, and what a step reads, in bytes, halfway through."""
+
+    prefill: Clock
+    steps: Clock
+    prompt_ids: int
+    bytes: dict[str, int]
+
+
+def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) -> dict[str, Any]:
+    """Returns times of prefill and of steps in ms, one sample per trial and per step, and the bytes of a step.
+
+    text: base ids to read and then to emit. rows: "warm" keeps the rows of earlier trials, "cold" begins without any.
+    """
+    trials = []
+    for trial in range(-plan.warmup, plan.trials):
+        if rows == "cold":
+            engine.fresh()
+        done = _trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
+        if trial >= 0:
+            trials.append(done)
+    last = trials[-1]
+    return {
+        "prefill": {"ids": last.prompt_ids, **joined([one.prefill for one in trials]).record()},
+        "step": {
+            "tokens_per_step": plan.tokens / len(last.steps.host_ms),
+            **joined([t.steps for t in trials]).record(),
+        },
+        "bytes": last.bytes,
+    }
+
+
+def _trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> Trial:
+    """Reads a prompt and emits its continuation."""
+    batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
+    forced = zip_ids(batch.book(0), prompt, continuation)[1]
+    ids = compress_next(batch.book(0), prompt_array(prompt))
+    prefill, steps = Clock(device), Clock(device)
+    wait(device)
+    prefill.lap()
+    read_prompt(batch, 0, ids, CHUNK)
+    wait(device)
+    prefill.lap()
+    steps.lap()
+    for _ in Replay(batch, len(continuation), forced):
+        steps.lap()
+    wait(device)
+    kv = round(engine.kv_bytes * (len(ids) + len(forced) / 2))
+    sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_bytes(batch)}
+    return Trial(prefill.stop(), steps.stop(), len(ids), sizes)
+
+
+def joined(clocks: Sequence[Clock]) -> Clock:
+    """Returns the times of all clocks as those of one."""
+    device = [ms for clock in clocks for ms in clock.device_ms]
+    return Clock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
+
+
+MOST_ROWS = 40
+
+
+def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
+    """Runs a request traced, after untraced runs, and writes the trace to folder/name.json.gz.
+
+    Returns the kernels with calls and time, what a step launches, the bytes that it must move, and the time of a step
+    in an untraced run, because tracing makes steps slower. The prompt is in the trace too, so `kernels` holds the whole
+    request.
+    """
+    prompt, continuation = text[:context], text[context:]
+    device = engine.model.device
+    run = [engine.run(prompt, len(continuation), continuation) for _ in range(2)][-1]  # the first captures graphs
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as found:
+        engine.run(prompt, len(continuation), continuation)
+        wait(device)
+    _write(found, folder / f"{name}.json")
+    cost, bandwidth = warm_step(engine.model), engine.bandwidth()
+    between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
+    step_s = sorted(between)[len(between) // 2]
+    moved = engine.weight_bytes + engine.kv_bytes * (run.kv_ids - len(run.ids) / 2) + run.row_bytes
+    return {
+        "engine": engine.name,
+        "trace": f"{name}.json.gz",
+        "kernels": kernel_rows(found, device.type == "cuda"),
+        "launches": cost.record(),
+        "step_us": round(1e6 * step_s, 1),
+        "step_bytes": round(moved),
+        "weight_bytes": engine.weight_bytes,
+        "layers": engine.model.folder.decoder.layers,
+        "read_bytes_per_s": round(bandwidth),
+        "yardstick": engine.yardstick,
+        "roof_us": round(1e6 * moved / bandwidth, 1),
+        "share_of_read": round(moved / step_s / bandwidth, 4),
+    }
+
+
+def warm_step(model: CudaModel) -> Launches:
+    """Returns what a warm step launches. The kernels' references run, by whose rules bytes are counted.
+
+    A kernel that is launched would count all of each tensor, although it reads some rows of it.
+    """
+    with forced("reference"):
+        return step_costs(model).warm
+
+
+def _write(found: Any, path: Path) -> None:
+    """Writes a trace, compressed."""
+    found.export_chrome_trace(str(path))
+    with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    path.unlink()
+
+
+def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
+    """Returns name, calls and time in us of the kernels that took longest (on a CPU: operations), the longest first.
+
+    Operations of the host have the time of the kernels that they launch too, and are left out for a GPU.
+    """
+    time_of = lambda one: one.self_device_time_total if on_gpu else one.self_cpu_time_total
+    kept = [one for one in found.key_averages() if (one.device_type.name == "CPU") != on_gpu]
+    rows = sorted(kept, key=time_of, reverse=True)[:MOST_ROWS]
+    return [{"name": one.key, "calls": one.count, "us": round(time_of(one), 1)} for one in rows if time_of(one) > 0]

@@ -1,0 +1,373 @@
+"""The targets of the PyTorch engine, and which of them a run's records meet: the figures first, then their bounds.
+
+A target's cases are what it must hold for, such as shapes and texts; the worst one counts. A target is not met as long
+as one of its cases is missing. Shares of the bandwidth have a target for each card: on a card with faster memory, the
+time that a step spends on anything but reading is a larger share of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .card_steps import CARDS, same_overhead
+
+Record = dict[str, Any]
+Cases = dict[str, float]  # figure by case, such as a shape or a text
+
+
+# ---- steps
+
+
+def _steps(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
+    """Returns the records of an engine's steps by shape and precision."""
+    named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
+    return {named(one): one for one in _kind(records, "nvidia-steps") if (one["engine"], one["rows"]) == (engine, rows)}
+
+
+def _step_ms(record: Record) -> float:
+    """Returns the median time of a step in ms."""
+    return record["step"]["device_ms"]["median"]
+
+
+def _share(records: Sequence[Record]) -> Cases:
+    """Returns the share of the read bandwidth that a step of torch-base reaches."""
+    return {case: one["share_of_read"] for case, one in _steps(records, "torch-base").items()}
+
+
+def _ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of torch-zip's step over torch-base's."""
+
+    def values(records: Sequence[Record]) -> Cases:
+        base = _steps(records, "torch-base")
+        zipped = _steps(records, "torch-zip", rows)
+        return {case: _step_ms(zipped[case]) / _step_ms(base[case]) for case in zipped.keys() & base.keys()}
+
+    return values
+
+
+def _int4(records: Sequence[Record]) -> Cases:
+    """Returns torch-base's steps per second with 4-bit weights over those with 16 bits."""
+    base = _steps(records, "torch-base")
+    names = [case.removesuffix(" 4") for case in base if case.endswith(" 4")]
+    return {n: _step_ms(base[f"{n} 16"]) / _step_ms(base[f"{n} 4"]) for n in names if f"{n} 16" in base}
+
+
+# ---- kernels
+
+
+def _reading(start: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of the share of the read bandwidth of the kernels whose names begin so."""
+    return lambda records: {case: one["share_of_read"] for case, one in _kernels(records, start)}
+
+
+def _faster(start: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of the reference's time over the kernel's, of kernels whose names begin so."""
+    return lambda records: {
+        case: one["reference_us"] / one["us"] for case, one in _kernels(records, start) if one["reference_us"]
+    }
+
+
+def _kernels(records: Sequence[Record], start: str) -> Iterator[tuple[str, Record]]:
+    for one in _kind(records, "nvidia-kernels"):
+        if one["kernel"].startswith(start):
+            yield f"{one['model']['name']} {one['kernel']}", one
+
+
+# ---- whole requests
+
+
+def _end_to_end(records: Sequence[Record]) -> Cases:
+    """Returns decoding in base tokens/s of torch-zip over (its base tokens per step x torch-base's)."""
+    per_step = lambda one: one["figures"]["base_tokens_per_step"]["median"]
+    return _against("torch-base", "base_tokens_per_s", records, lambda zipped, base: per_step(zipped) / per_step(base))
+
+
+def _prefill(records: Sequence[Record]) -> Cases:
+    """Returns the speed of torch-zip's prefill over torch-base's on the same text."""
+    return _against("torch-base", "prefill_tokens_per_s", records)
+
+
+def _published(records: Sequence[Record]) -> Cases:
+    """Returns base tokens over the time of a whole request, of torch-zip over those of the published package."""
+    return _against("zip2zip", "end_to_end_tokens_per_s", records)
+
+
+def _against(
+    other: str, figure: str, records: Sequence[Record], scale: Callable[[Record, Record], float] = lambda a, b: 1.0
+) -> Cases:
+    """Returns torch-zip's figure over (`scale` x another engine's) on the same workload of the same card."""
+    found = {}
+    for zipped in _whole(records, "torch-zip"):
+        fields = [zipped[name] for name in ("workload", "device")] + [_weights(zipped)]
+        same = [one for one in _whole(records, other) if [one["workload"], one["device"], _weights(one)] == fields]
+        for one in same[:1]:
+            a, b = (each["figures"][figure] for each in (zipped, one))
+            if a is not None and b is not None:
+                size = f"{zipped['workload']['prompt_tokens']}+{zipped['workload']['tokens']}"
+                found[f"{zipped['model']['name']} {zipped['model']['precision']} {size}"] = (
+                    a["median"] / b["median"] / scale(zipped, one)
+                )
+    return found
+
+
+def _weights(record: Record) -> list[Any]:
+    return [record["model"][name] for name in ("name", "precision", "weights")]
+
+
+def _whole(records: Sequence[Record], engine: str) -> list[Record]:
+    return [
+        one
+        for one in _kind(records, "generate")
+        if one["engine"] == engine and one["mode"] == "replay" and one["setting"]["rows"] == "warm"
+    ]
+
+
+# ---- agreement
+
+
+def _agreeing(start: str) -> Callable[[Sequence[Record]], Cases]:
+    """Returns a function of the checks whose names begin so: 1 for one that holds, else 0."""
+    return lambda records: {
+        one["check"]: float(one["holds"]) for one in _kind(records, "nvidia-checks") if one["check"].startswith(start)
+    }
+
+
+def _logits_error(records: Sequence[Record]) -> Cases:
+    """Returns the relative error of the bfloat16 logits."""
+    return {one["check"]: one["value"] for one in _kind(records, "nvidia-checks") if one.get("value") is not None}
+
+
+def _float64(records: Sequence[Record]) -> Cases:
+    """Returns the share of the kernels' tests against float64 references that passed; skipped ones do not count."""
+    found = _kind(records, "nvidia-float64")
+    passed, failed = (sum(one[name] for one in found) for name in ("passed", "failed"))
+    return {"tests": passed / (passed + failed)} if passed + failed else {}
+
+
+# ---- counted
+
+
+def _layer_launches(records: Sequence[Record]) -> Cases:
+    """Returns the launches of a warm step over the layers, rounded down: those outside of layers are fewer."""
+    return {
+        f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
+        for one in _kind(records, "nvidia-trace")
+    }
+
+
+def _added_launches(records: Sequence[Record]) -> Cases:
+    """Returns the launches that a warm step of torch-zip has more than torch-base's."""
+    found = {one["engine"]: one["launches"]["launches"] for one in _kind(records, "nvidia-trace")}
+    both = {"torch-zip", "torch-base"} <= found.keys()
+    return {"phi-3.5-mini": found["torch-zip"] - found["torch-base"]} if both else {}
+
+
+def _added_bytes(records: Sequence[Record]) -> Cases:
+    """Returns the bytes that a warm step of torch-zip moves more than torch-base's, over those of the weights."""
+    found = {one["engine"]: one for one in _kind(records, "nvidia-trace")}
+    if not {"torch-zip", "torch-base"} <= found.keys():
+        return {}
+    more = found["torch-zip"]["launches"]["bytes"] - found["torch-base"]["launches"]["bytes"]
+    return {"phi-3.5-mini": more / found["torch-base"]["weight_bytes"]}
+
+
+def _kind(records: Iterable[Record], bench: str) -> list[Record]:
+    return [one for one in records if one["bench"] == bench]
+
+
+# ---- targets
+
+UNMEASURED = "not measured"
+SHAPES = ("phi-3.5-mini 16", "llama-3.2-1b 16", "phi-3.5-mini 4", "phi-3-medium 16")  # with precisions, of the steps
+REQUESTS = ("phi-3.5-mini 16", "phi-3.5-mini 4", "llama-3.2-1b 16", "phi-3-medium 16")  # the same, of whole requests
+TEXTS = tuple(f"{shape} {size}" for shape in REQUESTS for size in ("512+256", "2048+256"))
+ENCODERS = tuple(
+    f"{shape} encoder {piece}, {count} entries"
+    for shape in ("phi-3.5-mini", "llama-3.2-1b")
+    for piece in ("rows", "attention", "pooling")
+    for count in (1, 64)
+)
+HEADS = ("one key head per query head", "grouped key heads")
+LOGITS_ERROR = 1e-2  # relative, of bfloat16
+
+
+class Target(NamedTuple):
+    """A target. rule: how the figure is computed. values: of the records, by case. bound: the least that is wanted.
+
+    needed: the cases, all of which must be there for it to be met. most: the bound is the most that is wanted. card:
+    part of the chip's name; "" for every card.
+    """
+
+    name: str
+    rule: str
+    values: Callable[[Sequence[Record]], Cases]
+    bound: float
+    needed: Sequence[str]
+    most: bool = False
+    card: str = ""
+
+    def of(self, records: Sequence[Record]) -> Cases:
+        """Returns the figures of the records of this card, by case."""
+        return self.values([one for one in records if self.card in one.get("device", {}).get("chip", "")])
+
+    def met(self, value: float) -> bool:
+        """Whether a value meets the target."""
+        return value <= self.bound if self.most else value >= self.bound
+
+
+SHARE = "bytes of weights, keys and values over the median time of a step, over the read bandwidth of the same run"
+STEP = "median time of a step over torch-base's, at the same shape"
+CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
+
+
+def _shares(
+    name: str, rule: str, values: Callable[[Sequence[Record]], Cases], bound: float, needed: Sequence[str]
+) -> list[Target]:
+    """Returns the targets of a share of the read bandwidth on each card. name: with {} for share and card.
+
+    bound: on an H100.
+    """
+    found = {card: round(same_overhead(bound, card), 2) for card in CARDS}
+    return [
+        Target(
+            name.format(f"{100 * limit:.0f} % of an {card}'s read bandwidth"), rule, values, limit, needed, card=card
+        )
+        for card, limit in found.items()
+    ]
+
+
+TARGETS = (
+    *_shares("torch-base reaches {} at phi-3.5-mini", SHARE, _share, 0.78, SHAPES[:1]),
+    *_shares("torch-base reaches {} at llama-3.2-1b", SHARE, _share, 0.55, SHAPES[1:2]),
+    Target("a warm step of torch-zip takes at most 1.05 x torch-base's", STEP, _ratio("warm"), 1.05, SHAPES, most=True),
+    Target("a cold step of torch-zip takes at most 1.15 x torch-base's", STEP, _ratio("cold"), 1.15, SHAPES, most=True),
+    Target(
+        "end to end, torch-zip keeps 0.95 of its compression",
+        "base tokens/s of decoding over (base tokens per step x torch-base's base tokens/s), same text",
+        _end_to_end,
+        0.95,
+        TEXTS,
+    ),
+    Target(
+        "torch-zip is 5 x as fast as the published package",
+        "base tokens over the time of the whole request, over the package's, same text and card",
+        _published,
+        5.0,
+        TEXTS[:2],
+    ),
+    Target(
+        "prefill of torch-zip is faster than torch-base's",
+        "base tokens of the prompt over the time to the first id, over torch-base's, same text",
+        _prefill,
+        1.0,
+        TEXTS,
+    ),
+    *_shares(
+        "the joint head reaches {}",
+        CALLS,
+        _reading("joint head, dense"),
+        0.8,
+        ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
+    ),
+    *_shares(
+        "the hyper embedding reaches {}",
+        CALLS,
+        _reading("hyper embedding"),
+        0.8,
+        ("phi-3.5-mini hyper embedding, 2048 ids", "llama-3.2-1b hyper embedding, 2048 ids"),
+    ),
+    Target(
+        "the encoders' pieces are 2 x as fast as eager PyTorch",
+        "time of the eager reference over the kernel's",
+        _faster("encoder"),
+        2.0,
+        ENCODERS,
+    ),
+    Target(
+        "4-bit weights give 2 x the steps of 16-bit ones",
+        "steps/s of torch-base with 4 bits over those with 16",
+        _int4,
+        2.0,
+        ("phi-3.5-mini",),
+    ),
+    Target(
+        "greedy ids of the bundled models are MLX's, in float32",
+        "1 if every id is the recorded one, else 0",
+        _agreeing("greedy ids"),
+        1.0,
+        tuple(f"greedy ids of {name}, float32, equal MLX's" for name in ("stories", "stories-base")),
+    ),
+    Target(
+        "CUDA graphs change no id",
+        "1 if graphs and eager work give the same ids, else 0",
+        _agreeing("CUDA graphs"),
+        1.0,
+        tuple(f"CUDA graphs of {name} give what eager work gives" for name in ("stories", "stories-base")),
+    ),
+    Target(
+        "logits in bfloat16 are within 1e-2",
+        "norm of the difference from the model in float32, over the norm of that one's",
+        _logits_error,
+        LOGITS_ERROR,
+        ("logits of stories-base, bfloat16",),
+        most=True,
+    ),
+    Target(
+        "a prompt in two chunks gives what one chunk gives",
+        "1 if the logits agree within rounding, else 0",
+        _agreeing("two chunks"),
+        1.0,
+        tuple(f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")),
+    ),
+    Target("kernels agree with float64 references", "tests that passed over those that ran", _float64, 1.0, ("tests",)),
+    Target(
+        "a step launches at most 8 kernels per layer",
+        "launches of a warm step over layers, rounded down",
+        _layer_launches,
+        8,
+        ("phi-3.5-mini torch-base", "phi-3.5-mini torch-zip"),
+        most=True,
+    ),
+    Target(
+        "a warm step of torch-zip launches at most 8 more",
+        "launches of a warm step, less torch-base's",
+        _added_launches,
+        8,
+        ("phi-3.5-mini",),
+        most=True,
+    ),
+    Target(
+        "a warm step of torch-zip moves at most 1.5 % more bytes",
+        "bytes of a warm step less torch-base's, over those of the weights",
+        _added_bytes,
+        0.015,
+        ("phi-3.5-mini",),
+        most=True,
+    ),
+)
+
+
+def judged(records: Sequence[Record], on_gpu: bool) -> list[Record]:
+    """Returns each target with its rule, its worst case's figure, and "met", "missed" or "not measured".
+
+    Without a GPU none is measured. missing: cases that were not measured.
+    """
+    lines = []
+    for target in TARGETS:
+        values = target.of(records) if on_gpu else {}
+        known = {case: values[case] for case in target.needed if case in values}
+        missing = [case for case in target.needed if case not in known]
+        worst = (max if target.most else min)(known, key=known.__getitem__, default=None)
+        if worst is not None and missing and target.met(known[worst]):
+            worst = None  # a case that is missing may be worse
+        value = None if worst is None else known[worst]
+        verdict = UNMEASURED if value is None else "met" if target.met(value) else "missed"
+        limit = {"bound": target.bound, "kind": "at most" if target.most else "at least", "rule": target.rule}
+        figure = {"value": None if value is None else round(value, 4), "worst": worst, "cases": _rounded(known)}
+        lines.append({"target": target.name, **limit, **figure, "missing": missing, "verdict": verdict})
+    return lines
+
+
+def _rounded(values: Cases) -> Cases:
+    return {case: round(value, 4) for case, value in values.items()}

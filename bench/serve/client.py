@@ -1,0 +1,237 @@
+"""A small HTTP client on raw sockets that notes when each event of a streamed answer arrives.
+
+It asks servers on this machine. One connection carries one request. A `Dialect` has the path of a
+request, its body, and what the answer says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+
+
+@dataclass
+class Reply:
+    """What a server answered.
+
+    events: of a streamed answer, (seconds after the request was sent, JSON of a `data:` line). body: JSON of another
+    answer, None if it is no JSON. seconds: until the last byte.
+    """
+
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Any = None
+    events: list[tuple[float, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+async def ask(
+    port: int,
+    path: str,
+    body: Any = None,
+    *,
+    leave_after: int | None = None,
+    timeout_s: float = 120.0,
+    method: str | None = None,
+) -> Reply:
+    """Sends a request to 127.0.0.1 and returns the reply; by default a POST of JSON, or a GET if there is no body.
+
+    body: a value to be sent as JSON, or bytes to be sent as they are. leave_after: close the connection after so many
+    events of a streamed answer. Raises `MlxZipError` if the server does not answer whole within timeout_s seconds.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _ask(port, path, body, leave_after, method or ("GET" if body is None else "POST"))
+    except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError) as error:
+        raise MlxZipError(f"{path} on port {port}: no whole answer ({type(error).__name__}: {error})") from error
+
+
+async def _ask(port: int, path: str, body: Any, leave_after: int | None, method: str) -> Reply:
+    """Does what `ask` does, without a limit on the time."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        sent = time.perf_counter()
+        writer.write(_request(port, path, body, method))
+        await writer.drain()
+        reply = await _head(reader)
+        parts = _chunks(reader) if reply.headers.get("transfer-encoding") == "chunked" else _rest(reader, reply)
+        if reply.headers.get("content-type", "").startswith("text/event-stream"):
+            async with aclosing(_data_lines(parts)) as lines:
+                async for line in lines:
+                    reply.events.append((time.perf_counter() - sent, line))
+                    if len(reply.events) == leave_after:
+                        break
+        else:
+            reply.body = _json(b"".join([part async for part in parts]))
+        reply.seconds = time.perf_counter() - sent
+        return reply
+    finally:
+        writer.close()
+
+
+def _request(port: int, path: str, body: Any, method: str) -> bytes:
+    """Returns the bytes of a request."""
+    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    head = [
+        f"{method} {path} HTTP/1.1",
+        f"Host: 127.0.0.1:{port}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        "Connection: close",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + content
+
+
+async def _head(reader: asyncio.StreamReader) -> Reply:
+    """Reads status and headers, names in lower case."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    pairs = (line.split(":", 1) for line in lines[1:] if line)
+    return Reply(int(lines[0].split()[1]), {name.lower(): value.strip() for name, value in pairs})
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yields the parts of a chunked body."""
+    while size := int(await reader.readline(), 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _rest(reader: asyncio.StreamReader, reply: Reply) -> AsyncIterator[bytes]:
+    """Yields the parts of a body that is not chunked."""
+    left = int(reply.headers.get("content-length", -1))
+    while left and (part := await reader.read(65536 if left < 0 else min(left, 65536))):
+        left -= len(part) if left > 0 else 0
+        yield part
+
+
+async def _data_lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
+    """Yields what the `data:` lines of an event stream hold: JSON values, or a text that is none, such as [DONE]."""
+    held = b""
+    async for part in parts:
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                text = line[5:].strip()
+                value = _json(text)
+                yield text.decode() if value is None else value
+
+
+def _json(text: bytes) -> Any:
+    """Returns the JSON value of a text, or None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+# ---- the dialects that the server speaks
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How to ask in a dialect, and how to read the answer.
+
+    body(messages, max_tokens, stream) makes a greedy request, to which the caller adds the model's name. text(reply)
+    and usage(reply) read the answer: its text, and its base tokens as (prompt, cached ones of these, answer).
+    """
+
+    name: str
+    path: str
+    body: Callable[[Messages, int, bool], dict[str, Any]]
+    text: Callable[[Reply], str]
+    usage: Callable[[Reply], tuple[int, int, int]]
+
+
+def _chat_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
+    """Returns a body for /v1/chat/completions."""
+    body = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0}
+    return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+
+
+def _chat_text(reply: Reply) -> str:
+    """Returns the text of a chat completion, streamed or whole."""
+    if not reply.events:
+        return reply.body["choices"][0]["message"]["content"] or ""
+    choices = [choice for _, event in reply.events if isinstance(event, dict) for choice in event.get("choices", ())]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def _chat_usage(reply: Reply) -> tuple[int, int, int]:
+    """Returns the usage of a chat completion."""
+    found = reply.body["usage"] if not reply.events else _last_with(reply, "usage")["usage"]
+    cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return found["prompt_tokens"], cached, found["completion_tokens"]
+
+
+def _responses_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
+    """Returns a body for /v1/responses."""
+    return {
+        "input": list(messages),
+        "max_output_tokens": max_tokens,
+        "temperature": 0,
+        "stream": stream,
+        "store": False,
+    }
+
+
+def _response(reply: Reply) -> dict[str, Any]:
+    """Returns the response object, from the last event of a streamed answer."""
+    return reply.body if not reply.events else _last_with(reply, "response")["response"]
+
+
+def _responses_text(reply: Reply) -> str:
+    """Returns the text of a response."""
+    items = [item for item in _response(reply)["output"] if item["type"] == "message"]
+    return "".join(part["text"] for item in items for part in item["content"])
+
+
+def _responses_usage(reply: Reply) -> tuple[int, int, int]:
+    """Returns the usage of a response."""
+    found = _response(reply)["usage"]
+    return found["input_tokens"], found["input_tokens_details"]["cached_tokens"], found["output_tokens"]
+
+
+def _anthropic_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
+    """Returns a body for /v1/messages."""
+    return {
+        "messages": list(messages),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": stream,
+    }
+
+
+def _anthropic_text(reply: Reply) -> str:
+    """Returns the text of a message."""
+    if not reply.events:
+        return "".join(block.get("text", "") for block in reply.body["content"])
+    deltas = [event["delta"] for _, event in reply.events if event.get("type") == "content_block_delta"]
+    return "".join(delta.get("text", "") for delta in deltas)
+
+
+def _anthropic_usage(reply: Reply) -> tuple[int, int, int]:
+    """Returns the usage of a message; what was cached is not among its input_tokens."""
+    found: dict[str, Any] = {}
+    for part in [reply.body] if not reply.events else [event for _, event in reply.events]:
+        found |= (part.get("message") or part).get("usage") or {}
+    cached = found.get("cache_read_input_tokens") or 0
+    return found["input_tokens"] + cached, cached, found["output_tokens"]
+
+
+def _last_with(reply: Reply, key: str) -> dict[str, Any]:
+    """Returns the last event of a streamed answer that has a value for the key."""
+    return next(event for _, event in reversed(reply.events) if isinstance(event, dict) and event.get(key))
+
+
+CHAT = Dialect("chat completions", "/v1/chat/completions", _chat_body, _chat_text, _chat_usage)
+RESPONSES = Dialect("responses", "/v1/responses", _responses_body, _responses_text, _responses_usage)
+MESSAGES = Dialect("messages", "/v1/messages", _anthropic_body, _anthropic_text, _anthropic_usage)
+DIALECTS = (CHAT, RESPONSES, MESSAGES)

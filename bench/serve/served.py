@@ -1,0 +1,109 @@
+"""Servers that a bench starts as processes of their own, on free ports of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from mlx_zip.errors import MlxZipError
+
+from .client import ask
+
+START_S, END_S = 180.0, 30.0  # longest time for a server to start, and to end
+
+
+class Served:
+    """A server in a process of its own, from entering the `with` statement to leaving it.
+
+    words: the command after `python -m`, without host and port. health: a path that answers when the server is ready.
+    """
+
+    def __init__(self, words: Sequence[str], health: str = "/health") -> None:
+        self.words, self.health = list(words), health
+        self.port = free_port()
+        self._log: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Served:
+        self._log = TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *self.words, "--host", "127.0.0.1", "--port", str(self.port)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+        try:
+            self._wait()
+        except BaseException:
+            self.end(signal.SIGKILL)
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end(signal.SIGTERM)
+
+    def _wait(self) -> None:
+        """Waits until the server answers. Raises `MlxZipError` if it ends before that or takes too long."""
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                raise MlxZipError(f"the server {' '.join(self.words)} ended at once: {self.last_line()}")
+            try:
+                if asyncio.run(ask(self.port, self.health, timeout_s=5)).status == 200:
+                    return
+            except MlxZipError:  # it does not listen yet
+                time.sleep(0.1)
+        raise MlxZipError(f"the server {' '.join(self.words)} does not answer after {START_S:.0f} s")
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The server's process."""
+        assert self._process is not None, "the server has not been started"
+        return self._process
+
+    def end(self, by: signal.Signals) -> int:
+        """Sends a signal, waits for the process, at last with SIGKILL, and returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(by)
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(END_S)
+        return self.process.returncode
+
+    def last_line(self) -> str:
+        """Returns the last line that the server has printed."""
+        assert self._log is not None
+        self._log.seek(0)
+        lines = self._log.read().decode("utf-8", "replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "nothing printed")
+
+    def resident_bytes(self) -> int | None:
+        """Returns the process's resident memory; None where the system has no /proc."""
+        try:
+            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        except FileNotFoundError:
+            return None
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_port() -> int:
+    """Returns a port of 127.0.0.1 that nobody uses now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def ours(model: str, folder: Path) -> list[str]:
+    """Returns the command that serves a model with sessions kept in a folder."""
+    return ["mlx_zip", "serve", "--model", model, "--session-cache", str(folder)]

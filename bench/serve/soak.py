@@ -1,0 +1,234 @@
+"""Sends `mlx_zip serve` thousands of requests, many at a time, and checks every answer, the memory and what is left.
+
+A share of the requests is cancelled and a share is malformed. The others are greedy, and each answer must equal the one
+that `generate` gives to the same conversation alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.workloads import REQUESTS
+from mlx_zip.bench.record import load_before, surroundings
+from mlx_zip.errors import MlxZipError
+from mlx_zip.generate import generate
+from mlx_zip.loading import load
+from mlx_zip.progress import ProgressBar
+
+from .client import DIALECTS, Dialect, ask
+from .served import Served, ours
+
+MALFORMED: tuple[Any, ...] = (
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"messages": NaN}',
+    [],
+    {},
+    {"messages": []},
+    {"messages": "hello"},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": "x"}], "max_tokens": -5},
+    {"messages": [{"role": "user", "content": "x"}], "unknown_field": 1},
+    {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
+)
+LENGTHS = (4, 12, 24, 48)  # base tokens of an answer
+KINDS = ("answer", "status", "hung", "running", "waiting", "sessions", "growth")  # of faults
+NO_MEMORY = "memory was not compared: that takes 1,000 requests, and a system with /proc"
+MOST_GROWTH = 0.05  # of resident memory, from a quarter of the requests to the end
+QUIET_S = 10.0  # in which the server must have ended all requests
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench soak`."""
+    add = parser.add_argument
+    add("--model", default="stories", help="chat model to serve: folder, hub id or bundled model (default: stories)")
+    add("--requests", type=int, default=2000, metavar="N", help="number of requests (default: 2000)")
+    add("--at-once", type=int, default=12, metavar="N", help="number of requests under way at a time (default: 12)")
+    add("--conversations", type=int, default=24, metavar="N", help="different conversations (default: 24)")
+    add("--cancelled", type=float, default=0.10, help="share of requests that are left early (default: 0.10)")
+    add("--malformed", type=float, default=0.05, help="share of malformed requests (default: 0.05)")
+    add("--seed", type=int, default=0, help="seed of the mixture (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the mixture and prints one JSON line; returns 1 if anything was wrong. Raises `MlxZipError`."""
+    check_at_least(args, 1, "requests", "at_once", "conversations")
+    load_before()
+    expected = answers(args.model, args.conversations)
+    with TemporaryDirectory() as folder, Served(ours(args.model, Path(folder) / "sessions")) as server:
+        found = asyncio.run(_Soak(server, expected, args).run())
+    record = {
+        "bench": "soak",
+        "model": {"zip": args.model},
+        "setting": _setting(args),
+        **found,
+        **surroundings("mlx", "mlx-lm"),
+    }
+    print(json.dumps(record), flush=True)
+    wrong = {name: count for name, count in found["wrong"].items() if count}
+    print(f"{args.requests} requests: {wrong or 'nothing wrong'}; {found['memory'] or NO_MEMORY}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _setting(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the flags for the record."""
+    names = ("requests", "at_once", "conversations", "cancelled", "malformed", "seed")
+    return {name: getattr(args, name) for name in names}
+
+
+def answers(model: str, count: int) -> list[tuple[list[dict[str, str]], dict[int, str]]]:
+    """Returns conversations, every second one of two turns, and for each its greedy answers by their length."""
+    loaded, tokenizer = load(model)
+    found = []
+    for i, content in enumerate(REQUESTS[:count]):
+        messages = [{"role": "user", "content": content}]
+        if i % 2:
+            first = generate(loaded, tokenizer, messages, max_tokens=24)
+            messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Tell me more."}]
+        texts = {n: generate(loaded, tokenizer, messages, max_tokens=n) for n in LENGTHS}
+        found.append((messages, texts))
+    return found
+
+
+@dataclass
+class _Soak:
+    """One run against a server. wrong: how often each kind of fault was seen. resident: bytes, now and then.
+
+    kept: the server's figures of sessions at the end, before they are purged.
+    """
+
+    server: Served
+    expected: Sequence[tuple[list[dict[str, str]], Mapping[int, str]]]
+    args: argparse.Namespace
+    wrong: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)
+    resident: list[int] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
+    kept: dict[str, float] = field(default_factory=dict)
+
+    async def run(self) -> dict[str, Any]:
+        """Sends all requests and returns what was seen."""
+        self.model = (await ask(self.server.port, "/v1/models")).body["data"][0]["id"]
+        self.rng = random.Random(self.args.seed)
+        kinds = self.rng.choices(
+            ("malformed", "cancelled", "whole"),
+            (self.args.malformed, self.args.cancelled, 1 - self.args.malformed - self.args.cancelled),
+            k=self.args.requests,
+        )
+        left = iter(kinds)
+        with ProgressBar(self.args.requests, "request", "Asking") as self.count:
+            await asyncio.gather(*(self._work(left) for _ in range(self.args.at_once)))
+        await self._check_end()
+        return {
+            "done": dict(self.done),
+            "wrong": {name: self.wrong[name] for name in KINDS},
+            "examples": self.examples[:5],
+            "memory": self._memory(),
+            "kept": self.kept,
+        }
+
+    async def _work(self, left: Any) -> None:
+        """Sends one request after the other until none are left."""
+        for kind in left:
+            try:
+                await getattr(self, f"_{kind}")()
+            except MlxZipError as error:
+                self._note("hung", str(error))
+            self.done[kind] += 1
+            self.count()
+            if sum(self.done.values()) % 50 == 0:
+                self.resident.append(self.server.resident_bytes() or 0)
+
+    def _chosen(self, stream: bool) -> tuple[Dialect, dict[str, Any], str]:
+        """Returns a dialect, a request in it, and the answer that is expected."""
+        dialect, n = self.rng.choice(DIALECTS), self.rng.choice(LENGTHS)
+        messages, texts = self.rng.choice(self.expected)
+        return dialect, dialect.body(messages, n, stream) | {"model": self.model}, texts[n]
+
+    async def _whole(self) -> None:
+        """Sends a request and compares its answer."""
+        dialect, body, expected = self._chosen(self.rng.random() < 0.5)
+        reply = await ask(self.server.port, dialect.path, body)
+        if reply.status != 200:
+            self._note("status", f"{dialect.name}: {reply.status} {reply.body}")
+        elif (text := dialect.text(reply)) != expected:
+            self._note("answer", f"{dialect.name}: {text!r} is not {expected!r}")
+
+    async def _cancelled(self) -> None:
+        """Sends a request and leaves: a streamed one after an event or two, another one after a moment."""
+        stream = self.rng.random() < 0.5
+        dialect, body, _ = self._chosen(stream)
+        if stream:
+            await ask(self.server.port, dialect.path, body, leave_after=self.rng.randint(1, 3))
+            return
+        asking = asyncio.create_task(ask(self.server.port, dialect.path, body))
+        await asyncio.wait([asking], timeout=self.rng.random() / 10)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    async def _malformed(self) -> None:
+        """Sends a malformed body; the answer must be an error in JSON with a status from 400 to 499."""
+        dialect, body = self.rng.choice(DIALECTS), self.rng.choice(MALFORMED)
+        reply = await ask(self.server.port, dialect.path, body)
+        if not 400 <= reply.status < 500 or not isinstance(reply.body, dict) or "error" not in reply.body:
+            self._note("status", f"{dialect.name}, malformed {str(body)[:60]}: {reply.status} {reply.body}")
+
+    def _note(self, kind: str, example: str) -> None:
+        """Counts a fault and keeps the first examples."""
+        self.wrong[kind] += 1
+        self.examples.append(f"{kind}: {example:.300}")
+
+    async def _check_end(self) -> None:
+        """Checks that nothing is under way any more, that no session is left after a purge, and the memory."""
+        until = time.monotonic() + QUIET_S
+        while any((under_way := await self._figures("running", "waiting")).values()) and time.monotonic() < until:
+            await asyncio.sleep(0.1)
+        for name, count in under_way.items():
+            self.wrong[name] += int(count)
+        memory = self._memory()
+        if memory and memory["growth"] > MOST_GROWTH:
+            self._note("growth", f"memory grew by {memory['growth']:.1%}")
+        self.kept = await self._figures("sessions", "session_bytes", "disk_bytes")
+        await ask(self.server.port, "/v1/mlx_zip/sessions", method="DELETE")
+        left = await self._figures("sessions", "session_bytes", "disk_bytes")
+        if any(left.values()):
+            self._note("sessions", f"after a purge: {left}")
+
+    async def _figures(self, *names: str) -> dict[str, float]:
+        """Returns some of the figures in the server's metrics."""
+        text = (await self._metrics()).decode()
+        found = dict(re.findall(r"^mlx_zip_(\w+) ([0-9.e+]+)$", text, re.MULTILINE))
+        return {name: float(found[name]) for name in names}
+
+    async def _metrics(self) -> bytes:
+        """Returns the text of /metrics."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        try:
+            host = f"127.0.0.1:{self.server.port}"
+            writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            return await reader.read()
+        finally:
+            writer.close()
+
+    def _memory(self) -> dict[str, Any]:
+        """Returns the resident memory after a quarter of the requests and at the end (medians of five), and growth."""
+        if len(self.resident) < 20:
+            return {}
+        quarter = len(self.resident) // 4
+        warm, end = (sorted(part)[2] for part in (self.resident[quarter : quarter + 5], self.resident[-5:]))
+        return {"warm_mb": round(warm / 1e6, 1), "end_mb": round(end / 1e6, 1), "growth": round(end / warm - 1, 4)}

@@ -1,0 +1,147 @@
+"""What fills the device's side of a batch: ids that a sequence reads, and the rows of entries that a step installs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from mlx_zip.codec.entries import Installed
+from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.kernels.install import install_rows
+from mlx_zip.cuda.kv import KV
+from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.rows import Tables, keys_of
+from mlx_zip.cuda.sequence import SequenceState
+from mlx_zip.cuda.transfers import Upload, ids_to_device
+
+CHUNK = 2048  # ids that are read at once when a sequence is read again
+
+
+class Reader:
+    """Runs the decoder's body over the ids that a sequence has read: prompts, and sequences that are read again.
+
+    kv, tables: of the batch. used [B] int64: receives the number of positions read. by_base_ids: as in
+    `SequenceState.positions`.
+    """
+
+    def __init__(self, model: CudaModel, kv: KV, tables: Tables, used: torch.Tensor, by_base_ids: bool) -> None:
+        self._model, self._kv, self._tables = model, kv, tables
+        self._used, self._by_base_ids = used, by_base_ids
+
+    def fill(self, row: int, one: SequenceState) -> None:
+        """Puts the missing rows of a sequence's entries into the tables."""
+        store, device = self._model.store, self._model.device
+        if not one.missing or store is None:
+            return
+        slots, entries, lengths = one.missing_entries()
+        rows, at = store.rows(entries, lengths, self._model.encode), ids_to_device(slots, device)
+        self._tables.put(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
+        one.missing.clear()
+
+    def run(self, row: int, one: SequenceState, first: int) -> None:
+        """Runs the body over a sequence's ids from number `first` on, or over all if LongRoPE's set of factors changes.
+
+        The set is chosen by the last position, for all ids of a sequence. The output for the last id is kept in `one`.
+        """
+        end, used = one.book.mark(), one.used(self._by_base_ids)
+        which = self._model.decoder.rope.which(used - 1)
+        if which != one.which:
+            first, one.which = 0, None  # None until all is read
+            self._kv.trim(row, 0)
+            self._kv.which[row] = which
+        for begin in range(first, end, CHUNK):
+            one.output = self._part(row, one, begin, min(begin + CHUNK, end))
+        one.which, self._used[row] = which, used
+
+    def _part(self, row: int, one: SequenceState, begin: int, end: int) -> torch.Tensor:
+        """Returns the body's output [D] for the last of the log's ids `begin` to `end` - 1."""
+        model, device = self._model, self._model.device
+        ids = ids_to_device(one.book.ids[begin:end], device)[None]
+        positions = ids_to_device(one.positions(begin, self._by_base_ids)[: end - begin], device)[None]
+        h = model.embed(ids, self._tables.inputs[row : row + 1])
+        at, entries, lengths = one.evicted(begin, end - begin)
+        if len(at) and model.store is not None:
+            h[0, ids_to_device(at, device)] = model.store.rows(entries, lengths, model.encode)[:, -1]
+        slots = torch.arange(begin, end, device=device)[None]
+        return model.decoder.read(h, positions, slots, self._kv.rows(row, row + 1), end)[0, -1]
+
+
+class NewRows:
+    """Makes the rows of the entries that a step installs: encoded if the store has none, and put into the tables.
+
+    tables: of the batch. width: S, base ids of an entry. most: sequences. At most one entry is new in each sequence.
+    Both pieces of work have fixed addresses and sizes 1, 2, 4, 8, ...; fewer entries are padded with copies of the
+    first one, which is then written several times with the same values.
+    """
+
+    def __init__(self, model: CudaModel, tables: Tables, graphs: Graphs, width: int, most: int) -> None:
+        assert model.store is not None
+        self._model, self._store, self._tables, self._graphs = model, model.store, tables, graphs
+        self._width, self._most = width, most
+        self._sizes = {size: _Room(size, width, model.device) for size in _sizes(most)}
+
+    def make(self, new: Sequence[tuple[int, Installed]]) -> None:
+        """Puts the rows of entries into the tables. new: pairs of a sequence's row and the one entry it has installed.
+
+        If something raises, the store is empty and the tables may lack rows.
+        """
+        entries = np.concatenate([entry.base_ids for _, entry in new]).astype(np.int64)
+        spans = np.concatenate([entry.lengths for _, entry in new]).astype(np.int64)
+        slots = np.concatenate([entry.slots for _, entry in new]).astype(np.int64)
+        found, missing = self._store.find(keys_of(entries, spans))
+        places = np.array(found)
+        try:
+            if missing:
+                self._encode(entries[missing], spans[missing], places[missing])
+            self._install(np.array([row for row, _ in new]), slots, places, spans)
+        except BaseException:
+            self._store.forget()
+            raise
+
+    def _encode(self, entries: np.ndarray, spans: np.ndarray, places: np.ndarray) -> None:
+        """Encodes entries [N, S] with lengths [N] to these places of the store."""
+        size = _fitting(len(entries), self._most)
+        room = self._sizes[size].encode
+        room.send(np.concatenate([_filled(part, size).reshape(-1) for part in (entries, spans, places)]))
+        self._graphs.run(("encode", size), partial(self._encode_sent, size, room.device))
+
+    def _encode_sent(self, size: int, sent: torch.Tensor) -> None:
+        entries, spans, places = sent.split([size * self._width, size, size])
+        self._store.pool[places] = self._model.encode(entries.view(size, self._width), spans)
+
+    def _install(self, rows: np.ndarray, slots: np.ndarray, places: np.ndarray, spans: np.ndarray) -> None:
+        """Puts rows from places [N] of the store into slots [N] of the sequences `rows` [N]."""
+        size = _fitting(len(rows), self._most)
+        room = self._sizes[size].install
+        room.send(np.concatenate([_filled(part, size) for part in (rows, slots, places, spans)]))
+        self._graphs.run(("install", size), partial(self._install_sent, room.device.view(4, size)))
+
+    def _install_sent(self, sent: torch.Tensor) -> None:
+        tables = self._tables
+        install_rows(sent, self._store.pool, tables.sides, tables.installed, tables.spans)
+
+
+class _Room:
+    """The integers of both pieces of work for one number of entries."""
+
+    def __init__(self, size: int, width: int, device: torch.device) -> None:
+        self.encode = Upload(size * (width + 2), device)
+        self.install = Upload(size * 4, device)
+
+
+def _sizes(most: int) -> list[int]:
+    """Returns 1, 2, 4, 8, ... up to `most`, which is the last."""
+    return sorted({_fitting(count, most) for count in range(1, most + 1)})
+
+
+def _fitting(count: int, most: int) -> int:
+    """Returns the smallest of these sizes that `count` entries fit in."""
+    return min(most, 1 << (count - 1).bit_length())
+
+
+def _filled(part: np.ndarray, size: int) -> np.ndarray:
+    """Returns an array [N, ...] padded to [size, ...] with copies of its first item."""
+    return np.concatenate([part, np.repeat(part[:1], size - len(part), axis=0)])
