@@ -21,11 +21,11 @@ from mlx_zip.cuda.seats import Seat, Seats
 from mlx_zip.cuda.sequence import Snapshot
 from mlx_zip.cuda.starts import Begin
 from mlx_zip.engine.caches import Parts
-from mlx_zip.engine.kept_session import Ids, Kept
-from mlx_zip.engine.session_files import check_held
-from mlx_zip.engine.session_format import FACTS, BadFileError, Contents, Tensor
 from mlx_zip.engine.session_marks import TORCH, Marks, codec_mark, own_pack_key
 from mlx_zip.engine.session_positions import positions_mark
+from mlx_zip.engine.sessions.files import check_held
+from mlx_zip.engine.sessions.format import FACTS, BadFileError, Contents, Tensor
+from mlx_zip.engine.sessions.kept import Ids, Kept
 from mlx_zip.errors import ModelError
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.starts import tuned_fingerprint

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlx_zip.engine.kept_session import Ids, Kept
-from mlx_zip.engine.session_format import Contents
 from mlx_zip.engine.session_marks import Marks
+from mlx_zip.engine.sessions.format import Contents
+from mlx_zip.engine.sessions.kept import Ids, Kept
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.engine.caches import Parts
-from mlx_zip.engine.kept_session import Kept
 from mlx_zip.engine.session_caches import used_part
-from mlx_zip.engine.session_format import BadFileError, Contents, Tensor
+from mlx_zip.engine.sessions.format import BadFileError, Contents, Tensor
+from mlx_zip.engine.sessions.kept import Kept
 
 NAMES = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16", mx.float16: "F16",

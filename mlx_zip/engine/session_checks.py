@@ -13,7 +13,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_from_json
-from mlx_zip.engine.session_format import BadFileError
+from mlx_zip.engine.sessions.format import BadFileError
 from mlx_zip.generate import bounded_cache
 from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config

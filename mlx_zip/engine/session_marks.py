@@ -10,8 +10,8 @@ from typing import Any
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_to_json
-from mlx_zip.engine.session_format import BadFileError
 from mlx_zip.engine.session_positions import is_as_trained
+from mlx_zip.engine.sessions.format import BadFileError
 
 MLX, TORCH = "mlx_zip session 1", "mlx_zip torch session 1"
 _WRITERS = {MLX: "--engine mlx", TORCH: "--engine torch"}

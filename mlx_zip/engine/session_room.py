@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from mlx_zip.engine.caches import Caches
-from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
-from mlx_zip.engine.session_files import read_session
-from mlx_zip.engine.session_folder import SessionFolder
-from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.files import read_session
+from mlx_zip.engine.sessions.folder import SessionFolder
+from mlx_zip.engine.sessions.kept import Kept, Slot, stamp_of
+from mlx_zip.engine.sessions.list import SessionList
 from mlx_zip.errors import EngineError
 
 log = logging.getLogger("mlx_zip")

@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from mlx_zip.engine.kept_session import Kept, Slot, new_name, stamp_of
-from mlx_zip.engine.session_files import Snapshot
+from mlx_zip.engine.sessions.files import Snapshot
+from mlx_zip.engine.sessions.kept import Kept, Slot, new_name, stamp_of
 
 ROOM = 4  # sessions that may wait to be written; each takes the memory of a KV cache
 LINGER_S = 0.02  # before a write, so that the answer noted right after a request is written along

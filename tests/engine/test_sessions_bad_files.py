@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import save_prompt_cache
 
 from mlx_zip.engine import session_arrays
-from mlx_zip.engine.mlx_caches import open_store
-from mlx_zip.engine.session_files import _tensor
+from mlx_zip.engine.sessions.files import _tensor
+from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.errors import EngineError
 from support import generating, keeping, tiny
 from support.keeping import OWN

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mlx_zip.engine.caches import Caches
-from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
-from mlx_zip.engine.session_files import Snapshot, found_in, session_paths
 from mlx_zip.engine.session_writer import Job, SessionWriter
+from mlx_zip.engine.sessions.files import Snapshot, found_in, session_paths
+from mlx_zip.engine.sessions.kept import Kept, Slot, stamp_of
 from mlx_zip.errors import EngineError, reason
 from mlx_zip.files import begin_use, make_private
 

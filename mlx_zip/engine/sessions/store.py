@@ -16,12 +16,12 @@ import numpy as np
 
 from mlx_zip.engine.caches import Caches
 from mlx_zip.engine.interface import Differing, SessionInfo
-from mlx_zip.engine.kept_session import Kept, new_name
 from mlx_zip.engine.session_answers import Noted, answers_within
-from mlx_zip.engine.session_files import Snapshot, read_session
-from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import Checkout, SessionOptions
 from mlx_zip.engine.session_room import SessionRoom
+from mlx_zip.engine.sessions.files import Snapshot, read_session
+from mlx_zip.engine.sessions.kept import Kept, new_name
+from mlx_zip.engine.sessions.list import SessionList
 from mlx_zip.errors import EngineError, UnknownSessionError, reason
 
 log = logging.getLogger("mlx_zip")

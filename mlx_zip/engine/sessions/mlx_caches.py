@@ -11,16 +11,16 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_zip.engine.caches import Parts
-from mlx_zip.engine.kept_session import Ids, Kept
 from mlx_zip.engine.session_arrays import parts_of, read_parts
 from mlx_zip.engine.session_caches import bytes_of, can_trim, forked, held_ids, settled
 from mlx_zip.engine.session_checks import CacheChecks
-from mlx_zip.engine.session_files import check_held
-from mlx_zip.engine.session_format import BadFileError, Contents
 from mlx_zip.engine.session_marks import Marks, codec_mark, own_pack_key
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.session_positions import positions_mark
-from mlx_zip.engine.session_store import SessionStore
+from mlx_zip.engine.sessions.files import check_held
+from mlx_zip.engine.sessions.format import BadFileError, Contents
+from mlx_zip.engine.sessions.kept import Ids, Kept
+from mlx_zip.engine.sessions.store import SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 
 from mlx_zip.engine.interface import Differing
-from mlx_zip.engine.kept_session import Ids, Kept
 from mlx_zip.engine.prefix_index import PrefixIndex
 from mlx_zip.engine.session_answers import Answers
+from mlx_zip.engine.sessions.kept import Ids, Kept
 
 SHOWN = 12  # base ids on either side of a difference
 MOST_TRIED = 4  # sessions with the same common prefix; they differ by the border of one id at most
