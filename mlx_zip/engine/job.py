@@ -27,7 +27,7 @@ from mlx_zip.engine.interface import (
 )
 from mlx_zip.engine.origins import NewEntries, Origins, following
 from mlx_zip.engine.parts import Served, State
-from mlx_zip.engine.session_options import Checkout
+from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
 from mlx_zip.exclusions import CanonicalIds

@@ -11,9 +11,8 @@ from typing import Any
 from mlx_zip.engine.engine_thread import MlxEngine
 from mlx_zip.engine.options import KEEP_WIRED_S, RunOptions, ServeOptions
 from mlx_zip.engine.served import Served
-from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.sessions.mlx_caches import open_store
-from mlx_zip.engine.sessions.store import SessionStore
+from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.generate import PREFILL_STEP_SIZE
 from mlx_zip.hyper import RowStore
 from mlx_zip.loading import load

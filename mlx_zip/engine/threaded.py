@@ -28,11 +28,11 @@ from mlx_zip.engine.interface import (
     Ticket,
 )
 from mlx_zip.engine.job import Handle, Job
-from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.parts import Reading, Served
 from mlx_zip.engine.prompt_scores import prompt_ids, read_as
 from mlx_zip.engine.scheduler import Scheduler, Totals
+from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
 from mlx_zip.evaluation.scored import Compressed, Scored

@@ -13,9 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.decode import read_again
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.sessions.mlx_caches import open_store
-from mlx_zip.engine.sessions.store import SessionStore
+from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.generate import PREFILL_STEP_SIZE, bounded_cache, check_kv
 from mlx_zip.request import Request
 from mlx_zip.state import ZipState, find_state

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_zip.engine.caches import Caches
-from mlx_zip.engine.session_marks import Marks
-from mlx_zip.engine.sessions.format import FACTS, INDEX, BadFileError, Contents, Tensor, read, write
-from mlx_zip.engine.sessions.kept import Kept
+from mlx_zip.engine.sessions.format import FACTS, INDEX, BadFileError, Contents, Marks, Tensor, read, write
+from mlx_zip.engine.sessions.kept import Caches, Kept
 from mlx_zip.errors import EngineError, MlxZipError, first_line, reason
 
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecursionError)

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip.engine.caches import Caches
-from mlx_zip.engine.session_writer import Job, SessionWriter
 from mlx_zip.engine.sessions.files import Snapshot, found_in, session_paths
-from mlx_zip.engine.sessions.kept import Kept, Slot, stamp_of
+from mlx_zip.engine.sessions.kept import Caches, Kept, Slot, new_name, stamp_of
 from mlx_zip.errors import EngineError, reason
 from mlx_zip.files import begin_use, make_private
 
-OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
-UNFINISHED = ".*.safetensors.partial-*"  # names of unfinished files
+_OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
+_UNFINISHED = ".*.safetensors.partial-*"  # names of unfinished files
 RESPONSES = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
-MOST_NAMED = 3  # refused files that a warning names
+_MOST_NAMED = 3  # refused files that a warning names
 SHARE = "machine-"  # what names of folders begin with that one of several machines uses
 log = logging.getLogger("mlx_zip")
 
@@ -34,7 +35,7 @@ class SessionFolder:
 
     def __init__(self, folder: Path, most_bytes: int, caches: Caches, about: Mapping[str, str]) -> None:
         self.folder, self.most_bytes, self.caches, self.about = folder, most_bytes, caches, about
-        self._writer = SessionWriter()
+        self._writer = _Writer()
         self._wanted: dict[Kept, None] = {}  # to be written once there is room
         self._warned: set[str] = set()
         self.usable = self._is_usable()
@@ -56,9 +57,9 @@ class SessionFolder:
         except OSError as error:
             self._warn("read", f"cannot be read: {reason(error)}")
         if refused:
-            more = f"; and {len(refused) - MOST_NAMED} more" if len(refused) > MOST_NAMED else ""
+            more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
             self._warn(
-                "refused", f"has {len(refused)} file(s) that are not used: {'; '.join(refused[:MOST_NAMED])}{more}"
+                "refused", f"has {len(refused)} file(s) that are not used: {'; '.join(refused[:_MOST_NAMED])}{more}"
             )
         return sorted(found, key=lambda kept: kept.used)
 
@@ -76,7 +77,7 @@ class SessionFolder:
             return 0
         try:
             self._remove_unfinished()
-            others = [path for path in self.folder.glob(UNFINISHED) if f".partial-{os.getpid()}" not in path.name]
+            others = [path for path in self.folder.glob(_UNFINISHED) if f".partial-{os.getpid()}" not in path.name]
         except OSError as error:
             self._warn("read", f"cannot be read: {reason(error)}")
             return 0
@@ -159,13 +160,13 @@ class SessionFolder:
         if snapshot.bytes > self.most_bytes:
             self._warn("large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written")
             return
-        self._writer.put(Job(kept, kept.slot, snapshot))
+        self._writer.put(_Job(kept, kept.slot, snapshot))
 
     def _ended(self) -> list[tuple[Kept, bool]]:
         """Returns the sessions whose jobs are done, and whether it worked."""
         return [(job.kept, self._take(job)) for job in self._writer.done()]
 
-    def _take(self, job: Job) -> bool:
+    def _take(self, job: _Job) -> bool:
         """Notes what came of a job; returns whether the session is on disk."""
         kept = job.kept
         if isinstance(job.error, OSError):
@@ -194,15 +195,15 @@ class SessionFolder:
     def _begin_use(self) -> None:
         """Marks the folder as used until this object is gone; if nobody else uses it, removes all unfinished files."""
         try:
-            handle = begin_use(self.folder, lambda: _remove(self.folder.glob(UNFINISHED)))
+            handle = begin_use(self.folder, lambda: _remove(self.folder.glob(_UNFINISHED)))
             weakref.finalize(self, os.close, handle)
         except OSError as error:
             self._warn("read", f"cannot be read: {reason(error)}")
 
     def _remove_unfinished(self) -> None:
         """Removes what processes that were killed long ago have left unfinished. Raises `OSError`."""
-        for path in self.folder.glob(UNFINISHED):
-            if (stamp := stamp_of(path)) is not None and time.time() - stamp[2] / 1e9 > OLD_S:
+        for path in self.folder.glob(_UNFINISHED):
+            if (stamp := stamp_of(path)) is not None and time.time() - stamp[2] / 1e9 > _OLD_S:
                 path.unlink(missing_ok=True)
 
     def _warn(self, kind: str, what: str) -> None:
@@ -228,7 +229,7 @@ def purge(folder: Path) -> tuple[int, int]:
 
 def _purge_one(folder: Path) -> tuple[int, int]:
     """Does what `purge` does in one folder."""
-    others = (*folder.glob(UNFINISHED), *folder.glob(f"{RESPONSES}/*.json"))
+    others = (*folder.glob(_UNFINISHED), *folder.glob(f"{RESPONSES}/*.json"))
     paths = [path for path in (*session_paths(folder), *others) if path.is_file() or path.is_symlink()]
     size = sum(stamp[1] for path in paths if (stamp := stamp_of(path)) is not None)
     _remove(paths)
@@ -242,3 +243,106 @@ def _remove(paths: Iterable[Path]) -> None:
     """Deletes files; one that is gone is no error. Raises `OSError`."""
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+# ---- the thread that writes, which gets bytes only and never computes arrays
+
+_ROOM = 4  # sessions that may wait to be written; each takes the memory of a KV cache
+_LINGER_S = 0.02  # before a write, so that the answer noted right after a request is written along
+
+
+@dataclass(eq=False)
+class _Job:
+    """A session to be written to its slot. notes: the session's `notes` as they were written. error: why it failed."""
+
+    kept: Kept
+    slot: Slot
+    snapshot: Snapshot
+    notes: int = -1
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        """Writes the session. If another process has replaced its file, the session gets a file of another name."""
+        slot = self.slot
+        try:
+            if not slot.is_ours():
+                slot.path, slot.stamp = slot.path.with_name(f"{new_name()}.safetensors"), None
+            self.notes, answers = self.kept.notes, dict(self.kept.answers)
+            self.snapshot.write(slot.path, answers)
+            slot.stamp = stamp_of(slot.path)
+        except BaseException as error:  # is logged in the engine's thread
+            self.error = error
+
+
+class _Writer:
+    """Writes in a thread of its own. Jobs that are done are handed back: their arrays are freed in the engine's thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Job] = deque()
+        self._done: deque[_Job] = deque()
+        self._change = threading.Condition()
+        self._hurry = threading.Event()
+        self._running: _Job | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def has_room(self) -> bool:
+        """Returns whether one more job may be put."""
+        return len(self._waiting) < _ROOM
+
+    def is_writing(self, kept: Kept) -> bool:
+        """Returns whether a session waits to be written, or is being written, as it is."""
+        with self._change:
+            return any(job.kept is kept for job in (*self._waiting, *self._done, self._running) if job is not None)
+
+    def is_idle(self) -> bool:
+        """Returns whether there is no job, not even one that is done and not handed back."""
+        with self._change:
+            return self._running is None and not self._waiting and not self._done
+
+    def put(self, job: _Job) -> None:
+        """Has a session written soon."""
+        with self._change:
+            self._waiting.append(job)
+            self._change.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mlx_zip sessions", daemon=True)
+            self._thread.start()
+
+    def done(self) -> list[_Job]:
+        """Returns the jobs that are done since the last call."""
+        with self._change:
+            done, self._done = self._done, deque()
+        return list(done)
+
+    def wait(self) -> None:
+        """Waits until all jobs are done."""
+        self._hurry.set()
+        with self._change:
+            self._change.wait_for(lambda: not self._waiting and self._running is None)
+        self._hurry.clear()
+
+    def close(self) -> None:
+        """Waits until all jobs are done, and ends the thread."""
+        self.wait()
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        """Runs one job after the other until the writer is closed."""
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                self._running = job = self._waiting.popleft()
+            self._hurry.wait(_LINGER_S)
+            job.run()
+            with self._change:
+                self._done.append(job)
+                self._running = None
+                self._change.notify_all()
+            del job

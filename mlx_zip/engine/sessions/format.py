@@ -1,4 +1,6 @@
-"""The bytes of a session's file: safetensors with two checksums. Imports no MLX, so that any thread may write one.
+"""The bytes of a session's file: safetensors with two checksums; and `Marks`, what a file must agree with to be used.
+
+Nothing here imports MLX, so that any thread may write a file.
 
 A file is one that `mlx_lm.models.cache.load_prompt_cache` reads too. Its metadata has, under "0.", the session's facts.
 The tensors of the index (base ids and the ends of ids) come first, so that a session can be found without reading its
@@ -7,23 +9,27 @@ KV cache. One checksum covers the header and the index, the other everything aft
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.codec import CodecParams
+from mlx_zip.codec.params_json import params_to_json
+from mlx_zip.config import ZipConfig
 from mlx_zip.files import whole_file
 
 INDEX = 2  # tensors, the first ones, that a session is found by: base ids, and the ends of ids
 FACTS = "0."  # what the names of facts begin with, among the metadata
-HEAD_SUM, BODY_SUM = "head_crc32", "body_crc32"
-ITEM_BYTES = {
+_HEAD_SUM, _BODY_SUM = "head_crc32", "body_crc32"
+_ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8,
     "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
@@ -89,7 +95,7 @@ def _write_all(file: Any, block: Any) -> None:
 
 def _header(contents: Contents, head_sum: str, body_sum: str) -> bytes:
     """Returns the header, padded to a multiple of 8 bytes. It is as long whatever the checksums are."""
-    sums = {FACTS + HEAD_SUM: head_sum, FACTS + BODY_SUM: body_sum}
+    sums = {FACTS + _HEAD_SUM: head_sum, FACTS + _BODY_SUM: body_sum}
     entries: dict[str, Any] = {"__metadata__": {**contents.metadata, **sums}}
     at = 0
     for name, tensor in contents.tensors.items():
@@ -162,7 +168,7 @@ def _parsed(head: bytearray, data: int) -> tuple[dict[str, str], dict[str, tuple
     places = dict(sorted(places.items(), key=lambda item: item[1][2:]))
     at = 0
     for name, (dtype, shape, begin, end) in places.items():
-        if begin != at or end - begin != prod(shape) * ITEM_BYTES[dtype]:
+        if begin != at or end - begin != prod(shape) * _ITEM_BYTES[dtype]:
             raise BadFileError(f"the place of its tensor {name!r:.40} is wrong")
         at = end
     if at != data:
@@ -174,7 +180,7 @@ def _place(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     """Returns a tensor's type, shape, and first and last byte. Raises `ValueError` and others for anything else."""
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
-    if entry["dtype"] not in ITEM_BYTES:
+    if entry["dtype"] not in _ITEM_BYTES:
         raise ValueError("unknown type")
     if not all(type(n) is int and 0 <= n < _MOST_ITEMS for n in (begin, end, *shape)) or len(shape) > 8:
         raise ValueError("not a shape")
@@ -183,22 +189,143 @@ def _place(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
 
 def _without_sum(head: bytearray, metadata: Mapping[str, str]) -> bytes:
     """Returns a header as it was when its checksum was computed."""
-    found = metadata.get(FACTS + HEAD_SUM, "")
+    found = metadata.get(FACTS + _HEAD_SUM, "")
     return bytes(head).replace(
-        f'"{FACTS}{HEAD_SUM}":"{found}"'.encode(), f'"{FACTS}{HEAD_SUM}":"{_NO_SUM}"'.encode(), 1
+        f'"{FACTS}{_HEAD_SUM}":"{found}"'.encode(), f'"{FACTS}{_HEAD_SUM}":"{_NO_SUM}"'.encode(), 1
     )
 
 
 def _check_sums(head: bytes, blocks: list[Any], metadata: Mapping[str, str], whole: bool) -> None:
     """Raises `BadFileError` unless both checksums are right; that of the body is checked only if it was read whole."""
-    if FACTS + HEAD_SUM not in metadata:
+    if FACTS + _HEAD_SUM not in metadata:
         raise BadFileError("it has no checksum: it was not written by mlx_zip; make it with mlx_zip cache-prompt")
     head_sum, body_sum = zlib.crc32(head), 0
     for block in blocks[:INDEX]:
         head_sum = zlib.crc32(block, head_sum)
     for block in blocks[INDEX:]:
         body_sum = zlib.crc32(block, body_sum)
-    expected = {HEAD_SUM: head_sum, **({BODY_SUM: body_sum} if whole else {})}
+    expected = {_HEAD_SUM: head_sum, **({_BODY_SUM: body_sum} if whole else {})}
     for name, sum_ in expected.items():
         if metadata.get(FACTS + name) != f"{sum_:08x}":
             raise BadFileError("its checksum is wrong: it is damaged")
+
+
+# ---- whose file it is
+
+MLX, TORCH = "mlx_zip session 1", "mlx_zip torch session 1"
+_WRITERS = {MLX: "--engine mlx", TORCH: "--engine torch"}
+_WORDS = {
+    "model_fingerprint": "model",
+    "tokenizer_fingerprint": "tokenizer",
+    "codec": "codec parameters",
+    "dtype": "type of numbers",
+    "positions": "position mode, rotary setting or attention window",
+}
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Fingerprints of the model, its tokenizer and its codec ("" for none), and what the file is like.
+
+    positions: what `positions_mark` returns. dtype: what the model computes in, "" where the KV cache's arrays say it.
+    format: one of this module's.
+    """
+
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    codec: str
+    positions: str
+    dtype: str = ""
+    format: str = MLX
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The marks as a file's facts."""
+        found = {"format": self.format, **{name: getattr(self, name) for name in _WORDS}}
+        return {name: text for name, text in found.items() if text or name != "dtype"}
+
+    def check(self, facts: Mapping[str, str]) -> None:
+        """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, type or positions.
+
+        Older files do not name positions. They are taken to have this model's if its weights are trained with those.
+        """
+        found = facts.get("format", "unknown")
+        if found in _WRITERS and found != self.format:
+            raise BadFileError(f"{_WRITERS[found]} wrote it, and {_WRITERS[self.format]} cannot go on from it")
+        if found != self.format:
+            raise BadFileError(f"its format is {found!r:.60}, this version of mlx_zip reads {self.format!r}")
+        if "positions" not in facts and not _is_as_trained(self.positions):
+            raise BadFileError("it is of an older version, which did not note how the model's positions were set")
+        usual = {"dtype": "", "positions": self.positions}
+        for name, word in _WORDS.items():
+            if facts.get(name, usual.get(name)) != getattr(self, name):
+                raise BadFileError(f"it was made with another {word} than the one that is loaded")
+
+
+def codec_mark(params: CodecParams | None) -> str:
+    """Returns the parameters of a codec, without what a codebook begins with, as text; "" without a codec."""
+    if params is None:
+        return ""
+    fields = json.loads(params_to_json([params]))
+    return json.dumps({name: value for name, value in fields.items() if name != "start"}, sort_keys=True)
+
+
+def own_pack_key(start: Any, tuned: str | None) -> str:
+    """Returns the key of what a model's codebooks begin with by default; "" for nothing.
+
+    start: the entries, None for none. tuned: the fingerprint of the rows tuned for them, None for none.
+    """
+    if not (start or tuned):
+        return ""
+    return hashlib.sha256(json.dumps([start, tuned]).encode()).hexdigest()
+
+
+# ---- what keys and values depend on beside the weights: how positions are counted and rotated, and the windows
+
+_COMPRESSED = "compressed"  # the position mode of models without hypertokens, too
+_SCALING = ("rope_scaling", "rope_parameters")
+_NAMES = (
+    "rope_theta", *_SCALING, "rope_local_base_freq", "rope_traditional", "partial_rotary_factor", "no_rope_layers",
+    "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "layer_types",
+)  # fmt: skip
+_CONTEXT = ("max_position_embeddings", "original_max_position_embeddings")  # rules of scaling compute with these
+_TRAINED_WITH = ("default", "llama3", "longrope", "su")  # rope types that come with the weights; people add the others
+
+
+def positions_mark(config: Mapping[str, Any], zip_config: ZipConfig | None) -> str:
+    """Returns these settings as text. Two ways of writing the same setting give two texts.
+
+    config: config.json, or what mlx-lm read of it. zip_config: None for a model without hypertokens.
+    """
+    mode = _COMPRESSED if zip_config is None else zip_config.position_mode
+    return json.dumps({"position_mode": mode, "config": [_settings(part) for part in _parts(config)]}, sort_keys=True)
+
+
+def _is_as_trained(mark: str) -> bool:
+    """Returns whether a mark's settings are those that come with weights: compressed positions, no scaling by hand."""
+    found = json.loads(mark)
+    types = (kind for part in found["config"] for name in _SCALING for kind in _types(part.get(name)))
+    return found["position_mode"] == _COMPRESSED and all(kind in _TRAINED_WITH for kind in types)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields a config, and the one of its text decoder where that is nested."""
+    yield config
+    if isinstance(inner := config.get("text_config"), Mapping):
+        yield inner
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a config that are not null. The context counts only where rotation is scaled."""
+    is_scaled = any(kind != "default" for name in _SCALING for kind in _types(config.get(name)))
+    names = (*_NAMES, *(_CONTEXT if is_scaled else ()))
+    return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def _types(scaling: Any) -> Iterator[Any]:
+    """Yields the rope types in `rope_scaling` or `rope_parameters`, which may hold one set for each kind of layer."""
+    if not isinstance(scaling, Mapping):
+        return
+    nested = [value for value in scaling.values() if isinstance(value, Mapping)]
+    for one in nested or [scaling]:
+        yield one.get("rope_type", one.get("type", "default"))

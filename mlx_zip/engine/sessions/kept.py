@@ -1,20 +1,28 @@
-"""`Kept`: what a `SessionStore` knows of one session, in memory and on disk."""
+"""`Kept`: what a `SessionStore` knows of one session. `Caches`: what the store asks a model of the cache in it.
+
+MLX and PyTorch have their own `Caches`. A request's cache is what `mlx_zip.engine.parts.Served.new_cache` returns. A
+session holds what is kept of it, which may be of another type. Only the classes behind the protocol look inside of
+either.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.session_answers import Noted
+from mlx_zip.engine.sessions.format import Contents, Marks
 
 Ids = NDArray[np.uint32]
+Noted = dict[str, tuple[int, ...]]  # key of an answer, its text for example -> base ids
 Stamp = tuple[int, int, int]  # a file's inode, bytes, and time of its last change
 
 
@@ -104,3 +112,75 @@ def stamp_of(path: Path) -> Stamp | None:
 def new_name() -> str:
     """Returns a name that no other session has, in this process or another."""
     return secrets.token_hex(8)
+
+
+def answers_within(answers: Noted, base_ids: NDArray[np.uint32]) -> Noted:
+    """Returns those answers whose base ids occur in a sequence."""
+    held = base_ids.tobytes()
+    return {key: ids for key, ids in answers.items() if np.array(ids, np.uint32).tobytes() in held}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A session as a file holds it. tensors: by name, the type as safetensors calls it and a view of the values.
+
+    The first two are the base ids and the ends of ids, uint32. metadata: what the file says beside the session's facts.
+    """
+
+    tensors: Mapping[str, tuple[str, np.ndarray]]
+    metadata: Mapping[str, str]
+
+
+class Caches(Protocol):
+    """The caches of one model. reach: how many base tokens an id can have."""
+
+    @property
+    def reach(self) -> int: ...
+
+    @cached_property
+    def marks(self) -> Marks:
+        """What files of this model's sessions say of it."""
+        ...
+
+    @cached_property
+    def own_pack(self) -> str:
+        """The key of sessions that began with the model's own pack, which may be another after a restart."""
+        ...
+
+    def held(self, cache: Any, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
+        """Returns a request's base ids, and how many base tokens each of its ids and those before it have.
+
+        base_ids: for a cache that does not say it. Raises `EngineError` if they do not cover what the cache holds.
+        """
+        ...
+
+    def kept(self, cache: Any) -> Any:
+        """Returns what a session keeps of a request's cache, which must not be used any more."""
+        ...
+
+    def size(self, kept: Any) -> tuple[int, bool]:
+        """Returns how many bytes a kept cache takes, and whether it can be cut to any of its ids."""
+        ...
+
+    def room(self, ids: int) -> int:
+        """Returns how many of a session's `ids` ids a request's cache has room for."""
+        ...
+
+    def lent(self, kept: Kept, ids: int, alone: bool, start: Any) -> Any:
+        """Returns a request's cache with the first `ids` ids of a session.
+
+        alone: whether the session lets go of its own; else that does not change, whatever is read later. start: what
+        the request's codebook begins with, None for the model's own.
+        """
+        ...
+
+    def parts(self, kept: Kept) -> Parts:
+        """Returns a session as a file holds it; the views do not change when the session goes on."""
+        ...
+
+    def made(self, contents: Contents, kept: Kept) -> tuple[Any, Any]:
+        """Returns the cache and the sampler's random state, None for none, that a session's file holds.
+
+        Raises `BadFileError` and other errors for one that this model cannot have written.
+        """
+        ...

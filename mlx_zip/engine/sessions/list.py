@@ -1,17 +1,24 @@
-"""`SessionList`: the sessions of a store in the order of their last use, found by name or by the ids of a prompt."""
+"""`SessionList`: the sessions of a store in the order of their last use, found by name or by the ids of a prompt.
+
+`PrefixIndex` finds, among the base ids of many sessions, those that begin as a prompt does. They are kept in a tree. An
+edge of the tree holds the ids that all sequences below it share, so a search compares each id of the prompt once at
+most, however many sessions there are. `Answers` has the noted answers of all sessions as one map.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from mlx_zip.engine.interface import Differing
-from mlx_zip.engine.prefix_index import PrefixIndex
-from mlx_zip.engine.session_answers import Answers
-from mlx_zip.engine.sessions.kept import Ids, Kept
+from mlx_zip.engine.sessions.kept import Ids, Kept, Noted
 
-SHOWN = 12  # base ids on either side of a difference
-MOST_TRIED = 4  # sessions with the same common prefix; they differ by the border of one id at most
+_SHOWN = 12  # base ids on either side of a difference
+_MOST_TRIED = 4  # sessions with the same common prefix; they differ by the border of one id at most
 
 
 class SessionList:
@@ -77,8 +84,8 @@ class SessionList:
         found = None if index is None else index.find(wanted)
         if found is None or not 0 < found.depth < len(wanted) or not len(found.next):
             return None
-        now = wanted[found.depth : found.depth + SHOWN]
-        return Differing(found.depth, tuple(found.next[:SHOWN].tolist()), tuple(now.tolist()))
+        now = wanted[found.depth : found.depth + _SHOWN]
+        return Differing(found.depth, tuple(found.next[:_SHOWN].tolist()), tuple(now.tolist()))
 
     def _candidates(self, wanted: Ids, pack_key: str) -> Iterator[tuple[Kept, int]]:
         """Yields sessions that begin as `wanted` does, each with how many of its ids can be used."""
@@ -96,5 +103,153 @@ class SessionList:
             kept = self._sessions[name]
             if kept.trims and kept.can_be_read and len(kept.base_ids) > found.depth:
                 yield kept, kept.border(found.depth, self._reach)
-                if (tried := tried + 1) == MOST_TRIED:
+                if (tried := tried + 1) == _MOST_TRIED:
                     return
+
+
+@dataclass(slots=True)
+class _Node:
+    """A place in the tree. ids: what the edge that leads here holds. names: sequences that end here. children: by the
+    first id of their edges.
+    """
+
+    ids: Ids
+    names: dict[str, None] = field(default_factory=dict)
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found. depth: length of the longest common prefix with any sequence. whole: sequences that the
+    prompt begins with, the longest first, each with its length. below: a node under which all sequences have the first
+    `depth` ids of the prompt; see `PrefixIndex.names_below`. next: what one of them goes on with, as far as an edge of
+    the tree holds it; empty if all end there.
+    """
+
+    depth: int
+    whole: list[tuple[str, int]]
+    below: Any
+    next: Ids
+
+
+class PrefixIndex:
+    """Named sequences of base ids. compared: number of edges that all searches have compared with a prompt."""
+
+    def __init__(self) -> None:
+        self._root = _Node(np.empty(0, np.uint32))
+        self.compared = 0
+
+    def add(self, name: str, ids: Ids) -> None:
+        """Adds a sequence, ids [n] uint32. Several sequences may have the same ids."""
+        node, at = self._root, 0
+        while at < len(ids):
+            child = node.children.get(int(ids[at]))
+            if child is None:
+                child = node.children[int(ids[at])] = _Node(ids[at:].copy())
+            elif (shared := _shared(child.ids, ids[at:])) < len(child.ids):
+                child = node.children[int(ids[at])] = _split(child, shared)
+            node, at = child, at + len(child.ids)
+        node.names[name] = None
+
+    def remove(self, name: str, ids: Ids) -> None:
+        """Removes a sequence that was added with these ids. Raises `KeyError` if there is none."""
+        path, at = [self._root], 0
+        while at < len(ids):
+            path.append(path[-1].children[int(ids[at])])
+            at += len(path[-1].ids)
+        del path[-1].names[name]
+        while len(path) > 1 and not path[-1].names and not path[-1].children:
+            gone = path.pop()
+            del path[-1].children[int(gone.ids[0])]
+        if len(path) > 1:
+            _join(path[-1])
+
+    def find(self, ids: Ids) -> Found:
+        """Returns the longest common prefix of `ids` [n] uint32 with any sequence, and where it was found."""
+        node, at, whole, rest = self._root, 0, list[tuple[str, int]](), self._root.ids
+        while True:
+            whole += [(name, at) for name in node.names]
+            child = node.children.get(int(ids[at])) if at < len(ids) else None
+            if child is None:
+                rest = next((one.ids for one in node.children.values()), rest)
+                break
+            self.compared += 1
+            shared = _shared(child.ids, ids[at:])
+            node, at = child, at + shared
+            if shared < len(child.ids):
+                rest = child.ids[shared:]
+                break
+        return Found(at, whole[::-1], node, rest)
+
+    @staticmethod
+    def names_below(found: Found) -> Iterator[str]:
+        """Yields the names of all sequences that have the first `found.depth` ids of the prompt."""
+        nodes = [found.below]
+        while nodes:
+            node = nodes.pop()
+            yield from node.names
+            nodes += node.children.values()
+
+
+def _shared(some: Ids, others: Ids) -> int:
+    """Returns how many ids two sequences have in common at their beginning."""
+    n = min(len(some), len(others))
+    differ = some[:n] != others[:n]
+    at = int(differ.argmax()) if n else 0
+    return at if n and differ[at] else n
+
+
+def _split(node: _Node, at: int) -> _Node:
+    """Returns a new node before `node`, which takes the first `at` ids of its edge."""
+    upper = _Node(node.ids[:at].copy(), {}, {int(node.ids[at]): node})
+    node.ids = node.ids[at:].copy()
+    return upper
+
+
+def _join(node: _Node) -> None:
+    """Joins a node with its only child, if no sequence ends at the node."""
+    if node.names or len(node.children) != 1:
+        return
+    (child,) = node.children.values()
+    node.ids = np.concatenate([node.ids, child.ids])
+    node.names, node.children = child.names, child.children
+
+
+class Answers(Mapping[str, Sequence[int]]):
+    """A map from each answer's key to its base ids. If sessions differ in an answer, the last one noted counts.
+
+    One thread changes it; others may look up keys meanwhile, because each key's value is replaced as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[
+            str, tuple[tuple[str, tuple[int, ...]], ...]
+        ] = {}  # key -> (session, base ids), last noted last
+
+    def add(self, session: str, answers: Noted) -> None:
+        """Notes a session's answers."""
+        for key, base_ids in answers.items():
+            self._noted[key] = (*self._of_others(session, key), (session, base_ids))
+
+    def remove(self, session: str, answers: Noted) -> None:
+        """Forgets a session's answers."""
+        for key in answers:
+            self._noted[key] = self._of_others(session, key)
+            if not self._noted[key]:
+                del self._noted[key]
+
+    def _of_others(self, session: str, key: str) -> tuple[Any, ...]:
+        """Returns what other sessions noted for a key."""
+        return tuple(one for one in self._noted.get(key, ()) if one[0] != session)
+
+    def __getitem__(self, key: str) -> Sequence[int]:
+        noted = self._noted.get(key)
+        if not noted:
+            raise KeyError(key)
+        return noted[-1][1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._noted))
+
+    def __len__(self) -> int:
+        return len(self._noted)

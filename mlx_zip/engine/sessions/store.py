@@ -7,24 +7,60 @@ thread, the engine's.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from mlx_zip.engine.caches import Caches
 from mlx_zip.engine.interface import Differing, SessionInfo
-from mlx_zip.engine.session_answers import Noted, answers_within
-from mlx_zip.engine.session_options import Checkout, SessionOptions
-from mlx_zip.engine.session_room import SessionRoom
 from mlx_zip.engine.sessions.files import Snapshot, read_session
-from mlx_zip.engine.sessions.kept import Kept, new_name
+from mlx_zip.engine.sessions.folder import SessionFolder
+from mlx_zip.engine.sessions.kept import Caches, Kept, Noted, Slot, answers_within, new_name, stamp_of
 from mlx_zip.engine.sessions.list import SessionList
 from mlx_zip.errors import EngineError, UnknownSessionError, reason
 
 log = logging.getLogger("mlx_zip")
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Bounds of a store. max_bytes: of all sessions in memory. folder: where sessions are kept on disk too, None for
+    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: as the model was asked for, None
+    if unknown; tokenizer_config: how its tokenizer was loaded. Both are noted in the files, for `mlx_zip generate`.
+    share: name of the part of the model that is here, "" for a whole model; files of another part are not read.
+    """
+
+    max_bytes: int = 4 << 30
+    folder: Path | None = None
+    max_disk_bytes: int = 16 << 30
+    model_name: str | None = None
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    share: str = ""
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What files say of the model, beside its fingerprint."""
+        named = {} if self.model_name is None else {"model": self.model_name}
+        return {"tokenizer_config": json.dumps(dict(self.tokenizer_config)), **named}
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A cache to go on with. ids, base_tokens: what it holds. name: to be given to `put` or `release` at the end.
+
+    random_state: the sampler's random state that the session was put with; None if there was none, or if the session
+    stays, because its copies must not all draw the same numbers.
+    """
+
+    cache: Any
+    ids: int
+    base_tokens: int
+    name: str
+    random_state: Any = None
 
 
 class SessionStore:
@@ -33,7 +69,7 @@ class SessionStore:
     def __init__(self, caches: Caches, options: SessionOptions) -> None:
         self.caches, self.options = caches, options
         self._list = SessionList(caches.reach)
-        self._room = SessionRoom(caches, self._list, options)
+        self._room = _Room(caches, self._list, options)
         self._lent: dict[str, Kept] = {}  # what is checked out, by name
 
     # ---- a request
@@ -245,3 +281,185 @@ class SessionStore:
                 f"there is no session {name!r:.80}; it may have been evicted, or a request has it"
             )
         return kept
+
+
+class _Room:
+    """The room that the sessions of one model have, in memory and in a folder.
+
+    sessions: those of the store; what is evicted is removed from it.
+    """
+
+    def __init__(self, caches: Caches, sessions: SessionList, options: SessionOptions) -> None:
+        self.caches, self.sessions, self.options = caches, sessions, options
+        self._folder: SessionFolder | None = None
+        if options.folder is not None:
+            self._folder = SessionFolder(options.folder, options.max_disk_bytes, caches, options.about)
+            for kept in self._folder.sessions():
+                sessions.add(kept)
+            self._make_room_on_disk()
+
+    def want(self, kept: Kept) -> None:
+        """Has a session written to the folder, if there is one."""
+        if self._folder is not None:
+            self._folder.want(kept)
+            self.pump()
+
+    def leave(self, kept: Kept) -> None:
+        """Does not write a session, because a successor will be written."""
+        if self._folder is not None:
+            self._folder.leave(kept)
+
+    def figures(self) -> dict[str, int]:
+        """Returns how many sessions there are and their bytes, as fields of `Figures`."""
+        here = [kept for kept in self.sessions if kept.can_be_read]
+        return {
+            "sessions": len(here),
+            "session_bytes": sum(kept.bytes for kept in here),
+            "disk_bytes": sum(kept.slot.bytes for kept in self.sessions if kept.slot is not None),
+        }
+
+    def tend(self) -> bool:
+        """Goes on with writing; returns whether to call again soon, because something is not on disk yet."""
+        self.pump()
+        return self._folder is not None and self._folder.pending
+
+    def flush(self) -> None:
+        """Waits until all sessions are on disk, as far as they fit."""
+        if self._folder is not None:
+            self._note_written(self._folder.pump(patient=True))
+
+    def close(self) -> None:
+        """Writes what is not on disk yet."""
+        if self._folder is not None:
+            self._note_written(self._folder.close())
+
+    def forget(self, kept: Kept) -> None:
+        """Forgets a session, in memory and on disk. Raises `EngineError` if its file cannot be deleted."""
+        if self.sessions.get(kept.name) is kept:
+            self.sessions.remove(kept)
+        if self._folder is not None:
+            self._folder.forget(kept)
+
+    def is_in_memory(self, kept: Kept) -> bool:
+        """Reads a session's cache from disk, if it is there only.
+
+        Returns False if the session is not what it was: if its file is gone or damaged, the session is forgotten, and
+        if another process has written another session there, that one takes its place.
+        """
+        if kept.cache is not None:
+            return True
+        try:
+            assert kept.slot is not None
+            stamp = stamp_of(kept.slot.path)
+            read = read_session(kept.slot.path, self.caches, self.options.max_disk_bytes)
+        except (EngineError, OSError) as error:
+            log.warning("%s", error)
+            self.sessions.remove(kept)
+            return False
+        if not (kept.begins(read) and read.begins(kept)):
+            read.name, read.slot, read.saved = kept.name, Slot(kept.slot.path, stamp), True
+            self.sessions.remove(kept)
+            self.sessions.add(read)
+            return False
+        kept.cache, kept.bytes, kept.trims, kept.random_state = read.cache, read.bytes, read.trims, read.random_state
+        return True
+
+    def make_room(self) -> None:
+        """Evicts the least recently used sessions from memory until the others fit."""
+        excess = sum(kept.bytes for kept in self.sessions) - self.options.max_bytes
+        for kept in list(self.sessions):
+            if excess <= 0:
+                return
+            if kept.cache is None:
+                continue
+            excess -= kept.bytes
+            self.free(kept)
+
+    def free(self, kept: Kept) -> None:
+        """Lets go of a session's cache. Forgets the session unless it is on disk, or is about to be."""
+        if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
+            kept.cache, kept.bytes = None, 0
+        else:
+            self.sessions.remove(kept)
+
+    def pump(self) -> None:
+        """Goes on with writing, and notes what is on disk now."""
+        if self._folder is not None:
+            self._note_written(self._folder.pump())
+
+    def _note_written(self, ended: list[tuple[Kept, bool]]) -> None:
+        """Forgets sessions that are neither in memory nor, because writing them failed, on disk."""
+        for kept, worked in ended:
+            if not worked and kept.cache is None and self.sessions.get(kept.name) is kept:
+                self.sessions.remove(kept)
+        if ended:
+            self._make_room_on_disk()
+
+    def _make_room_on_disk(self) -> None:
+        """Deletes the files of the least recently used sessions until the others fit."""
+        if self._folder is None:
+            return
+        excess = self.figures()["disk_bytes"] + self._folder.unfinished_bytes() - self.options.max_disk_bytes
+        for kept in list(self.sessions):
+            if excess <= 0:
+                return
+            if kept.slot is None or not kept.saved:
+                continue
+            excess -= kept.slot.bytes
+            self._folder.evict(kept)
+            if kept.cache is None:
+                self.sessions.remove(kept)
+
+
+class NoSessions:
+    """Keeps nothing: every prompt is read whole."""
+
+    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> None:
+        """Returns None: there is no session."""
+
+    def differing(self, base_ids: Sequence[int], pack_key: str) -> None:
+        """Returns None: there is no session."""
+
+    def put(self, cache: list[Any], **facts: Any) -> None:
+        """Returns None: the cache is dropped."""
+
+    def release(self, name: str) -> None:
+        """Does nothing."""
+
+    def answers(self) -> Mapping[str, Sequence[int]]:
+        """Returns no answers."""
+        return {}
+
+    def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
+        """Does nothing."""
+
+    def sessions(self) -> list[SessionInfo]:
+        """Returns no sessions."""
+        return []
+
+    def save(self, name: str, file: Path) -> NoReturn:
+        """Raises `EngineError`."""
+        raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
+
+    def load(self, file: Path) -> NoReturn:
+        """Raises `EngineError`."""
+        raise EngineError(f"{file}: this engine keeps no sessions")
+
+    def drop(self, name: str) -> NoReturn:
+        """Raises `EngineError`."""
+        raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
+
+    def purge(self) -> int:
+        """Returns 0."""
+        return 0
+
+    def tend(self) -> bool:
+        """Returns False: there is nothing to write."""
+        return False
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def figures(self) -> dict[str, int]:
+        """Returns no figures."""
+        return {}
