@@ -20,8 +20,8 @@ import numpy as np
 
 from mlx_zip.decode import decode_steps
 from mlx_zip.device import fastest
-from mlx_zip.engine.engine_thread import MlxEngine
 from mlx_zip.engine.interface import Failed, Finished, Submission
+from mlx_zip.engine.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
 from .engines import Forced, MlxZip, settle

@@ -275,7 +275,7 @@ class _Job:
 
 
 class _Writer:
-    """Writes in a thread of its own. Jobs that are done are handed back: their arrays are freed in the engine's thread."""
+    """Writes in a thread of its own. Done jobs are handed back, so that the engine's thread frees their arrays."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Job] = deque()
