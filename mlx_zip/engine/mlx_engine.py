@@ -1,4 +1,4 @@
-"""`open_engine`: an engine on MLX for a model by its name; `MlxEngine`: one thread loads the model and does all with it.
+"""`open_engine`: an engine on MLX for a model by its name. `MlxEngine`: one thread loads it and does all with it.
 
 MLX's streams belong to threads, so no array ever leaves the engine's thread: other threads give and get Python data.
 """

@@ -397,7 +397,7 @@ _Call = Callable[[], Any]
 
 
 class _Inbox:
-    """Calls that other threads want made in one thread, the owner. After `shut`, calls are refused with `EngineStoppedError`."""
+    """Calls that other threads want made in one thread, the owner. After `shut` they raise `EngineStoppedError`."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
