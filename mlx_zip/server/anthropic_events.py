@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from mlx_zip.engine import Counts
-from mlx_zip.server.anthropic_bodies import MessagesBody
+from mlx_zip.server.anthropic.bodies import MessagesBody
 from mlx_zip.server.ids import new_id
 from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures, vendor_notes

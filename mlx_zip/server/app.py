@@ -15,13 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from mlx_zip.errors import MlxZipError
-from mlx_zip.server import anthropic, chat, completions, responses, sessions
+from mlx_zip.server import sessions
+from mlx_zip.server.anthropic import messages
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import dialect_of, failure_of, json_bytes
 from mlx_zip.server.guard import Guard, refused_key, refused_place
 from mlx_zip.server.http import ClientGone, json_response
 from mlx_zip.server.metrics import Counted, Metrics
+from mlx_zip.server.openai import chat, completions, responses
 from mlx_zip.server.openapi import description
 
 _CODEX = (  # instructions that Codex begins its prompts with
@@ -32,7 +34,7 @@ DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
     chat.routes,
     completions.routes,
     responses.routes,
-    anthropic.routes,
+    messages.routes,
     sessions.routes,
 )
 

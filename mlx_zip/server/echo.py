@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mlx_zip.engine import Counts, PromptId
-from mlx_zip.server.choices import Choice
 from mlx_zip.server.core import Core
+from mlx_zip.server.openai.choices import Choice
 from mlx_zip.server.turn import Done, Turn
 from mlx_zip.text.token_texts import TokenTexts, characters
 

@@ -12,7 +12,6 @@ from starlette.routing import Route
 
 from mlx_zip.server.bodies import likely_json
 from mlx_zip.server.chat_bodies import ChatBody
-from mlx_zip.server.choices import END, Choice, counts_of, ended, gathered, head, usage_of
 from mlx_zip.server.core import Core
 from mlx_zip.server.http import (
     comment_bytes,
@@ -23,6 +22,7 @@ from mlx_zip.server.http import (
     stream_response,
     unless_gone,
 )
+from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
 from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, TokenLogprob, ToolCall, Turn, Waiting
 from mlx_zip.server.vendor import token_json, vendor_figures, vendor_notes
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
+from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.anthropic_events import MessageBuilder
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.server.bodies import LEAST_LOGPROB, MOST_TOKENS, Sampled, Text, max_tokens_of
-from mlx_zip.server.choices import END, Choice, counts_of, ended, gathered, head, usage_of
 from mlx_zip.server.core import Core
 from mlx_zip.server.echo import Echo, echo_of
 from mlx_zip.server.fields import BodyError, Many
@@ -25,6 +24,7 @@ from mlx_zip.server.http import (
     stream_response,
     unless_gone,
 )
+from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
 from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
 from mlx_zip.server.turn import Text as TextDelta
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
