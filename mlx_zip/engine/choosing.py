@@ -118,7 +118,7 @@ def _processed(
 
 
 def _processed_row(job: Job, logits: mx.array, end: int | None) -> mx.array | Search:
-    """Returns one row's logits [1, W] after its processors, or the _search for its id if it has a constraint."""
+    """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
     tokens = mx.array(job.read_ids, mx.int32) if job.penalties else None
     for processor in job.penalties:
         logits = processor(tokens, logits)  # type: ignore[arg-type]  # only a plain model's processors read the ids
@@ -153,7 +153,7 @@ def _packed(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.ar
 
 
 class Search(searching.Search):
-    """The _search for one row's next id in logits [1, W]. end: all columns from there on are -inf."""
+    """The search for one row's next id in logits [1, W]. end: all columns from there on are -inf."""
 
     def __init__(self, job: Job, logits: mx.array, excluded: list[int], end: int | None) -> None:
         super().__init__(job, logits, excluded)

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from mlx_zip.engine import Likely, PromptId
-from mlx_zip.server.echo import echoed_tokens
+from mlx_zip.server.openai.completions import echoed_tokens
 from mlx_zip.text.token_texts import TokenTexts
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, serving
@@ -190,7 +190,7 @@ def test_long_echoes_are_made_beside_the_event_loop(served, monkeypatch):
         threads.append(threading.current_thread().name)
         return echoed_tokens(*args)
 
-    monkeypatch.setattr("mlx_zip.server.echo.echoed_tokens", slow)
+    monkeypatch.setattr("mlx_zip.server.openai.completions.echoed_tokens", slow)
     assert ask(served, PROMPT, echo=True, logprobs=1, max_tokens=0).status == 200
     assert [name.rpartition("_")[0] for name in threads] == ["mlx_zip-server"]
 

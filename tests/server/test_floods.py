@@ -10,9 +10,9 @@ import pytest
 
 from mlx_zip.server.anthropic.bodies import MessagesBody
 from mlx_zip.server.anthropic.bodies import turn_of as message_turn
-from mlx_zip.server.chat_bodies import ChatBody
 from mlx_zip.server.errors import Failure
 from mlx_zip.server.fields import BodyError, check_tools, parse
+from mlx_zip.server.openai.chat import ChatBody
 from mlx_zip.server.openai.completions import CompletionBody
 from mlx_zip.server.openai.responses_bodies import ResponseBody
 from mlx_zip.server.openai.responses_store import ResponseStore

@@ -13,16 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts
-from mlx_zip.server.bodies import check_model, max_tokens_of
+from mlx_zip.server.bodies import check_model, max_tokens_of, new_id
 from mlx_zip.server.core import Core, Stop
 from mlx_zip.server.errors import Failure, RequestError
 from mlx_zip.server.http import described, events_bytes, json_response, read_body, stream_response, unless_gone
-from mlx_zip.server.ids import new_id
-from mlx_zip.server.openai.responses_bodies import ResponseBody, turn_of
+from mlx_zip.server.openai.responses_bodies import ResponseBody, named_item, turn_of
 from mlx_zip.server.openai.responses_events import ResponseBuilder
-from mlx_zip.server.openai.responses_store import ResponseStore
-from mlx_zip.server.response_files import ResponseFiles
-from mlx_zip.server.responses_items import named_item
+from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 from mlx_zip.server.turn import Delta, Done, Turn
 
 CANCEL_S = 2.0  # how long a cancelled response may take to end before its state of then is returned
