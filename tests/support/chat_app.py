@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.apps.chat.app import guarded, make_chat_app
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.running import guarded, make_chat_app
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
