@@ -23,8 +23,8 @@ from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.decode import decode_steps
 from mlx_zip.device import fastest
-from mlx_zip.engine.engine_thread import MlxEngine
 from mlx_zip.engine.interface import Failed, Finished, Submission
+from mlx_zip.engine.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
 from .profile import running_ahead

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from importlib import import_module
 from typing import Any
 
-from mlx_zip.apps.chat.awake import awake
-from mlx_zip.apps.chat.frames import frame_of, piece_of
 from mlx_zip.apps.chat.opening import StoreError
 from mlx_zip.apps.chat.store import Store, extend, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import Failure, RequestError, failure_of
 from mlx_zip.server.http import event_bytes
-from mlx_zip.server.turn import Delta, Done, Live, Turn
+from mlx_zip.server.turn import Delta, Done, Learned, Live, Reasoning, Text, Turn, Waiting
+from mlx_zip.server.vendor import live_json, token_json, vendor_notes
 
 WRITE_S = 0.4  # between writes to the store
 STOPPED = "You stopped it."
@@ -256,7 +256,7 @@ def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 async def as_bytes(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
     """Yields frames of an answer as an event stream has them; meanwhile a Mac stays at work."""
-    with awake("writing an answer"):
+    with _awake("writing an answer"):
         async with aclosing(frames):
             async for frame in frames:
                 yield event_bytes(frame)
@@ -265,3 +265,66 @@ async def as_bytes(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerat
 def failed(failure: Failure) -> bytes:
     """Returns the last frame of a stream that failed."""
     return event_bytes({"type": "error", "message": failure.message, "state": "failed"})
+
+
+# ---- what the page gets of deltas, and what the store keeps of them
+
+
+def frame_of(delta: Delta) -> dict[str, Any] | None:
+    """Returns the frame of a delta, None if the page needs none."""
+    match delta:
+        case Waiting():
+            names = ("read", "total", "cached_tokens", "waits_for")
+            return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
+        case Live():
+            return {"type": "figures", **live_json(delta.counts)}
+        case Done():
+            return {"type": "figures", **live_json(delta.counts), **vendor_notes(delta)}
+        case Text():
+            return {"type": "text", **piece_of(delta)}
+        case Reasoning():
+            return {"type": "reasoning", "text": delta.text}
+        case Learned():
+            return {"type": "learned", "entries": piece_of(delta)["learned"]}
+    return None
+
+
+def piece_of(delta: Delta) -> dict[str, Any]:
+    """Returns what a delta adds to a message, as `Store.append` takes it."""
+    match delta:
+        case Text():
+            return {"text": delta.text, "tokens": [token_json(token) for token in delta.tokens]}
+        case Reasoning():
+            return {"reasoning": delta.text}
+        case Learned():
+            return {"learned": [list(parts) for parts in delta.entries]}
+    return {}
+
+
+# ---- macOS slows down apps that nobody looks at, and sleeps when idle
+
+_USER_INITIATED = 0x00FFFFFF  # NSActivityUserInitiated: what the user asked for; the idle machine stays awake
+
+
+@contextmanager
+def _awake(reason: str) -> Iterator[None]:
+    """Inside, macOS neither slows this process down nor lets the idle machine sleep; its screen may go dark.
+
+    reason: what macOS shows of it (`pmset -g assertions`). Does nothing without PyObjC, which comes with pywebview on
+    a Mac. Source: NSProcessInfo's beginActivityWithOptions:reason:.
+    """
+    info = _process_info()
+    activity = None if info is None else info.beginActivityWithOptions_reason_(_USER_INITIATED, reason)
+    try:
+        yield
+    finally:
+        if info is not None:
+            info.endActivity_(activity)
+
+
+def _process_info() -> Any | None:
+    """Returns macOS's NSProcessInfo of this process, None where PyObjC is not installed."""
+    try:
+        return import_module("Foundation").NSProcessInfo.processInfo()
+    except ModuleNotFoundError:
+        return None

@@ -9,8 +9,7 @@ from typing import Any
 from mlx_zip.engine import Engine
 from mlx_zip.engine.engines import OFF, OtherModel
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.core import Core
-from mlx_zip.server.cores import Cores
+from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.errors import RequestError
 from mlx_zip.text.prompts import check_system
 

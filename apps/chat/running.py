@@ -10,19 +10,23 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.apps.chat.app import guarded, make_chat_app
+from starlette.types import ASGIApp
+
+from mlx_zip.apps.chat import exchange, files, routes, state
+from mlx_zip.apps.chat.answering import Answers
+from mlx_zip.apps.chat.files import OPEN, PageHeaders
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
 from mlx_zip.engine.engines import Engines
-from mlx_zip.server.core import Core
-from mlx_zip.server.cores import Cores
+from mlx_zip.server.app import make_app
+from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bound
 
@@ -135,3 +139,24 @@ def _close_after(serving: threading.Thread, webview: Any) -> None:
     serving.join()
     for window in list(webview.windows):
         window.destroy()
+
+
+# ---- the app as an ASGI app: the server's routes, the page and what the page talks to
+
+
+def guarded(options: Options) -> Options:
+    """Returns the server's settings with what the app needs: the page is open to all, the rest to its own page only."""
+    return replace(options, open_paths=(*options.open_paths, *OPEN))
+
+
+def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:
+    """Returns the app. `models.main.options` are `guarded`."""
+    answers = Answers(store)
+    more = [
+        *files.routes(),
+        *state.routes(store, models, settings),
+        *routes.routes(store, models, answers, settings.system),
+        *routes.race_routes(store, models),
+        *exchange.routes(store, models.main),
+    ]
+    return PageHeaders(make_app(models.main, more))

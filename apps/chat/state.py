@@ -16,9 +16,8 @@ from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.core import Core
+from mlx_zip.server.core import Core, Packs
 from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response
-from mlx_zip.server.packs import Packs
 from mlx_zip.text.prompts import encode_text
 
 MOST_FITTED = 20_000  # characters of a prompt that packs are tried on: how the rest is read follows from them

@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
         if chosen is not None:
             packs.check(chosen, model, tokenizer)
         if saved is not None:
-            from mlx_zip.engine.mlx_caches import positions_of
+            from mlx_zip.engine.sessions.mlx_caches import positions_of
 
             saved.check_positions(positions_of(model))
         add_eos_tokens(tokenizer, args.extra_eos_token)

@@ -36,7 +36,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
 
     Raises `GenerationError` for flags that cannot be used together.
     """
-    from mlx_zip.engine.session_options import SessionOptions
+    from mlx_zip.engine.sessions.store import SessionOptions
 
     engines.check_flags(args)
     plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)

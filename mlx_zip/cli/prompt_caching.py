@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     import mlx.core as mx
 
-    from mlx_zip.engine.cached_prompts import KvOptions, cache_prompt, prompt_ids
-    from mlx_zip.engine.session_options import SessionOptions
+    from mlx_zip.engine.sessions.cached_prompts import KvOptions, cache_prompt, prompt_ids
+    from mlx_zip.engine.sessions.store import SessionOptions
     from mlx_zip.generate import load
 
     config = {"trust_remote_code": args.trust_remote_code}

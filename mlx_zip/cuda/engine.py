@@ -26,8 +26,7 @@ from mlx_zip.device import VARIABLE, peak_rss_bytes
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.options import RunOptions, ServeOptions
-from mlx_zip.engine.session_options import SessionOptions
-from mlx_zip.engine.session_store import SessionStore
+from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError

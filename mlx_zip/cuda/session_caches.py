@@ -19,12 +19,19 @@ from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Seat, Seats
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sequence import Begin, Snapshot
-from mlx_zip.engine.caches import Parts
-from mlx_zip.engine.kept_session import Ids, Kept
-from mlx_zip.engine.session_files import check_held
-from mlx_zip.engine.session_format import FACTS, BadFileError, Contents, Tensor
-from mlx_zip.engine.session_marks import TORCH, Marks, codec_mark, own_pack_key
-from mlx_zip.engine.session_positions import positions_mark
+from mlx_zip.engine.sessions.files import check_held
+from mlx_zip.engine.sessions.format import (
+    FACTS,
+    TORCH,
+    BadFileError,
+    Contents,
+    Marks,
+    Tensor,
+    codec_mark,
+    own_pack_key,
+    positions_mark,
+)
+from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
 from mlx_zip.errors import ModelError
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.starts import tuned_fingerprint
@@ -34,7 +41,7 @@ WHICH = "which"  # the fact that tells the set of rotary frequencies
 
 
 class CudaCaches:
-    """The rows of one model's batch. See `mlx_zip.engine.caches`.
+    """The rows of one model's batch. See `mlx_zip.engine.sessions.kept`.
 
     A snapshot never changes, so a request always gets a copy of it, on the device.
     """

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.canonical import without, without_in_rows
-from mlx_zip.engine.constrained import Search, search
+from mlx_zip.engine import searching
 from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.models.sharding import chosen_by_first
 
@@ -110,7 +110,7 @@ def _processed(
                     rows[row] = found
         except Exception as error:
             job.error = error
-    search(list(searches.values()))
+    _search(list(searches.values()))
     for row, one in searches.items():
         if one.token is not None:
             rows[row], forced[row] = one.logits, mx.array([one.token], mx.uint32)
@@ -147,3 +147,31 @@ def _packed(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.ar
     likely = mx.argpartition(-logprobs, kth=max(width - 1, 0), axis=-1)[:, :width].astype(mx.int32)
     floats = [mx.take_along_axis(logprobs, at, axis=-1) for at in (ids, likely)]
     return mx.concatenate([ids, floats[0].view(mx.int32), likely, floats[1].view(mx.int32)], axis=1)
+
+
+# ---- under a constraint; `mlx_zip.engine.searching` has the rules
+
+
+class Search(searching.Search):
+    """The search for one row's next id in logits [1, W]. end: all columns from there on are -inf."""
+
+    def __init__(self, job: Job, logits: mx.array, excluded: list[int], end: int | None) -> None:
+        super().__init__(job, logits, excluded)
+        self._end = end
+
+    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
+        logits = self.close(self.logits, open_)
+        logits = without(logits, excluded) if excluded else logits
+        logprobs = logits - mx.logsumexp(logits[:, : self._end], axis=-1, keepdims=True)
+        return logits, self.job.draws.scores(logprobs).astype(mx.float32)
+
+    def close(self, logits: mx.array, open_: np.ndarray) -> mx.array:
+        return mx.where(mx.array(open_)[None], logits, -mx.inf)
+
+    def on_host(self, scores: Any) -> np.ndarray:
+        return np.array(scores[0])
+
+
+def _search(searches: Sequence[Search]) -> None:
+    """Finds the ids of several rows. A row whose own work raises gets the exception as its job's `error`."""
+    searching.search(searches, mx.eval)

@@ -4,6 +4,8 @@ A step has parts, so that the device works while the host does. On a GPU `begin`
 the host has not read. `read` waits for the chosen ids. `settle` takes out the requests that end with them. `launch`
 enqueues the rest of the step, and with it the choice of the next ids. Then the caller delivers the ids that were read.
 `finish` chooses the next ids where a constraint must look at them one by one.
+
+A request joins after `Reading` has read its prompt, in chunks, so that other requests take their steps in between.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_zip.engine.choosing import Choice, choose
+from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.served import Served
 from mlx_zip.errors import MachineError
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
+from mlx_zip.models.refill import Refill, factors_for
 from mlx_zip.state import find_state, submitting
 
 
@@ -240,3 +244,78 @@ class Group:
     def length(self) -> int:
         """Ids per row that the KV caches hold, padding included."""
         return max(job.held_ids for job in self.jobs)
+
+
+class Reading:
+    """A request whose cache reads its `next_ids`.
+
+    It also reads a request's context again, in such chunks, when LongRoPE's factors change with the ids that come next:
+    those of a prompt that goes on from a session, or the one id of a step in the middle of an answer.
+    """
+
+    def __init__(self, served: Served, job: Job) -> None:
+        self.served, self.job = served, job
+        self._next = job.next_ids
+        self._ids = mx.array(self._next.astype(np.int32))
+        self._done = 0
+        self._refill: Refill | None = None
+        self._factors: dict[str, bool] = {}
+        if served.long_context is not None:
+            self._factors, self._refill = factors_for(served.model, job.cache, self._next[None])
+        self._again = 0 if self._refill is None else self._refill.total
+
+    @property
+    def left(self) -> int:
+        """How many ids are still to be read, again or for the first time."""
+        return len(self._ids) - self._done + (0 if self._refill is None else self._refill.left)
+
+    def read(self, at_most: int) -> tuple[int, Group | None]:
+        """Reads up to `at_most` ids, and the last id alone. Returns the ids read, and the group at the end.
+
+        Raises what the model raises, and what the request's own processors raise.
+        """
+        left, last, group = self.left, len(self._ids) - 1, None
+        with mx.stream(generation_stream):
+            if self._refill is not None:
+                self._read_again(self._refill, at_most)
+            else:
+                begin, end = self._done, min(self._done + at_most, last)
+                if begin < end:
+                    self._call(begin, end)
+                group = self._group(last) if end == last else None
+                self._done = end if group is None else last + 1
+        total = self._again + last + 1
+        self.job.send(Progress(total - self.left, total))
+        return max(1, left - self.left), group
+
+    def _read_again(self, refill: Refill, at_most: int) -> None:
+        """Reads up to `at_most` ids of the context again. The request's cache is as before until all have been read."""
+        refill.read(at_most)
+        mx.eval([entry.state for entry in refill.filled])
+        mx.clear_cache()
+        if not refill.left:
+            refill.finish()
+            self._refill = None
+
+    def _call(self, begin: int, end: int) -> None:
+        """Reads the ids from `begin` up to `end`."""
+        served, cache = self.served, self.job.cache
+        assert cache is not None
+        served.model(self._ids[None, begin:end], cache=cache, **self._factors)
+        served.quantize(cache)
+        mx.eval([entry.state for entry in (cache[:-1] if served.hyper else cache)])
+        self.job.note_read(self._next[begin:end])
+        mx.clear_cache()
+
+    def _group(self, last: int) -> Group:
+        """Reads the last id and returns the group of this request alone, with its next id chosen."""
+        job, served = self.job, self.served
+        assert job.cache is not None
+        logits = served.model(self._ids[None, last:], cache=job.cache)[:, -1]
+        job.note_read(self._next[last:])
+        served.quantize(job.cache)
+        group = Group(served, [job], job.cache, logits)
+        group.choose()
+        if job.error is not None:
+            raise job.error
+        return group

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.codec import compress_next
+from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -22,12 +22,12 @@ from mlx_zip.engine.interface import (
     Failed,
     Finished,
     Likely,
+    Origin,
     Started,
     Ticket,
 )
-from mlx_zip.engine.origins import NewEntries, Origins, following
 from mlx_zip.engine.parts import Served, State
-from mlx_zip.engine.session_options import Checkout
+from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
 from mlx_zip.exclusions import CanonicalIds
@@ -88,7 +88,7 @@ class Job:
         self._state: State | None = None
         self._row = 0
         self._emitted: Emitted | None = None
-        self._entries: NewEntries | Origins | None = None  # made with the first id, None for a plain model
+        self._entries: _NewEntries | Origins | None = None  # made with the first id, None for a plain model
         self._counted_s = 0.0
         self._deaf = self.outgrown = self.ended = False
         self.whole = True
@@ -313,3 +313,74 @@ def as_our_error(error: BaseException) -> MlxZipError:
     ours = EngineError(f"the request failed: {type(error).__name__}: {first_line(error)}")
     ours.__cause__ = error
     return ours
+
+
+# ---- which entries ids install, and where those were learned
+
+_Entry = tuple[int, ...]
+_FROM_PACK = -1
+_PACK = Origin("pack", _FROM_PACK)
+
+
+class _NewEntries:
+    """Finds the entries that ids install, in a codebook that never evicts. book: before the first id."""
+
+    def __init__(self, book: Codebook) -> None:
+        self._n = len(book)
+
+    def installed(self, book: Codebook) -> tuple[_Entry, ...]:
+        """Returns the entries that are new since the last call. book: the request's codebook now."""
+        before, self._n = self._n, len(book)
+        return tuple(book.entry(slot) for slot in range(before, self._n))
+
+
+class Origins:
+    """Follows the ids of one answer with a codebook of its own, and knows where each entry was learned.
+
+    book: the request's codebook, which has read the prompt and nothing more. Its log of ids tells everything, so the
+    origins are right after a session is resumed or rewound, and for slots that are used again.
+    """
+
+    def __init__(self, book: Codebook) -> None:
+        self._book, self._first_id = Codebook(book.params), book.params.vocab_size
+        new = self._book.push(book.ids)
+        self._at = [_FROM_PACK] * book.params.codebook_size  # per slot: base tokens read when its entry was installed
+        ends = self._book.logged()[1].cumsum(dtype="int64")
+        for slot, at in zip(new.slots.tolist(), ends[new.at].tolist(), strict=True):
+            self._at[slot] = at
+        self._prompt = self._book.base_length
+        self._learned: list[_Entry] = []  # installed since the last call of `installed`
+
+    def of(self, book: Codebook, one: int, length: int) -> Origin | None:
+        """Returns where the entry of the next id was learned, None for a base id.
+
+        book: the request's codebook, which has not read that id. length: base ids of that id.
+        """
+        self._follow(book)
+        slot = one - self._first_id
+        if slot < 0:
+            return None
+        # an id beyond the installed entries installs its own entry
+        at = self._at[slot] if slot < len(self._book) else self._book.base_length + length
+        return _PACK if at == _FROM_PACK else Origin("prompt" if at <= self._prompt else "answer", at)
+
+    def installed(self, book: Codebook) -> tuple[_Entry, ...]:
+        """Returns the entries that ids have installed since the last call. book: the request's codebook now."""
+        self._follow(book)
+        learned, self._learned = self._learned, []
+        return tuple(learned)
+
+    def _follow(self, book: Codebook) -> None:
+        """Reads the ids that the request's codebook has read since the last call; there may be none, or several."""
+        more = book.mark() - self._book.mark()
+        if more < 1:
+            return
+        for one in [book.last] if more == 1 else book.ids[-more:].tolist():
+            for slot in self._book.push(one).slots.tolist():
+                self._at[slot] = self._book.base_length
+                self._learned.append(self._book.entry(slot))
+
+
+def following(book: Codebook, origins: bool) -> _NewEntries | Origins:
+    """Returns what finds the entries that an answer's ids install. origins: whether to know where they were learned."""
+    return Origins(book) if origins or book.params.policy != "freeze" else _NewEntries(book)

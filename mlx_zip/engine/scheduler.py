@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.parts import Group, Reading, Served
-from mlx_zip.engine.session_options import Checkout
+from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.errors import MlxZipError
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
-"""The model that an engine serves, with what the engine knows of it. Made and used in the engine's thread only."""
+"""`Served`: the model that an engine serves, and how its ids are drawn. Used in the engine's thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -10,8 +11,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlx_zip.engine.draws import Draws
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.generate import bounded_cache, check_kv
@@ -20,7 +21,8 @@ from mlx_zip.layout import is_zip
 from mlx_zip.models.batching import batches, entries_of
 from mlx_zip.models.sharding import machines_of
 from mlx_zip.request import base_config
-from mlx_zip.sampling import Sampling, make_processors
+from mlx_zip.sampling import make_processors
+from mlx_zip.sampling_options import Sampling
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -120,3 +122,83 @@ class Served:
             else lambda start: None,
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
+
+
+class Draws:
+    """One request's sampler: called with log-probabilities [1, W], returns the chosen id [1].
+
+    The samplers are mlx-lm's, which draw from MLX's random state: all requests would share it. Here each request has a
+    state of its own, which begins at the request's seed and is split once per draw, as MLX splits its state. So a seed
+    gives the ids that it gives in `stream_generate`, alone and in company.
+
+    special_ids: ids that XTC never excludes. state: random state to go on from if the options have no seed. After the
+    first draw `state` is the state that the next draw begins with.
+    """
+
+    def __init__(self, options: Sampling, special_ids: Sequence[int], state: mx.array | None = None) -> None:
+        self.options, self.special_ids = options, list(special_ids)
+        self.greedy = options.temp == 0
+        self.state = state if options.seed is None and not self.greedy else None
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Returns the chosen id [1] of log-probabilities [1, W]."""
+        if self.greedy:
+            return mx.argmax(logprobs, axis=-1)
+        return _drawn(self._cut(logprobs), self.options.temp, self._next_key())
+
+    def scores(self, logprobs: mx.array) -> mx.array:
+        """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn.
+
+        If that id turns out to be impossible, the next highest score has the id that is drawn from the others. A seed
+        gives other ids here than in `__call__`.
+        """
+        if self.greedy:
+            return logprobs
+        return _scored(self._cut(logprobs), self.options.temp, self._next_key())
+
+    def _cut(self, logprobs: mx.array) -> mx.array:
+        """Returns logprobs [1, W] with -inf for the ids that top-p, min-p, XTC and top-k leave out."""
+        options = self.options
+        if 0 < options.top_p < 1:
+            logprobs = apply_top_p(logprobs, options.top_p)
+        if options.min_p:
+            logprobs = apply_min_p(logprobs, options.min_p, options.min_tokens_to_keep)
+        if options.xtc_probability > 0:
+            logprobs = self._without_top_choices(logprobs, self._next_key())
+        if options.top_k > 0:
+            logprobs = apply_top_k(logprobs, options.top_k)
+        return logprobs
+
+    def _next_key(self) -> mx.array:
+        """Returns the key of the next draw and moves the request's state on."""
+        if self.state is None:
+            seed = self.options.seed
+            self.state = mx.random.key(secrets.randbits(64) if seed is None else int(seed))
+        both = mx.random.split(self.state)
+        self.state = both[0]
+        return both[1]
+
+    def _without_top_choices(self, logprobs: mx.array, key: mx.array) -> mx.array:
+        """Returns logprobs [1, W] after XTC: with its probability, all likely ids but the least likely are at -inf.
+
+        Likely is what has more than XTC's threshold of the probability.
+        """
+        options, probabilities = self.options, mx.softmax(logprobs, -1)
+        likely = mx.where(probabilities > options.xtc_threshold, probabilities, mx.inf)
+        excluded = probabilities > likely.min(axis=-1, keepdims=True)
+        if self.special_ids:
+            excluded[..., self.special_ids] = False
+        keep = mx.random.uniform(0, 1, key=key) > options.xtc_probability
+        return mx.where(keep, logprobs, mx.where(excluded, -mx.inf, logprobs))
+
+
+@mx.compile
+def _drawn(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
+    """Returns ids [1] drawn from log-probabilities [1, W] at this temperature."""
+    return mx.random.categorical(logprobs * (1.0 / temp), key=key)
+
+
+@mx.compile
+def _scored(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
+    """Returns scores [1, W] whose highest is a draw at this temperature (Gumbel's trick)."""
+    return logprobs * (1.0 / temp) + mx.random.gumbel(logprobs.shape, key=key)

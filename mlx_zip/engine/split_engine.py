@@ -22,8 +22,8 @@ from mlx_lm.generate import generation_stream
 from mlx_zip.engine.interface import Constraint, Deliver, Submission
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
-from mlx_zip.engine.session_folder import SHARE
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.folder import SHARE
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import EngineError, GenerationError
 from mlx_zip.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed

@@ -6,36 +6,43 @@ It knows neither MLX nor PyTorch: `mlx_zip.engine.parts` says what it needs of e
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from abc import abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_zip.engine.inbox import Inbox
+import numpy as np
+
+from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.interface import (
     Deliver,
     Engine,
     EngineInfo,
     Figures,
+    Likely,
     PromptId,
     SessionInfo,
     Submission,
     Ticket,
 )
 from mlx_zip.engine.job import Handle, Job
-from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.parts import Reading, Served
-from mlx_zip.engine.prompt_scores import prompt_ids, read_as
 from mlx_zip.engine.scheduler import Scheduler, Totals
+from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
-from mlx_zip.evaluation.scored import Compressed, Scored
+from mlx_zip.evaluation.scored import Compressed, Scored, compress_parts
+from mlx_zip.vocab.starts import with_starts
+from mlx_zip.vocab.tuned import AnyStart
 
 Load = Callable[[], Any]
 MakeStore = Callable[[Any], Any]
@@ -55,7 +62,7 @@ class ThreadedEngine(Engine):
         self, load: Load, name: str, options: ServeOptions | None = None, make_store: MakeStore | None = None
     ) -> None:
         self._options = options or ServeOptions()
-        self._inbox, self._lock, self._loaded = Inbox(), threading.Lock(), threading.Event()
+        self._inbox, self._lock, self._loaded = _Inbox(), threading.Lock(), threading.Event()
         self._closing, self._deadline = False, 0.0
         self._open: dict[Job, None] = {}  # requests that have not ended
         self._on_death: list[Callable[[BaseException], None]] = []
@@ -112,10 +119,10 @@ class ThreadedEngine(Engine):
         self._check_alive()
         checked = self._checks.check(Submission(base_ids, max_tokens=1, top_logprobs=top_logprobs, pack=pack))
         params = self._checks.facts.params
-        row = read_as(params, checked.base_ids, checked.start)
+        row = _read_as(params, checked.base_ids, checked.start)
         scores = self._inbox.ask(lambda: self._scores(self._scheduler.served, row, top_logprobs))
         parts = iter(lambda: self._inbox.ask(lambda: next(scores, None)), None)
-        return prompt_ids(params, row, cast(Iterator[Scored], parts))
+        return _prompt_ids(params, row, cast(Iterator[Scored], parts))
 
     def _check_alive(self) -> None:
         """Raises `EngineStoppedError` unless the engine can serve."""
@@ -349,3 +356,118 @@ def _bounded(info: EngineInfo, options: ServeOptions) -> EngineInfo:
     bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
     most = options.max_running + options.max_waiting
     return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
+
+
+def _read_as(params: CodecParams | None, base_ids: Uint32s, start: AnyStart | None) -> Compressed:
+    """Returns base ids as a model reads them. The first one is read alone, so that all others have a probability.
+
+    params: None for a model without hypertokens. start: see `Compressed`.
+    """
+    begun = None if params is None else with_starts(params, [start])[0]
+    return compress_parts(begun, base_ids[:1], base_ids[1:], start=start)
+
+
+def _prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Scored]) -> Iterator[PromptId]:
+    """Yields the ids of a row, each with its score.
+
+    params: as in `_read_as`. parts: the scores of its second to its last id.
+    """
+    book = None if params is None else Codebook(with_starts(params, [row.start])[0])
+
+    def expanded(ids: np.ndarray) -> tuple[int, ...]:
+        return tuple(map(int, ids if book is None else book.expand(ids)))
+
+    ids = iter(row.ids[:, None])
+    before = next(ids)
+    yield PromptId(expanded(before))
+    for scored in parts:
+        for logprob, likely, logprobs in zip(
+            scored.logprobs, scored.likely_ids.astype(np.uint32)[..., None], scored.likely_logprobs, strict=True
+        ):
+            if book is not None:
+                book.push(before)
+            before = next(ids)
+            best = tuple(Likely(expanded(one), float(value)) for one, value in zip(likely, logprobs, strict=True))
+            yield PromptId(expanded(before), float(logprob), best)
+
+
+# ---- what other threads want
+
+_Call = Callable[[], Any]
+
+
+class _Inbox:
+    """Calls that other threads want made in one thread, the owner. After `shut` they raise `EngineStoppedError`."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[_Call, Future[Any] | None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._shut = False
+        self._owner: int | None = None
+
+    def own(self) -> None:
+        """Makes the calling thread the owner."""
+        self._owner = threading.get_ident()
+
+    def post(self, call: _Call) -> None:
+        """Has the owner make a call soon; if it fails, that is logged. Raises `EngineStoppedError` after `shut`."""
+        self._put(call, None)
+
+    def _put(self, call: _Call, future: Future[Any] | None) -> None:
+        """Adds a call. future: gets its result, None if nobody waits for it."""
+        with self._lock:
+            if self._shut:
+                raise EngineStoppedError("the engine has stopped")
+            self._calls.put((call, future))
+
+    def ask(self, call: _Call) -> Any:
+        """Has the owner make a call, and returns its result or raises its exception."""
+        if threading.get_ident() == self._owner:
+            return call()
+        future: Future[Any] = Future()
+        self._put(call, future)
+        return future.result()
+
+    def wake(self) -> None:
+        """Makes `take` return soon."""
+        with self._lock:
+            if not self._shut:
+                self._calls.put((lambda: None, None))
+
+    def take(self, wait_s: float | None) -> None:
+        """Makes all calls that are there; waits for the first one up to `wait_s` seconds, None for ever."""
+        try:
+            entry = self._calls.get(timeout=wait_s) if wait_s != 0 else self._calls.get_nowait()
+            while True:
+                _make(*entry)
+                entry = self._calls.get_nowait()
+        except queue.Empty:
+            return
+
+    def shut(self) -> None:
+        """Refuses the calls that are left, and all later ones."""
+        with self._lock:
+            self._shut = True
+        while True:
+            try:
+                _, future = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            if future is not None:
+                future.set_exception(EngineStoppedError("the engine has stopped"))
+
+
+def _make(call: _Call, future: Future[Any] | None) -> None:
+    """Makes a call. An exception goes to whoever waits, or to the log; what is no `Exception` ends the owner too."""
+    try:
+        result = call()
+    except BaseException as error:
+        if future is not None:
+            future.set_exception(error)
+        elif isinstance(error, Exception):
+            log.exception("a call that nobody waits for failed")
+        if not isinstance(error, Exception):
+            raise
+    else:
+        if future is not None:
+            future.set_result(result)

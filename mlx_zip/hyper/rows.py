@@ -52,7 +52,7 @@ class RowTable:
     """Rows of one side: the row at place p is `rows[0, p]`.
 
     Of a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
-    place (`mlx_zip.state.places`). rows: [1, capacity, D], or None before the first row.
+    place (`mlx_zip.state.rows`). rows: [1, capacity, D], or None before the first row.
     """
 
     PLACE_AXIS = 1  # of the array that holds the rows

@@ -1,4 +1,4 @@
-"""The server as an ASGI app: all routes, and what every error becomes."""
+"""The server as an ASGI app: all routes, what every error becomes, and the description of the routes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 
+import mlx_zip
 from mlx_zip.errors import MlxZipError
-from mlx_zip.server import anthropic, chat, completions, responses, sessions
+from mlx_zip.server import sessions
+from mlx_zip.server.anthropic import messages
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import dialect_of, failure_of, json_bytes
 from mlx_zip.server.guard import Guard, refused_key, refused_place
 from mlx_zip.server.http import ClientGone, json_response
 from mlx_zip.server.metrics import Counted, Metrics
-from mlx_zip.server.openapi import description
+from mlx_zip.server.openai import chat, completions, responses
 
 _CODEX = (  # instructions that Codex begins its prompts with
     "You are a coding agent in a user's terminal. Use the tools to look at files, to run commands and to change files "
@@ -32,7 +35,7 @@ DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
     chat.routes,
     completions.routes,
     responses.routes,
-    anthropic.routes,
+    messages.routes,
     sessions.routes,
 )
 
@@ -123,7 +126,7 @@ def _for_codex(name: str, context: int | None) -> dict[str, Any]:
 
 def _description(routes: Sequence[Route]) -> Route:
     """Returns the route that describes all routes."""
-    text = json_bytes(description(routes))
+    text = json_bytes(_openapi(routes))
 
     async def openapi(request: Request) -> Response:
         """Describes all routes (OpenAPI)."""
@@ -149,3 +152,64 @@ def _methods(request: Request) -> set[str]:
 async def _gone(request: Request, error: Any) -> Response:
     """Returns an answer that nobody reads."""
     return Response(status_code=499)
+
+
+# ---- the description of all routes (OpenAPI 3.1), made from their classes of bodies
+
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_TEXT = {"schema": {"type": "string"}}
+_FAILED = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
+_ERROR = {
+    "description": "An error, in the words of the route's dialect",
+    "content": {"application/json": {"schema": _FAILED}},
+}
+_ANSWERS = {  # by the attribute `answer` of an endpoint
+    "json": {"description": "The answer", "content": _JSON},
+    "stream": {
+        "description": "The answer; with stream: true as server-sent events",
+        "content": {**_JSON, "text/event-stream": _TEXT},
+    },
+    "text": {"description": "Text", "content": {"text/plain": _TEXT}},
+}
+
+
+def _openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    """Returns the description of routes. An endpoint's attribute `body` is the pydantic class of its body."""
+    found = [route for route in routes if isinstance(route, Route)]
+    bodies = list(dict.fromkeys(body for route in found if (body := getattr(route.endpoint, "body", None))))
+    refs, schema = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    parts = schema.get("$defs", {})
+    paths: dict[str, Any] = {}
+    for route in found:
+        body = getattr(route.endpoint, "body", None)
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            operation = _operation(route, None if body is None else refs[(body, "validation")])
+            paths.setdefault(route.path.replace(":path}", "}"), {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlx_zip serve", "version": mlx_zip.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": parts,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"bearer": []}],
+    }
+
+
+def _operation(route: Route, body: Any) -> dict[str, Any]:
+    """Returns the description of one method of a route."""
+    operation: dict[str, Any] = {"summary": (route.endpoint.__doc__ or "").strip()}
+    if route.param_convertors:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ]
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    streams = "stream" in getattr(getattr(route.endpoint, "body", None), "model_fields", {})
+    answer = _ANSWERS[getattr(route.endpoint, "answer", "stream" if streams else "json")]
+    stopped = {"503": {"description": "The engine has stopped", "content": _JSON}} if route.path == "/health" else {}
+    return operation | {"responses": {"200": answer, **stopped, "4XX": _ERROR, "5XX": _ERROR}}

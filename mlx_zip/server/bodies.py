@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -175,3 +176,8 @@ def likely_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 def _token(text: str, data: bytes, logprob: float) -> dict[str, Any]:
     """Returns one token with its log-probability."""
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+
+
+def new_id(prefix: str) -> str:
+    """Returns a new id, as "resp_5f3a..."."""
+    return f"{prefix}_{secrets.token_hex(24)}"

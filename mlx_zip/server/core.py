@@ -1,4 +1,7 @@
-"""The core of the server: a `Turn` is asked, `Delta`s answer it, whatever dialect the client speaks."""
+"""The core of the server: a `Turn` is asked, `Delta`s answer it, whatever dialect the client speaks.
+
+`Cores` are those of a main model and of the models that it is compared with; `Packs` is what requests can choose.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
-from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError
+from mlx_zip.engine.engines import Engines
+from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError
 from mlx_zip.server.answering import Answering, hidden
 from mlx_zip.server.options import Options
-from mlx_zip.server.packs import PackInfo, Packs
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.tool_formats import for_template, openai_tools
 from mlx_zip.server.tools import make_constraint
@@ -25,6 +30,7 @@ from mlx_zip.server.turn import Delta, Done, Turn, Waiting
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.token_texts import TokenTexts
+from mlx_zip.vocab.packs import Pack, as_pack, merge_packs
 
 log = logging.getLogger(__name__)
 Some = TypeVar("Some")
@@ -319,3 +325,119 @@ async def _merged(running: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+class Cores:
+    """Cores by the names of models, for one event loop. main: of `engines.main`."""
+
+    def __init__(self, engines: Engines, main: Core) -> None:
+        self.engines, self.main = engines, main
+        self._other: Core | None = None
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[Core]:
+        """Yields the core of a model, which is opened if it is not open, and stays open inside.
+
+        Waits and raises as `Engines.acquire` does. A main model is there at once.
+        """
+        if name in (self.main.model, self.main.engine.info.name):
+            yield self.main
+            return
+        engine = await self._acquired(name)
+        try:
+            yield self._core(name, engine)
+        finally:
+            self.engines.release(engine)
+
+    async def _acquired(self, name: str) -> Engine:
+        """Returns the engine of a model. If the task is cancelled meanwhile, it is given back when it comes."""
+        loop = asyncio.get_running_loop()
+        waiting: Any = loop.run_in_executor(None, self.engines.acquire, name)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            waiting.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, waiting: Future[Engine]) -> None:
+        """Gives back an engine that nobody waits for."""
+        if not waiting.cancelled() and waiting.exception() is None:
+            self.engines.release(waiting.result())
+
+    def _core(self, name: str, engine: Engine) -> Core:
+        """Returns the core of an engine; it has the main core's settings but packs, which are of the main model."""
+        if self._other is None or self._other.engine is not engine:
+            if self._other is not None:
+                self._other.close()
+            self._other = Core(engine, replace(self.main.options, model=name, packs={}, pack=None))
+        return self._other
+
+    def close(self) -> None:
+        """Closes the other model, and ends its threads."""
+        self.engines.close()
+        if self._other is not None:
+            self._other.close()
+
+
+# ---- the packs that requests can choose, alone or merged
+
+_MERGED_KEPT = 16
+
+
+@dataclass(frozen=True)
+class PackInfo:
+    """A pack that can be chosen. entries: how many it has. reason: why the model cannot use it, None if it can."""
+
+    name: str
+    entries: int
+    reason: str | None = None
+
+
+class Packs:
+    """Packs by name, for any thread. packs: name -> pack, a path or a `Pack`. default: for requests that name none."""
+
+    def __init__(self, packs: Mapping[str, Any], default: Any = None) -> None:
+        self._packs, self._default, self._lock = packs, default, threading.Lock()
+        self._merged: OrderedDict[tuple[str, ...], Pack] = OrderedDict()
+
+    def chosen(self, names: str | Sequence[str] | None) -> Any:
+        """Returns the pack of a name, or of several names merged in their order; the default for none.
+
+        Raises `GenerationError` for an unknown name, and for packs that cannot be merged.
+        """
+        several = (names,) if isinstance(names, str) else tuple(names or ())
+        for name in several:
+            if name not in self._packs:
+                known = ", ".join(sorted(self._packs)) or "none"
+                raise GenerationError(f"pack: there is no pack {name!r:.80}; the server was started with: {known}")
+        if len(several) < 2:
+            return self._packs[several[0]] if several else self._default
+        with self._lock:
+            if several not in self._merged:
+                self._merged[several] = self._merge(several)
+                if len(self._merged) > _MERGED_KEPT:
+                    self._merged.popitem(last=False)
+            self._merged.move_to_end(several)
+            return self._merged[several]
+
+    def _merge(self, names: Sequence[str]) -> Pack:
+        """Returns the merged packs. Raises `GenerationError`."""
+        try:
+            return merge_packs([as_pack(self._packs[name]) for name in names])
+        except MlxZipError as error:
+            raise GenerationError(f"pack: {' and '.join(names)}: {error}") from error
+
+    def infos(self, engine: Engine) -> list[PackInfo]:
+        """Returns what packs there are, and whether requests of an engine can begin with them."""
+        return [self._info(name, pack, engine) for name, pack in self._packs.items()]
+
+    def _info(self, name: str, pack: Any, engine: Engine) -> PackInfo:
+        """Returns what one pack is."""
+        entries = 0
+        try:
+            found = as_pack(pack)
+            entries = len(found.entries)
+            engine.check_pack(found)
+        except MlxZipError as error:
+            return PackInfo(name, entries, str(error))
+        return PackInfo(name, entries)

@@ -9,7 +9,8 @@ rows. After loading, rows are encoded again, or taken from the pack, at the next
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from mlx_zip.codec.params_json import params_from_json, params_to_json
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.state.evictions import Evicted, differ, evicted_in_call
 from mlx_zip.state.rows import SequenceRows
-from mlx_zip.state.saved import checked_state, tuned_from_json, tuned_to_json
 from mlx_zip.vocab.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
 
 STATE_VERSION, TUNED_VERSION = 1, 2
@@ -262,7 +262,7 @@ class ZipState(SequenceRows):
         tuned rows, an eighth part follows: the packs' fingerprints as JSON, a list of one or null per sequence.
         """
         logs = [np.asarray(book.ids) for book in self.books]
-        tuned = tuned_to_json(self.tuned)
+        tuned = _tuned_to_json(self.tuned)
         return (
             STATE_VERSION if tuned is None else TUNED_VERSION,
             params_to_json([book.params for book in self.books]),
@@ -277,7 +277,7 @@ class ZipState(SequenceRows):
     @state.setter
     def state(self, value: Sequence[Any]) -> None:
         """Rebuilds the state from saved parts, of version 1 or 2."""
-        params, ids, lengths, left_padding, offset, long_rope, *marks = checked_state(
+        params, ids, lengths, left_padding, offset, long_rope, *marks = _checked_state(
             value, {STATE_VERSION: 7, TUNED_VERSION: 8}
         )
         padding, log = np.array(left_padding), np.array(ids)
@@ -285,7 +285,7 @@ class ZipState(SequenceRows):
         if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
             raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
         books = books_of(params_from_json(params), len(padding))
-        tuned: list[Tuned] = [*tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
+        tuned: list[Tuned] = [*_tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
         self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
@@ -468,3 +468,40 @@ def submitting(state: ZipState) -> Iterator[None]:
 def find_state(cache: Sequence[Any]) -> ZipState | None:
     """Returns the cache's `ZipState`, or None for a plain model's cache."""
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
+
+
+# ---- parts of a state as JSON, for mlx-lm's cache files
+
+
+def _checked_state(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
+    """Returns the parts of a saved state after its first, the version.
+
+    sizes: how many parts a state of each known version has. Raises `ModelError` for another version or number of parts.
+    """
+    version = value[0]
+    if sizes.get(version) != len(value):
+        known = " or ".join(map(str, sizes))
+        raise ModelError(
+            f"saved cache: ZipState version {version} is not {known}, or parts of it are missing; make a new cache"
+        )
+    return value[1:]
+
+
+def _tuned_to_json(tuned: Sequence[Tuned]) -> str | None:
+    """Returns the fingerprints of tuned packs as JSON, one or null per sequence; None if no sequence has one."""
+    if all(one is None for one in tuned):
+        return None
+    return json.dumps([one if one is None or isinstance(one, str) else one.fingerprint for one in tuned])
+
+
+def _tuned_from_json(text: str, batch: int) -> list[str | None]:
+    """Returns the fingerprints that `_tuned_to_json` wrote for `batch` sequences. Raises `ModelError` for others."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ModelError(f"saved cache: the fingerprints of its packs cannot be read: {error}") from error
+    if not isinstance(found, list) or len(found) != batch or not all(isinstance(x, str | None) for x in found):
+        raise ModelError(
+            f"saved cache: {found!r:.80} is not a list of {batch} fingerprints of packs, one or null per sequence"
+        )
+    return found

@@ -29,7 +29,7 @@ from mlx_zip.cuda.kernels.gate import silu_gate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.transfers import Download, Upload  # noqa: E402
 from mlx_zip.engine.options import RunOptions, ServeOptions  # noqa: E402
-from mlx_zip.engine.session_options import SessionOptions  # noqa: E402
+from mlx_zip.engine.sessions.store import SessionOptions  # noqa: E402
 from support.card_tensor import CARD, CardError  # noqa: E402
 from support.pretend_card import pretended_card  # noqa: E402
 from support.serving import ask  # noqa: E402

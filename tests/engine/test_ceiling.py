@@ -3,7 +3,7 @@
 from mlx.utils import tree_flatten
 
 from mlx_zip import device
-from mlx_zip.engine import ceiling as measured
+from mlx_zip.engine import mlx_engine
 from mlx_zip.models.step_bytes import step_bytes
 from support import tiny
 from support.serving import tiny_engine
@@ -11,8 +11,8 @@ from support.serving import tiny_engine
 
 def test_the_ceiling_is_the_bandwidth_over_the_bytes_of_a_step(monkeypatch):
     calls = []
-    monkeypatch.setattr(measured, "_measured", {})
-    monkeypatch.setattr(measured, "memory_speed", lambda limit_s: calls.append(limit_s) or 1e9)
+    monkeypatch.setattr(mlx_engine, "_measured", {})
+    monkeypatch.setattr(mlx_engine, "memory_speed", lambda limit_s: calls.append(limit_s) or 1e9)
     with tiny_engine() as engine:
         found, again = engine.ceiling(), engine.ceiling()
         off = engine.without_hypertokens("off")

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.engine import Emitted, Failed, Finished, Submission
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import EngineError, ModelError, PromptTooLongError
 from mlx_zip.models.step_bytes import step_bytes
 from mlx_zip.vocab.packs import Pack

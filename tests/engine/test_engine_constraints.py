@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Failed
-from mlx_zip.engine.constrained import Search
-from mlx_zip.engine.draws import Draws
+from mlx_zip.engine.choosing import Search
+from mlx_zip.engine.served import Draws
 from mlx_zip.errors import GenerationError
 from mlx_zip.sampling import Sampling
 from support import tiny

@@ -13,7 +13,7 @@ import pytest
 from mlx_zip import RowStore
 from mlx_zip.engine import Emitted, Failed, Finished, Progress, Submission
 from mlx_zip.engine.mlx_engine import open_engine
-from mlx_zip.engine.no_sessions import NoSessions
+from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.errors import EngineStoppedError, ModelError
 from support import tiny
 from support.fake_parts import FakePartsEngine, FakeServed

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mlx_zip.engine import Failed, Finished, Submission, events
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import (
     EngineBusyError,
     EngineError,

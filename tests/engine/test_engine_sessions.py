@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mlx_zip.engine import Finished
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import EngineError
 from support import tiny
 from support.serving import ask, both, prompts, tiny_engine

@@ -13,7 +13,7 @@ import pytest
 from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
 from mlx_zip.engine.group import Group
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.models.refill import Refill
 from support import tiny
 from support.generating import plain_model

@@ -7,8 +7,8 @@ import pytest
 
 from mlx_zip.engine import Failed, Finished, Started, Submission
 from mlx_zip.engine.job import Job
-from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.scheduler import Scheduler
+from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
 from support.fake_parts import FakeServed, name_of
 

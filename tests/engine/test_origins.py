@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec import Codebook, CodecParams, twin
 from mlx_zip.engine import Counted, Emitted
-from mlx_zip.engine.origins import Origins, following
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.job import Origins, following
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.vocab.packs import Pack
 from support import tiny
 from support.serving import NEEDS_TORCH, ask, both, prompts, tiny_engine

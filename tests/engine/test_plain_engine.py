@@ -11,9 +11,9 @@ from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_zip.engine import Progress
-from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.errors import GenerationError
 from support import tiny
 from support.generating import ENDLESS

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import save_prompt_cache
 
-from mlx_zip.engine import session_arrays
-from mlx_zip.engine.mlx_caches import open_store
-from mlx_zip.engine.session_files import _tensor
+from mlx_zip.engine.sessions import mlx_caches
+from mlx_zip.engine.sessions.files import _tensor
+from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.errors import EngineError
 from support import generating, keeping, tiny
 from support.keeping import OWN
@@ -305,11 +305,11 @@ def test_a_file_larger_than_all_sessions_may_be_is_refused(tmp_path, whole):
 
 
 def test_every_type_of_array_is_written_and_read_as_it_was():
-    for dtype in session_arrays.NAMES:
+    for dtype in mlx_caches.NAMES:
         if dtype == mx.float64:
             continue
         array = (mx.arange(6).reshape(2, 3) % 2).astype(dtype)
         mx.eval(array)
-        again = session_arrays.array_of(_tensor(*session_arrays.host_view(array)))
+        again = mlx_caches.array_of(_tensor(*mlx_caches.host_view(array)))
         assert again.dtype == dtype
         assert mx.array_equal(again, array).item()

@@ -18,10 +18,11 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
 from mlx_zip.cli import main
-from mlx_zip.engine import session_folder, session_format
-from mlx_zip.engine.kept_session import Slot
-from mlx_zip.engine.session_files import Snapshot
-from mlx_zip.engine.session_folder import purge
+from mlx_zip.engine.sessions import folder as session_folder
+from mlx_zip.engine.sessions import format as session_format
+from mlx_zip.engine.sessions.files import Snapshot
+from mlx_zip.engine.sessions.folder import purge
+from mlx_zip.engine.sessions.kept import Slot
 from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
 from mlx_zip.state import find_state

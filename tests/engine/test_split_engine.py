@@ -16,7 +16,7 @@ import pytest
 
 from mlx_zip import generate, load
 from mlx_zip.engine.mlx_engine import open_engine
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.engine.split_engine import open_split_engine
 from mlx_zip.errors import GenerationError
 from mlx_zip.vocab.packs import Pack

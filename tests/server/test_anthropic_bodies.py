@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
+from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.fields import BodyError, parse
 from mlx_zip.server.turn import Tool, Turn
 

@@ -6,8 +6,8 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from mlx_zip.server.anthropic_bodies import MessagesBody
-from mlx_zip.server.anthropic_events import SIGNATURE, MessageBuilder
+from mlx_zip.server.anthropic.bodies import MessagesBody
+from mlx_zip.server.anthropic.messages import SIGNATURE, MessageBuilder
 from mlx_zip.server.fields import parse
 from support.answers import ANSWERS, BEGINNINGS
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_zip.server import anthropic_bodies, responses_bodies
+from mlx_zip.server.anthropic import bodies as anthropic_bodies
 from mlx_zip.server.fields import BodyError, parse
+from mlx_zip.server.openai import responses_bodies
 from mlx_zip.server.turn import Turn
 
 RESPONSE = {

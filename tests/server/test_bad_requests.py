@@ -327,9 +327,9 @@ def test_an_offer_of_another_protocol_is_passed_over_without_a_word(served, capl
 
 @pytest.mark.parametrize(("bound", "most"), [("LINGER_S", 0.1), ("LINGER_BYTES", 100_000)])
 def test_a_refused_client_that_goes_on_sending_is_cut_off(served, monkeypatch, bound, most):
-    monkeypatch.setattr("mlx_zip.server.connection.LINGER_S", 1000)
-    monkeypatch.setattr("mlx_zip.server.connection.LINGER_BYTES", 1 << 40)
-    monkeypatch.setattr(f"mlx_zip.server.connection.{bound}", most)
+    monkeypatch.setattr("mlx_zip.server.running.LINGER_S", 1000)
+    monkeypatch.setattr("mlx_zip.server.running.LINGER_BYTES", 1 << 40)
+    monkeypatch.setattr(f"mlx_zip.server.running.{bound}", most)
 
     def send():
         for _ in range(2000):

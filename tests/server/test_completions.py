@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from mlx_zip.engine import Likely, PromptId
-from mlx_zip.server.echo import echoed_tokens
+from mlx_zip.server.openai.completions import echoed_tokens
 from mlx_zip.text.token_texts import TokenTexts
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, serving
@@ -165,7 +165,7 @@ def test_an_echoed_prompt_that_is_too_long_is_refused_as_any(served):
 
 
 def test_an_echo_of_too_many_log_probabilities_is_refused(served, monkeypatch):
-    monkeypatch.setattr("mlx_zip.server.completions.MOST_ECHOED", 40)
+    monkeypatch.setattr("mlx_zip.server.openai.completions.MOST_ECHOED", 40)
     fields = {"echo": True, "logprobs": 1, "max_tokens": 0}
     assert ask(served, [[1] * 10, [1] * 10], **fields).status == 200
     refused = ask(served, [[1] * 10, [1] * 11], **fields)
@@ -177,7 +177,7 @@ def test_what_is_too_much_to_echo_is_not_scored(served, monkeypatch):
     def score(*_):
         raise AssertionError("a prompt was scored")
 
-    monkeypatch.setattr("mlx_zip.server.completions.MOST_ECHOED", 40)
+    monkeypatch.setattr("mlx_zip.server.openai.completions.MOST_ECHOED", 40)
     monkeypatch.setattr(served.core.engine, "prompt_ids", score)
     refused = ask(served, [[1] * 10, [1] * 11], echo=True, logprobs=1, max_tokens=0)
     assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
@@ -190,7 +190,7 @@ def test_long_echoes_are_made_beside_the_event_loop(served, monkeypatch):
         threads.append(threading.current_thread().name)
         return echoed_tokens(*args)
 
-    monkeypatch.setattr("mlx_zip.server.echo.echoed_tokens", slow)
+    monkeypatch.setattr("mlx_zip.server.openai.completions.echoed_tokens", slow)
     assert ask(served, PROMPT, echo=True, logprobs=1, max_tokens=0).status == 200
     assert [name.rpartition("_")[0] for name in threads] == ["mlx_zip-server"]
 

@@ -8,8 +8,7 @@ import pytest
 
 from mlx_zip.engine.engines import Engines, OtherModel
 from mlx_zip.errors import EngineError
-from mlx_zip.server.core import Core
-from mlx_zip.server.cores import Cores
+from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.turn import Done, Text, Turn, Waiting
 from mlx_zip.vocab.packs import Pack

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from mlx_zip.server.anthropic_bodies import MessagesBody
-from mlx_zip.server.anthropic_bodies import turn_of as message_turn
-from mlx_zip.server.chat_bodies import ChatBody
-from mlx_zip.server.completions import CompletionBody
+from mlx_zip.server.anthropic.bodies import MessagesBody
+from mlx_zip.server.anthropic.bodies import turn_of as message_turn
 from mlx_zip.server.errors import Failure
 from mlx_zip.server.fields import BodyError, check_tools, parse
+from mlx_zip.server.openai.chat import ChatBody
+from mlx_zip.server.openai.completions import CompletionBody
+from mlx_zip.server.openai.responses_bodies import ResponseBody
+from mlx_zip.server.openai.responses_store import ResponseStore
 from mlx_zip.server.options import Options
-from mlx_zip.server.responses_bodies import ResponseBody
-from mlx_zip.server.responses_store import ResponseStore
 from support.fake_engine import FakeEngine
 from support.http_server import post, read_all, serving
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
+from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.loading import load
 from mlx_zip.server.options import Options
 from support import http_server

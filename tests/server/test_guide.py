@@ -10,9 +10,9 @@ from support.places import REPO
 
 GUIDE = (REPO / "docs/guides/serve.md").read_text(encoding="utf-8")
 DIALECTS = {
-    "chat completions, completions": ("bodies", "chat_bodies", "completions"),
-    "Responses": ("responses_bodies", "responses_items"),
-    "Messages": ("anthropic_bodies", "anthropic_blocks"),
+    "chat completions, completions": ("bodies", "openai.chat", "openai.completions"),
+    "Responses": ("openai.responses_bodies",),
+    "Messages": ("anthropic.bodies",),
 }
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_zip.server.fields import BodyError, parse
-from mlx_zip.server.responses_bodies import ResponseBody, turn_of
+from mlx_zip.server.openai.responses_bodies import ResponseBody, turn_of
 from mlx_zip.server.turn import Tool, Turn
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}

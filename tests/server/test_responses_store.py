@@ -6,10 +6,9 @@ import stat
 
 import pytest
 
+from mlx_zip.server.bodies import new_id
 from mlx_zip.server.errors import RequestError, json_bytes
-from mlx_zip.server.ids import new_id
-from mlx_zip.server.response_files import ResponseFiles
-from mlx_zip.server.responses_store import ResponseStore
+from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}
 

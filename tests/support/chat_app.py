@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.apps.chat.app import guarded, make_chat_app
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.running import guarded, make_chat_app
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
 from mlx_zip.engine.engines import Engines, OtherModel
-from mlx_zip.server.core import Core
-from mlx_zip.server.cores import Cores
+from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bound
 from support.fake_engine import FakeEngine

@@ -13,8 +13,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.codec import compress_next
-from mlx_zip.engine.mlx_caches import open_store
-from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.layout import is_zip
 from mlx_zip.state import find_state
 from support import generating, tiny

@@ -11,8 +11,7 @@ from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch, Seats
 from mlx_zip.cuda.model import open_model
 from mlx_zip.cuda.session_caches import CudaCaches
-from mlx_zip.engine.session_options import SessionOptions
-from mlx_zip.engine.session_store import SessionStore
+from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from support.torch_folders import save, save_weights
 
 MOST, CAPACITY = 16, 400

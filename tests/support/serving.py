@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Emitted, Engine, Failed, Finished, Submission
-from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.session_options import SessionOptions
-from mlx_zip.engine.session_store import SessionStore
+from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.generate import stream_generate
 from support import tiny
 from support.generating import ENDLESS, plain_model

@@ -1,0 +1,317 @@
+"""Bodies of Anthropic's Messages: messages of blocks, what a request may hold, and the `Turn` that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from mlx_zip.server.bodies import Size, Stops
+from mlx_zip.server.fields import (
+    KNOWN,
+    OTHER,
+    Body,
+    BodyError,
+    Many,
+    OtherTool,
+    PackNames,
+    Said,
+    as_turn_pack,
+    check_tools,
+    joined_system,
+    left_out,
+    other_than,
+    thinking_options,
+)
+from mlx_zip.server.turn import Tool, Turn
+
+_TEXTS = ("content", "reasoning_content")  # of a message, lists of pieces while messages are made
+
+
+class SystemText(Said):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUse(Said):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Said):
+    """What a tool returned. is_error: the content says what went wrong."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[SystemText] = ""
+    is_error: bool = False
+
+
+class ThinkingBlock(Said):
+    """What the model reasoned. The signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinking(Said):
+    """Reasoning of another server, which cannot be read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+Block = Annotated[
+    SystemText | ToolUse | ToolResult | ThinkingBlock | RedactedThinking,
+    Field(discriminator="type"),
+]
+
+
+class Message(Said):
+    """A message. Text is the same as one block of text."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+
+def system_text(content: str | Sequence[SystemText]) -> str:
+    """Returns the text of a system prompt, or of what a tool returned; its blocks are paragraphs."""
+    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
+
+
+def messages_of(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns messages for chat templates, and how the answer begins if the last message is the model's.
+
+    Messages of one role in a row are joined. Raises `BodyError` for a result without its call, for blocks that do not
+    fit the role, and for a beginning that holds more than text.
+    """
+    messages: list[dict[str, Any]] = []
+    calls: set[str] = set()
+    for i, message in enumerate(given):
+        blocks = message.content
+        if isinstance(blocks, str):
+            blocks = [SystemText(type="text", text=blocks)]
+        if not blocks and message.role == "user":
+            raise BodyError("a message of the user must not be empty", f"messages.{i}.content")
+        if message.role == "assistant":
+            _add_answer(messages, blocks, f"messages.{i}.content", calls)
+        else:
+            _add_question(messages, message.role, blocks, f"messages.{i}.content", calls)
+    messages = [_joined(message) for message in messages]
+    return _without_prefill(messages) if given[-1].role == "assistant" else (messages, None)
+
+
+def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message with texts in place of their pieces: joined once, as adding to a long text copies it."""
+    return {name: "".join(value) if name in _TEXTS else value for name, value in message.items()}
+
+
+def _add_answer(messages: list[dict[str, Any]], blocks: Sequence[Any], place: str, calls: set[str]) -> None:
+    """Adds a message of the model. place: path of its blocks. calls: ids of the calls so far, extended by its calls."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": []})
+    answer = messages[-1]
+    for i, block in enumerate(blocks):
+        match block:
+            case SystemText():
+                answer["content"].append(block.text)
+            case ThinkingBlock():
+                answer.setdefault("reasoning_content", []).append(block.thinking)
+            case ToolUse():
+                calls.add(block.id)
+                function = {"name": block.name, "arguments": block.input}
+                call = {"id": block.id, "type": "function", "function": function}
+                answer.setdefault("tool_calls", []).append(call)
+            case ToolResult():
+                raise BodyError("a tool_result belongs into a message of the user", f"{place}.{i}")
+
+
+def _add_question(
+    messages: list[dict[str, Any]], role: str, blocks: Sequence[Any], place: str, calls: set[str]
+) -> None:
+    """Adds the text and the results that a message of the user or the system holds. place: path of its blocks."""
+    for i, block in enumerate(blocks):
+        match block:
+            case SystemText():
+                _add_text(messages, role, block.text)
+            case ToolResult() if block.tool_use_id not in calls:
+                fault = f"there is no tool_use {block.tool_use_id!r} before this tool_result"
+                raise BodyError(fault, f"{place}.{i}.tool_use_id")
+            case ToolResult() if role == "user":
+                text = ("Error: " if block.is_error else "") + system_text(block.content)
+                messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": [text]})
+            case _:
+                raise BodyError(f"a message of the {role} cannot hold {block.type!r}", f"{place}.{i}")
+
+
+def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
+    """Adds text, to the message before if that is of the same role."""
+    if messages and messages[-1]["role"] == role:
+        messages[-1]["content"] += ["\n\n", text]
+    else:
+        messages.append({"role": role, "content": [text]})
+
+
+def _without_prefill(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns the messages without the last, and its text, None if that is empty."""
+    last: Mapping[str, Any] = messages[-1]
+    if last.keys() != {"role", "content"}:
+        raise BodyError(
+            "the beginning of an answer can hold text only; results of tools must follow their calls", "messages"
+        )
+    return messages[:-1], last["content"] or None
+
+
+class CustomTool(Body):
+    """A tool that the model may call."""
+
+    harmless = frozenset(
+        {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"}
+    )
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+    description: str = ""
+    input_schema: dict[str, Any]
+    strict: bool = False
+
+    @property
+    def tool(self) -> Tool:
+        """The tool as a `Turn` takes it."""
+        return Tool(self.name, self.description, self.input_schema, self.strict)
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("custom"))
+]
+
+
+class ToolChoice(Body):
+    """Which tools are called. name: of the tool that type "tool" chooses."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model reasons. The budget is passed to the chat template; nothing else enforces it.
+
+    display: "omitted" leaves the text of the reasoning out of the answer.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by which chat templates know it; adaptive leaves it to the model."""
+        budget = {} if self.budget_tokens is None else {"thinking_budget": self.budget_tokens}
+        return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled", **budget}
+
+
+class OutputSchema(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer is written."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputSchema | None = None
+
+
+class CountBody(Body):
+    """A request to count tokens. Fields of `harmless` have no effect; others that are not here are refused."""
+
+    harmless = frozenset(
+        {"cache_control", "speed", "user_profile_id", "workspace_id", "betas", "context_management", "metadata"}
+    )
+    most_prompts = 1
+
+    model: str
+    messages: Many[Message] = Field(min_length=1)
+    system: str | Many[SystemText] | None = None
+    tools: Many[AnyTool] = Field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputSchema | None = None
+    pack: PackNames | None = None
+    mcp_servers: list[None] = Field(default_factory=list, max_length=0)
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that can be called."""
+        return [tool.tool for tool in self.tools if isinstance(tool, CustomTool)]
+
+    @property
+    def choice(self) -> str:
+        """The choice of tools as a `Turn` takes it."""
+        choice = self.tool_choice
+        return {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
+
+
+class MessagesBody(CountBody):
+    """A request for a message."""
+
+    harmless = CountBody.harmless | {"service_tier", "inference_geo", "diagnostics"}
+
+    max_tokens: Size
+    stream: bool = False
+    stop_sequences: Stops = Field(default_factory=list)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    container: None = None
+
+
+def turn_of(body: CountBody) -> Turn:
+    """Returns the turn that a body asks for, or whose prompt's tokens it wants counted.
+
+    Raises `BodyError` for blocks that do not follow each other, and for tools that contradict each other.
+    """
+    check_tools([tool.name for tool in body.callable_tools], body.choice)
+    messages, prefill = messages_of(body.messages)
+    output = body.output_format or body.output_config.format
+    thinking = body.thinking.options if body.thinking else {}
+    return Turn(
+        messages=joined_system([*_system(body.system), *messages]),
+        prefill=prefill,
+        tools=body.callable_tools,
+        left_out=left_out(body.tools, body.choice),
+        tool_choice=body.choice,
+        parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
+        schema=output.schema_ if output else None,
+        template_options=thinking_options(body.output_config.effort) | thinking,
+        pack=as_turn_pack(body.pack),
+        **(_limits(body) if isinstance(body, MessagesBody) else {}),
+    )
+
+
+def _system(system: str | Sequence[SystemText] | None) -> list[dict[str, Any]]:
+    """Returns the system prompt as a list of at most one message."""
+    text = system_text(system or "")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _limits(body: MessagesBody) -> dict[str, Any]:
+    """Returns a turn's limits and sampling options."""
+    sampling = {"temp": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    return {
+        "max_tokens": body.max_tokens,
+        "stop": tuple(body.stop_sequences),
+        "sampling": {name: value for name, value in sampling.items() if value is not None},
+    }

@@ -1,0 +1,216 @@
+"""Anthropic's Messages, streamed and whole, and the count of a prompt's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from copy import deepcopy
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.engine import Counts
+from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
+from mlx_zip.server.bodies import check_model, new_id
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import ANTHROPIC, Failure
+from mlx_zip.server.http import (
+    comment_bytes,
+    described,
+    events_bytes,
+    json_response,
+    read_body,
+    stream_response,
+    unless_gone,
+)
+from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
+from mlx_zip.server.vendor import vendor_figures, vendor_notes
+
+
+def routes(core: Core) -> list[Route]:
+    """Returns the routes of messages."""
+
+    async def messages(request: Request) -> Response:
+        """Answers a conversation."""
+        body = await read_body(request, core, MessagesBody)
+        check_model(core, body.model)
+        asked = _Asked(core, body)
+        if body.stream:
+            response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failed)
+        else:
+            response = json_response(await unless_gone(request, asked.whole()))
+        response.headers["request-id"] = new_id("req")
+        return response
+
+    async def count_tokens(request: Request) -> Response:
+        """Counts the base tokens of a conversation."""
+        body = await read_body(request, core, CountBody)
+        check_model(core, body.model)
+        ids = await unless_gone(request, core.prompt_ids(turn_of(body)))
+        return json_response({"input_tokens": len(ids)}, headers={"request-id": new_id("req")})
+
+    return [
+        Route("/v1/messages", described(messages, MessagesBody), methods=["POST"]),
+        Route("/v1/messages/count_tokens", described(count_tokens, CountBody), methods=["POST"]),
+    ]
+
+
+class _Asked:
+    """One request for a message."""
+
+    def __init__(self, core: Core, body: MessagesBody) -> None:
+        self._core, self._turn = core, turn_of(body)
+        self._builder = MessageBuilder(body, core.model)
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the message."""
+        async with aclosing(self._core.answer(self._turn)) as deltas:
+            async for delta in deltas:
+                self._builder.add(delta)
+        return self._builder.message
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yields the events, several at once where they come together."""
+        async with aclosing(self._core.answer(self._turn)) as deltas:
+            async for delta in deltas:
+                events = self._builder.add(delta)
+                yield events_bytes(events) if events else comment_bytes("waiting")
+
+    def failed(self, failure: Failure) -> bytes:
+        """Returns the last event of an answer that failed."""
+        error = failure.body(ANTHROPIC)["error"]
+        return events_bytes(self._builder.fail(error["type"], error["message"]))
+
+
+# ---- one builder makes the events of a stream and the whole message
+
+Json = dict[str, Any]
+SIGNATURE = "mlx_zip"  # not empty, because some clients drop reasoning that is not signed; nothing checks it
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageBuilder:
+    """Builds a message of deltas. `add` and `fail` return the events to send; `message` is the message so far.
+
+    model: name to report. make_id: called with an id's prefix.
+    """
+
+    def __init__(self, body: MessagesBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
+        self.message: Json = {
+            "id": make_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_json(Counts()),
+        }
+        self._omits = body.thinking is not None and body.thinking.display == "omitted"
+        self._events: list[Json] = []
+        self._began = False
+        self._block: Json = {}  # the block that is being written, the last of the content; {} between blocks
+        self._pieces: list[str] = []  # of its text
+
+    def add(self, delta: Delta) -> list[Json]:
+        """Returns the events of a delta."""
+        if not self._begin(delta):
+            return []
+        match delta:
+            case Text(text):
+                self._open("text", {"text": ""})
+                self._piece({"type": "text_delta", "text": text}, text)
+            case Reasoning(text):
+                self._open("thinking", {"thinking": "", "signature": ""})
+                self._piece({"type": "thinking_delta", "thinking": text}, "" if self._omits else text)
+            case ToolCall():
+                self._add_call(delta)
+            case Waiting():
+                self._events.append({"type": "ping"})
+            case Done():
+                self._end(delta)
+        return self._take()
+
+    def fail(self, kind: str, message: str) -> list[Json]:
+        """Returns the events of an answer that failed. kind: the error's type."""
+        self._events.append({"type": "error", "error": {"type": kind, "message": message}})
+        return self._take()
+
+    def _begin(self, delta: Delta) -> bool:
+        """Begins the message as soon as the prompt's tokens are known, and returns whether it has begun."""
+        if not self._began and (not isinstance(delta, Waiting) or delta.prompt_tokens):
+            self._began = True
+            if isinstance(delta, Waiting):
+                known = Counts(prompt_tokens=delta.prompt_tokens, cached_tokens=delta.cached_tokens)
+                self.message["usage"] = usage_json(known)
+            self._events.append({"type": "message_start", "message": deepcopy(self.message)})
+        return self._began
+
+    def _add_call(self, call: ToolCall) -> None:
+        self._open("tool_use", {"id": call.id, "name": call.name, "input": {}})
+        self._piece({"type": "input_json_delta", "partial_json": call.arguments}, call.arguments)
+        self._close()
+
+    def _end(self, done: Done) -> None:
+        self._close()
+        reason = "stop_sequence" if done.stopped_by is not None else _STOP_REASONS[done.reason]
+        end = {"stop_reason": reason, "stop_sequence": done.stopped_by}
+        usage = usage_json(done.counts, done.reasoning_tokens)
+        figures = vendor_figures(done.counts) | vendor_notes(done)
+        self.message |= {**end, "usage": usage, "mlx_zip": figures}
+        self._events.append({"type": "message_delta", "delta": end, "usage": usage, "mlx_zip": figures})
+        self._events.append({"type": "message_stop"})
+
+    def _open(self, kind: str, fields: Json) -> None:
+        """Begins a block, unless one of this type is being written."""
+        if self._block.get("type") == kind:
+            return
+        self._close()
+        self._block = {"type": kind, **fields}
+        self.message["content"].append(self._block)
+        self._events.append({"type": "content_block_start", "index": self._index, "content_block": dict(self._block)})
+
+    def _piece(self, delta: Json, piece: str) -> None:
+        """Adds a piece to the block that is being written."""
+        if piece:
+            self._pieces.append(piece)
+            self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> None:
+        """Ends the block that is being written, if there is one."""
+        block, text = self._block, "".join(self._pieces)
+        if not block:
+            return
+        if block["type"] == "text":
+            block["text"] = text
+        elif block["type"] == "tool_use":
+            block["input"] = from_json(text) if text else {}
+        else:
+            block |= {"thinking": text, "signature": SIGNATURE}
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+        self._events.append({"type": "content_block_stop", "index": self._index})
+        self._block, self._pieces = {}, []
+
+    @property
+    def _index(self) -> int:
+        """The place of the block that is being written."""
+        return len(self.message["content"]) - 1
+
+    def _take(self) -> list[Json]:
+        events, self._events = self._events, []
+        return events
+
+
+def usage_json(counts: Counts, reasoning_tokens: int = 0) -> Json:
+    """Returns the usage, in base tokens. The prompt's tokens that were cached are not among the input tokens."""
+    return {
+        "input_tokens": counts.prompt_tokens - counts.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": counts.cached_tokens,
+        "output_tokens": counts.base_tokens,
+        "output_tokens_details": {"thinking_tokens": reasoning_tokens},
+    }

@@ -1,0 +1,1 @@
+"""OpenAI's dialect: chat completions, completions of plain text, and Responses."""

@@ -1,0 +1,355 @@
+"""OpenAI's chat completions, streamed and whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.server.bodies import Sampled, Size, likely_json, max_tokens_of, template_options
+from mlx_zip.server.core import Core
+from mlx_zip.server.fields import (
+    KNOWN,
+    OTHER,
+    Body,
+    BodyError,
+    JsonObject,
+    Many,
+    OtherTool,
+    PlainText,
+    RefusalPart,
+    Said,
+    arguments_of,
+    check_tools,
+    joined_system,
+    left_out,
+    other_than,
+    thinking_options,
+)
+from mlx_zip.server.http import (
+    comment_bytes,
+    described,
+    event_bytes,
+    json_response,
+    read_body,
+    stream_response,
+    unless_gone,
+)
+from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
+from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, TokenLogprob, Tool, ToolCall, Turn, Waiting
+from mlx_zip.server.vendor import VendorFields, token_json, vendor_figures, vendor_notes
+
+
+def routes(core: Core) -> list[Route]:
+    """Returns the routes of chat completions."""
+
+    async def chat_completions(request: Request) -> Response:
+        """Answers a conversation, as OpenAI's chat completions do; with mlx_zip.tokens, answers have them there too."""
+        asked = await read_body(request, core, ChatBody)
+        turns = asked.turns(core)
+        if asked.stream:
+            return await stream_response(request, core, _Stream(core, asked).frames(turns))
+        return json_response(await unless_gone(request, _whole(core, asked, turns)))
+
+    paths = ("/v1/chat/completions", "/chat/completions")
+    return [Route(path, described(chat_completions, ChatBody), methods=["POST"]) for path in paths]
+
+
+async def _whole(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Returns a chat completion."""
+    choices = await gathered(core, turns)
+    done = ended(choices)
+    shown = {"tokens": [token_json(one) for one in choices[0].tokens]} if asked.mlx_zip.tokens else {}
+    return {
+        **head(core, "chatcmpl", "chat.completion"),
+        "choices": [_choice(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
+        "usage": usage_of(done, asked.n),
+        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | vendor_notes(done[0]) | shown,
+    }
+
+
+def _choice(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
+    """Returns one of a chat completion's choices."""
+    content = choice.text if choice.texts or not choice.calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.thoughts:
+        message["reasoning_content"] = "".join(choice.thoughts)
+    if choice.calls:
+        message["tool_calls"] = [_call(call) for call in choice.calls]
+    logprobs = _logprobs(choice.logprobs) if with_logprobs else None
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
+
+
+def _logprobs(found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Returns the log-probabilities of a text."""
+    return {"content": likely_json(found), "refusal": None}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Returns a call of a tool."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class _Stream:
+    """The chunks of one streamed chat completion."""
+
+    def __init__(self, core: Core, asked: ChatBody) -> None:
+        self._core, self._asked = core, asked
+        self._head = head(core, "chatcmpl", "chat.completion.chunk")
+        self._end = {"usage": None} if asked.include_usage else {}
+        self._calls: dict[int, int] = {}  # choice -> number of its last call
+        self._done: dict[int, Done] = {}
+
+    async def frames(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
+        """Yields the stream, frame by frame."""
+        async with aclosing(self._core.answers(turns)) as answers:
+            async for index, delta in answers:
+                if not isinstance(delta, Learned | Live):
+                    yield self._frame(index, delta)
+        if self._asked.include_usage:
+            done = [self._done[i] for i in sorted(self._done)]
+            yield event_bytes({**self._head, "choices": [], "usage": usage_of(done, self._asked.n)})
+        yield END
+
+    def _frame(self, index: int, delta: Text | Waiting | Reasoning | ToolCall | Done) -> bytes:
+        """Returns the frame of a delta."""
+        if isinstance(delta, Text):
+            logprobs = _logprobs(delta.logprobs) if self._asked.logprobs else None
+            shown = {"mlx_zip": {"tokens": [token_json(one) for one in delta.tokens]}} if delta.tokens else None
+            return self._chunk(index, {"content": delta.text}, more=shown, logprobs=logprobs)
+        if isinstance(delta, Waiting):
+            if delta.total:
+                return comment_bytes(f"reading the prompt {delta.read}/{delta.total}")
+            if delta.waits_for:
+                return comment_bytes("waiting for another model's answers to end")
+            return self._chunk(index, {"role": "assistant", "content": ""})
+        if isinstance(delta, Reasoning):
+            return self._chunk(index, {"reasoning_content": delta.text})
+        if isinstance(delta, ToolCall):
+            nth = self._calls[index] = self._calls.get(index, -1) + 1
+            return self._chunk(index, {"tool_calls": [{"index": nth, **_call(delta)}]})
+        self._done[index] = delta
+        return self._chunk(index, {}, delta.reason, {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)})
+
+    def _chunk(
+        self, index: int, delta: Any, reason: str | None = None, more: Any = None, logprobs: Any = None
+    ) -> bytes:
+        """Returns the frame of one chunk."""
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event_bytes({**self._head, "choices": [choice], **self._end, **(more or {})})
+
+
+# ---- what a request may hold, and the `Turn` that it asks for
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class TextPart(Said):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Said):
+    """The function that a model called. arguments: JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class Call(Said):
+    """A call of a tool in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class Message(Said):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Many[Part] = ""
+    name: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Many[Call] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def checked(self, place: str) -> None:
+        """Raises `BodyError` for fields that a message of this role must have or must not have. place: its path."""
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise BodyError(f"a message of the role {self.role} needs this field", f"{place}.content")
+        for name in ("tool_calls", "reasoning_content", "refusal"):
+            if getattr(self, name) and self.role != "assistant":
+                raise BodyError(f"a message of the role {self.role} does not have this field", f"{place}.{name}")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise BodyError("messages of the role tool have this field, and no others", f"{place}.tool_call_id")
+
+    def as_turn(self, place: str) -> dict[str, Any]:
+        """Returns the message as chat templates take it. Raises `BodyError`. place: path of the message."""
+        self.checked(place)
+        role = "system" if self.role == "developer" else self.role
+        turn: dict[str, Any] = {"role": role, "content": self._text}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                turn[name] = value
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                _as_template(call, f"{place}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)
+            ]
+        return turn
+
+    @property
+    def _text(self) -> str:
+        """The message's text, its parts joined."""
+        if isinstance(self.content, str):
+            return self.content or self.refusal or ""
+        return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in self.content)
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
+
+
+class FunctionTool(Body):
+    """A function that the model may call, in the shape of chat completions."""
+
+    harmless = frozenset({"cache_control"})
+
+    type: Literal["function"]
+    function: Function
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("function"))
+]
+
+
+class ChosenFunction(Body):
+    """The name of the function to call."""
+
+    name: str
+
+
+class ChosenTool(Body):
+    """A choice of one function."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class NamedSchema(Body):
+    """A JSON schema. It holds whether `strict` is set or not."""
+
+    name: Name
+    description: str = ""
+    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool = True
+
+
+class JsonSchema(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+class ChatBody(Sampled):
+    """A request for a chat completion."""
+
+    harmless = Sampled.harmless | {"prediction", "verbosity", "context_management"}
+    most_prompts = 1
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    max_completion_tokens: Size | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Many[AnyTool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
+    functions: list[None] = Field(default_factory=list, max_length=0)
+    function_call: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Format | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    modalities: Many[Literal["text"]] = Field(default_factory=lambda: ["text"])
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    mlx_zip: VendorFields = Field(default_factory=VendorFields)
+
+    def check(self, core: Core) -> None:
+        """Raises `RequestError` for another model, and `BodyError` for fields that do not fit one another."""
+        super().check(core)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BodyError("this field needs logprobs: true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise BodyError("this field and max_completion_tokens say different numbers", "max_tokens")
+        if self.mlx_zip.tokens and self.n > 1:
+            raise BodyError("only one answer can show its tokens, so n must be 1", "mlx_zip.tokens")
+        check_tools([tool.function.name for tool in self._functions], self._choice)
+
+    @property
+    def _functions(self) -> list[FunctionTool]:
+        """The tools that can be called."""
+        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
+
+    @property
+    def _choice(self) -> str:
+        """The choice of tools, as a `Turn` has it."""
+        return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+
+    def turns(self, core: Core) -> list[Turn]:
+        """Returns what the request asks for, a turn for each of `n`. Raises `RequestError` and `BodyError`."""
+        self.check(core)
+        messages = joined_system([one.as_turn(f"messages.{i}") for i, one in enumerate(self.messages)])
+        return [self._turn(core, messages, choice) for choice in range(self.n)]
+
+    def _turn(self, core: Core, messages: Sequence[Mapping[str, Any]], choice: int) -> Turn:
+        """Returns one turn. choice: which of `n`."""
+        given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return Turn(
+            messages=messages,
+            tools=[Tool(**tool.function.model_dump()) for tool in self._functions],
+            left_out=left_out(self.tools, self._choice),
+            tool_choice=self._choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            schema=_schema(self.response_format),
+            max_tokens=max_tokens_of(core, given, tools=bool(self.tools)),
+            sampling=self.sampling(choice),
+            stop=self.stops,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            template_options=thinking_options(self.reasoning_effort) | template_options(self.chat_template_kwargs),
+            pack=self.chosen_pack,
+            show=self.mlx_zip.tokens,
+        )
+
+
+def _schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
+    """Returns the schema that an answer must follow, {} for any object, None for any text."""
+    if isinstance(form, JsonSchema):
+        return form.json_schema.json_schema
+    return {} if isinstance(form, JsonObject) else None
+
+
+def _as_template(call: Call, place: str) -> dict[str, Any]:
+    """Returns a call as chat templates take it: with arguments as a map. Raises `BodyError`."""
+    arguments = arguments_of(call.function.arguments or "{}", f"{place}.function.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,299 @@
+"""OpenAI's completions of plain text, streamed and whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.engine import Counts, PromptId
+from mlx_zip.server.bodies import LEAST_LOGPROB, MOST_TOKENS, Sampled, Text, max_tokens_of
+from mlx_zip.server.core import Core
+from mlx_zip.server.fields import BodyError, Many
+from mlx_zip.server.http import (
+    comment_bytes,
+    described,
+    event_bytes,
+    json_response,
+    read_body,
+    stream_response,
+    unless_gone,
+)
+from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
+from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
+from mlx_zip.server.turn import Text as TextDelta
+from mlx_zip.server.vendor import vendor_figures, vendor_notes
+from mlx_zip.text.token_texts import TokenTexts, characters
+
+MOST_PROMPTS = 64
+MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # as many as the model's context has
+
+
+class CompletionBody(Sampled):
+    """A request for completions. Each prompt is a text or base ids."""
+
+    most_prompts = MOST_PROMPTS
+
+    prompt: Text | Annotated[Many[Text], Field(min_length=1)] | Ids | Annotated[Many[Ids], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    suffix: None = None
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts one by one, each a text or base ids."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+    def turns(self, core: Core) -> list[Turn]:
+        """Returns what the request asks for: n turns for each prompt. Raises `RequestError` and `BodyError`."""
+        self.check(core)
+        if self.best_of not in (None, self.n):
+            raise BodyError("all completions are returned, so this must be n", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise BodyError("0 needs echo: true", "max_tokens")
+        if len(self.prompts) > MOST_PROMPTS:
+            raise BodyError(f"there are {len(self.prompts)} prompts, and at most {MOST_PROMPTS} are allowed", "prompt")
+        width = core.engine.info.vocab_size
+        if any(not isinstance(prompt, str) and max(prompt) >= width for prompt in self.prompts):
+            raise BodyError(f"an id is no base id of this model, which has {width}", "prompt")
+        return [
+            Turn(
+                prompt=prompt,
+                max_tokens=max_tokens_of(core, self.max_tokens),
+                sampling=self.sampling(choice),
+                stop=self.stops,
+                logprobs=self.logprobs,
+                pack=self.chosen_pack,
+            )
+            for prompt in self.prompts
+            for choice in range(self.n)
+        ]
+
+
+def routes(core: Core) -> list[Route]:
+    """Returns the route of completions."""
+
+    async def completions(request: Request) -> Response:
+        """Continues a text, as OpenAI's completions do."""
+        asked = await read_body(request, core, CompletionBody)
+        turns = asked.turns(core)
+        if asked.stream:
+            return await stream_response(request, core, _frames(core, asked, turns))
+        return json_response(await unless_gone(request, _whole(core, asked, turns)))
+
+    return [Route("/v1/completions", described(completions, CompletionBody), methods=["POST"])]
+
+
+async def _whole(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Returns the completions."""
+    echoes = await _echoes(core, asked, turns)
+    choices = [echo.unanswered() for echo in echoes] if asked.max_tokens == 0 else await gathered(core, turns)
+    done, found = ended(choices), []
+    for i, choice in enumerate(choices):
+        echo, logprobs = echoes[i] if echoes else None, None
+        if asked.logprobs is not None:
+            logprobs = _logprobs(choice.logprobs, 0) if echo is None else _echoed_whole(echo, choice)
+        found.append(_choice(i, (echo.text if echo else "") + choice.text, logprobs, choice.reason))
+    return {
+        **_head(core),
+        "choices": found,
+        "usage": usage_of(done, asked.n),
+        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | vendor_notes(done[0]),
+    }
+
+
+async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
+    """Returns the prompt of each turn as it comes back; [] if none is asked for. Raises `BodyError` for too many.
+
+    Nothing is scored before all prompts are known to be few and short enough.
+    """
+    if not asked.echo:
+        return []
+    prompts = turns[:: asked.n]
+    ids = [await core.prompt_ids(turn) for turn in prompts]
+    if asked.logprobs is not None and sum(map(len, ids)) * asked.n * (1 + asked.logprobs) > MOST_ECHOED:
+        raise BodyError(f"there are more than {MOST_ECHOED} log-probabilities; send fewer prompts at once", "prompt")
+    found = [await _echo_of(core, turn, one) for turn, one in zip(prompts, ids, strict=True)]
+    return [echo for echo in found for _ in range(asked.n)]
+
+
+def _head(core: Core) -> dict[str, Any]:
+    """Returns the fields that an answer, or each chunk of a streamed one, begins with."""
+    return head(core, "cmpl", "text_completion")
+
+
+def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+    """Returns one of the choices."""
+    return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
+    """Returns the log-probabilities of a text in the form of completions. begin: characters of the text before it."""
+    offsets = [begin]
+    for one in found:
+        offsets.append(offsets[-1] + characters(one.bytes))
+    return {
+        "tokens": [one.text for one in found],
+        "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in found],
+        "top_logprobs": [{text: max(value, LEAST_LOGPROB) for text, _, value in one.likely} for one in found],
+        "text_offset": offsets[:-1],
+    }
+
+
+def _echoed(echo: Echo) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt that comes back, as `_logprobs` does."""
+    at_least = lambda value: max(value, LEAST_LOGPROB)
+    return {
+        "tokens": [one.text for one in echo.tokens],
+        "token_logprobs": [None if one.logprob is None else at_least(one.logprob) for one in echo.tokens],
+        "top_logprobs": [
+            None if one.likely is None else {text: at_least(value) for text, value in one.likely.items()}
+            for one in echo.tokens
+        ],
+        "text_offset": echo.offsets,
+    }
+
+
+def _echoed_whole(echo: Echo, choice: Choice) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt that comes back and of all ids of its answer, as `_logprobs` does.
+
+    Clients cut the prompt's part off by its length, or take the last token off: an eos has to be there too.
+    """
+    unshown = () if choice.done is None else choice.done.unshown
+    answer = _logprobs([*choice.logprobs, *unshown], len(echo.text))
+    return {name: values + answer[name] for name, values in _echoed(echo).items()}
+
+
+async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
+    """Yields a stream of completions, frame by frame."""
+    first, null = _head(core), {"usage": None} if asked.include_usage else {}
+    echoes, done = await _echoes(core, asked, turns), {}
+    lengths = [len(echo.text) for echo in echoes] or [0] * len(turns)
+
+    def frame(index: int, delta: Delta) -> bytes:
+        if isinstance(delta, TextDelta):
+            logprobs = None if asked.logprobs is None else _logprobs(delta.logprobs, lengths[index])
+            lengths[index] += len(delta.text)
+            return event_bytes({**first, "choices": [_choice(index, delta.text, logprobs, None)], **null})
+        if isinstance(delta, Done):
+            done[index] = delta
+            figures = {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)}
+            last = _logprobs(delta.unshown, lengths[index]) if echoes and delta.unshown else None
+            return event_bytes({**first, "choices": [_choice(index, "", last, delta.reason)], **null, **figures})
+        waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)
+        return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")
+
+    for index, echo in enumerate(echoes):
+        logprobs = None if asked.logprobs is None else _echoed(echo)
+        yield event_bytes({**first, "choices": [_choice(index, echo.text, logprobs, None)], **null})
+    if asked.max_tokens == 0:
+        for index, echo in enumerate(echoes):
+            yield frame(index, *ended([echo.unanswered()]))
+    else:
+        async with aclosing(core.answers(turns)) as answers:
+            async for index, delta in answers:
+                yield frame(index, delta)
+    if asked.include_usage:
+        yield event_bytes({**first, "choices": [], "usage": usage_of([done[i] for i in sorted(done)], asked.n)})
+    yield END
+
+
+# ---- prompts that come back with their answers, with log-probabilities if asked for
+#
+# Who asks for this counts base tokens, also where the model read a hypertoken. So a hypertoken's log-probability stands
+# with its last base token, and 0 with those before it: the sum over the tokens from any one on is the log-probability
+# of all ids that stand for some of them.
+
+_Likely = dict[str, float]
+
+
+@dataclass(frozen=True)
+class _EchoedToken:
+    """A base token of a prompt. logprob, likely: None where there is nothing before it that it could follow.
+
+    characters: how many begin in the token. likely: log-probabilities of the likeliest tokens at its place, by their
+    texts.
+    """
+
+    text: str
+    characters: int
+    logprob: float | None = None
+    likely: _Likely | None = None
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that comes back. count: its base tokens. tokens: () unless log-probabilities were asked for."""
+
+    text: str
+    count: int
+    tokens: tuple[_EchoedToken, ...] = ()
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each token begins in the text; a token before it, as bos is, begins with the text."""
+        begin = len(self.text) - sum(one.characters for one in self.tokens)
+        found = []
+        for one in self.tokens:
+            found.append(max(0, begin))
+            begin += one.characters
+        return found
+
+    def unanswered(self) -> Choice:
+        """Returns the choice of a request for no more than the echo."""
+        choice = Choice()
+        choice.done = Done("length", Counts(prompt_tokens=self.count))
+        return choice
+
+
+async def _echo_of(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:
+    """Returns a turn's prompt, whose base ids are `ids`, as it comes back. Raises what `Core.likely_prompt` raises."""
+    read = [] if turn.logprobs is None else await core.likely_prompt(turn, ids)
+    return await core.aside(_echo, core, turn.prompt, ids, read)
+
+
+def _echo(core: Core, prompt: str | Sequence[int], ids: Sequence[int], read: Sequence[PromptId]) -> Echo:
+    """Returns a prompt as it comes back; for a long one this takes seconds.
+
+    ids: its base ids. read: the ids that it was read as, [] unless log-probabilities were asked for.
+    """
+    text = prompt if isinstance(prompt, str) else core.tokens.decode(ids)
+    return Echo(text, len(ids), tuple(echoed_tokens(read, core.tokens)))
+
+
+def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_EchoedToken]:
+    """Yields the base tokens of the ids that a prompt was read as."""
+    for one in read:
+        *before, last = (texts[(i,)] for i in one.base_ids)
+        if one.logprob is None:
+            yield from (_EchoedToken(text, characters(data)) for text, data in (*before, last))
+            continue
+        yield from (_EchoedToken(text, characters(data), 0.0, {text: 0.0}) for text, data in before)
+        yield _EchoedToken(last[0], characters(last[1]), one.logprob, _likely(one, last[0], texts))
+
+
+def _likely(read: PromptId, own: str, texts: TokenTexts) -> _Likely:
+    """Returns the log-probabilities of the likeliest ids at an id's place. own: the text that the id itself has there.
+
+    No other id has that text, so that the id is the likeliest one if its text is: others that read like it are named by
+    their bytes, as in OpenAI's completions. Of others with equal texts the likeliest one stays.
+    """
+    found: _Likely = {}
+    for other in read.likely:
+        if other.base_ids == read.base_ids:
+            found[own] = other.logprob
+        else:
+            text, data = texts[other.base_ids]
+            found.setdefault(text if text != own else "bytes:" + "".join(f"\\x{b:02x}" for b in data), other.logprob)
+    return found

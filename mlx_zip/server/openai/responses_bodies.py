@@ -1,0 +1,362 @@
+"""Bodies of OpenAI's Responses: the items of a conversation, what a request may hold, and the `Turn` it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from mlx_zip.server.bodies import Size
+from mlx_zip.server.fields import (
+    KNOWN,
+    OTHER,
+    Body,
+    BodyError,
+    JsonObject,
+    Many,
+    OtherTool,
+    PackNames,
+    PlainText,
+    RefusalPart,
+    Said,
+    arguments_of,
+    as_turn_pack,
+    at_most,
+    check_tools,
+    joined_system,
+    left_out,
+    other_than,
+    thinking_options,
+)
+from mlx_zip.server.turn import Tool, Turn
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(Said):
+    """A piece of a message's text. Its notes (annotations, log-probabilities) have no effect."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class Message(Said):
+    """A message of the user, the system, the developer (whose messages are the system's) or the model."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: str | Many[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCall(Said):
+    """A call that the model made. arguments: JSON text of an object."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutput(Said):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Many[TextPart]
+    id: str | None = None
+    status: Status | None = None
+
+
+class SummaryText(Said):
+    """A piece of the model's reasoning."""
+
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Said):
+    """What the model reasoned. Encrypted content of another server cannot be read, and has no effect."""
+
+    type: Literal["reasoning"]
+    summary: Many[SummaryText] = Field(default_factory=list)
+    content: Many[SummaryText] = Field(default_factory=list)
+    id: str | None = None
+    status: Status | None = None
+
+
+class ItemReference(Said):
+    """The id of an item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+def _with_type(given: Any) -> Any:
+    """Returns an item with its type; one without a type is a message."""
+    return {**given, "type": "message"} if isinstance(given, Mapping) and given.get("type") is None else given
+
+
+Item = Annotated[
+    Message | FunctionCall | FunctionCallOutput | ReasoningItem | ItemReference,
+    Field(discriminator="type"),
+    BeforeValidator(_with_type),
+]
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def named_item(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
+    """Returns an item of a request as responses show it: with an id, a status, and content in parts."""
+    named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
+    if isinstance(item.get("content"), str):
+        notes = {"annotations": []} if item["role"] == "assistant" else {}
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        named["content"] = [{"type": kind, "text": item["content"], **notes}]
+    return named
+
+
+def messages_of(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:
+    """Returns the messages of items. What the model did in one go becomes one message: reasoning, text and calls.
+
+    before: how many of the items precede those of the request. Raises `BodyError` for an output without its call, and
+    for arguments that are no JSON object.
+    """
+    messages: list[dict[str, Any]] = []
+    calls: set[str] = set()
+    for i, item in enumerate(items):
+        kind, place = item["type"], f"input.{i - before}"
+        if kind == "message":
+            _add_message(messages, item)
+        elif kind == "reasoning":
+            pieces = item.get("content") or item.get("summary") or []
+            messages.append({"role": "assistant", "reasoning_content": _joined(pieces, "\n"), "content": ""})
+        elif kind == "function_call":
+            calls.add(item["call_id"])
+            _add_call(messages, item, f"{place}.arguments")
+        elif item["call_id"] not in calls:
+            raise BodyError(f"there is no call {item['call_id']!r} before this output", f"{place}.call_id")
+        else:
+            text = _joined(item["output"], "\n")
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """Adds a message; one of the model goes with the reasoning before it."""
+    if item["role"] != "assistant":
+        role = "user" if item["role"] == "user" else "system"
+        messages.append({"role": role, "content": _joined(item["content"], "\n")})
+        return
+    text = _joined(item["content"], "")
+    if messages and messages[-1].keys() == {"role", "reasoning_content", "content"} and not messages[-1]["content"]:
+        messages[-1]["content"] = text
+    else:
+        messages.append({"role": "assistant", "content": text})
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
+    """Adds a call to the model's message, or begins one. place: path of the arguments, for errors."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    function = {"name": item["name"], "arguments": arguments_of(item["arguments"] or "{}", place)}
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _joined(content: str | Sequence[Mapping[str, Any]], between: str) -> str:
+    """Returns the text of a content: text, or a list of parts."""
+    if isinstance(content, str):
+        return content
+    return between.join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
+
+
+LOGPROBS = "message.output_text.logprobs"
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    harmless = frozenset({"defer_loading", "allowed_callers", "output_schema"})
+
+    type: Literal["function"]
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
+
+    @property
+    def tool(self) -> Tool:
+        """The function as a `Turn` takes it."""
+        return Tool(self.name, self.description, self.parameters, self.strict)
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("function"))
+]
+
+
+class NamedFunction(Body):
+    """A choice of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(Body):
+    """A choice among some of the functions."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Many[NamedFunction]
+
+
+class JsonSchema(Body):
+    """JSON that follows a schema. The schema is followed whether or not `strict` is set."""
+
+    harmless = frozenset({"strict", "description"})
+
+    type: Literal["json_schema"]
+    name: Name
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class TextConfig(Body):
+    """How the text is written. verbosity has no effect."""
+
+    harmless = frozenset({"verbosity"})
+
+    format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] = PlainText(type="text")
+
+    @property
+    def schema_followed(self) -> Mapping[str, Any] | None:
+        """The schema that the text must follow, {} for any object, None for text."""
+        if isinstance(self.format, JsonSchema):
+            return self.format.schema_
+        return {} if isinstance(self.format, JsonObject) else None
+
+
+class ReasoningConfig(Body):
+    """How much the model shall reason. The answer holds all of its reasoning, whatever summary is asked for."""
+
+    harmless = frozenset({"summary", "generate_summary"})
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream. Nothing is obfuscated."""
+
+    harmless = frozenset({"include_obfuscation"})
+
+
+class ResponseBody(Body):
+    """A request for a response. Fields of `harmless` have no effect; others that are not here are refused."""
+
+    harmless = frozenset(
+        {
+            "user",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prompt_cache_options",
+            "service_tier",
+            "client_metadata",
+            "context_management",
+        }
+    )
+    most_prompts = 1
+
+    model: str = "default_model"
+    input: str | Many[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    tools: Many[AnyTool] = Field(default_factory=list)
+    tool_choice: (
+        Literal["auto", "none", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+    ) = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = Field(default_factory=TextConfig)
+    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+    max_output_tokens: Size | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    pack: PackNames | None = None
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16)
+    ] = Field(default_factory=dict)
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+
+    @property
+    def items(self) -> list[Any]:
+        """The input's items; text is one message of the user."""
+        if isinstance(self.input, list):
+            return [item.model_dump(exclude_none=True) for item in self.input]
+        return [{"type": "message", "role": "user", "content": self.input}]
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many likely tokens to report per token, None for no log-probabilities at all."""
+        return self.top_logprobs or 0 if self.top_logprobs is not None or LOGPROBS in self.include else None
+
+    @property
+    def choice(self) -> str:
+        """The choice of tools as a `Turn` takes it."""
+        if isinstance(self.tool_choice, str):
+            return self.tool_choice
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else self.tool_choice.mode
+
+    @property
+    def functions(self) -> list[Tool]:
+        """The tools that can be called."""
+        return [tool.tool for tool in self.tools if isinstance(tool, FunctionTool)]
+
+    @property
+    def allowed(self) -> list[Tool]:
+        """The tools that may be called."""
+        if not isinstance(self.tool_choice, AllowedTools):
+            return self.functions
+        names = [tool.name for tool in self.tool_choice.tools]
+        for name in names:
+            check_tools([tool.name for tool in self.functions], name)
+        return [tool for tool in self.functions if tool.name in names]
+
+
+def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int = 0) -> Turn:
+    """Returns the turn that a body asks for. items: the conversation, of which the last are the body's; before: how
+    many of them precede those of the body.
+
+    Raises `BodyError` for items that do not follow each other, and for tools that contradict each other.
+    """
+    check_tools([tool.name for tool in body.functions], body.choice)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    sampling = {"temp": body.temperature, "top_p": body.top_p}
+    return Turn(
+        messages=joined_system([*system, *messages_of(items, before)]),
+        tools=body.allowed,
+        left_out=left_out(body.tools, body.choice),
+        tool_choice=body.choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        schema=body.text.schema_followed,
+        max_tokens=-1 if body.max_output_tokens is None else body.max_output_tokens,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        logprobs=body.logprobs,
+        template_options=thinking_options(body.reasoning.effort),
+        pack=as_turn_pack(body.pack),
+    )

@@ -1,0 +1,215 @@
+"""Stored responses of OpenAI's Responses: kept within bounds, the longest unused are forgotten first."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import reason
+from mlx_zip.files import make_private, whole_file
+from mlx_zip.server.errors import RequestError, json_bytes
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response. items: all that the model was given, those of responses before included."""
+
+    response: Json
+    items: Sequence[Json]
+
+    @property
+    def conversation(self) -> list[Json]:
+        """The items that a response which follows this one begins with."""
+        return [*self.items, *self.response["output"]]
+
+
+class ResponseStore:
+    """Responses by id, for one event loop. most, most_bytes: how many are kept, and how many bytes they may have.
+
+    Each is kept as JSON, so that what counts is what the memory holds. files: where they are kept too, and read from at
+    the beginning; None for in memory only.
+    """
+
+    def __init__(self, most: int, most_bytes: int, files: ResponseFiles | None = None) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._texts: OrderedDict[str, bytes] = OrderedDict()
+        self._owners: dict[str, str] = {}  # id of an output item -> id of its response
+        self.bytes = 0
+        self._files = files
+        for text, stored in files.read(most_bytes) if files is not None else ():
+            self._keep(text, stored["response"])
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(self, response: Json, items: Sequence[Json]) -> None:
+        """Keeps a response and the items that it answers. One that is larger than the bound is not kept."""
+        text = json_bytes({"response": response, "items": items})
+        if len(text) > self._most_bytes or self._most < 1:
+            return
+        if self._files is not None:
+            self._files.write(response["id"], text)
+        self._keep(text, response)
+
+    def _keep(self, text: bytes, response: Json) -> None:
+        """Keeps a response, given as JSON too, and forgets others if there are too many."""
+        self._texts[response["id"]] = text
+        self._owners |= {item["id"]: response["id"] for item in response["output"]}
+        self.bytes += len(text)
+        while len(self._texts) > self._most or self.bytes > self._most_bytes:
+            self.drop(next(iter(self._texts)))
+
+    def get(self, name: str, param: str | None = None, code: str = "not_found") -> Stored:
+        """Returns a response by id. param: the field that names it. Raises `RequestError` with status 404."""
+        if name not in self._texts:
+            message = f"there is no stored response {name[:80]!r}; the server keeps the latest ones"
+            raise RequestError(404, message, code, param)
+        self._texts.move_to_end(name)
+        return Stored(**json.loads(self._texts[name]))
+
+    def drop(self, name: str) -> None:
+        """Forgets a response. Raises `RequestError` with status 404."""
+        for item in self.get(name).response["output"]:
+            del self._owners[item["id"]]
+        self.bytes -= len(self._texts.pop(name))
+        if self._files is not None:
+            self._files.delete(name)
+
+    def clear(self) -> int:
+        """Forgets all responses; returns how many."""
+        names = list(self._texts)
+        for name in names:
+            self.drop(name)
+        return len(names)
+
+    def with_references(self, items: Sequence[Json]) -> list[Json]:
+        """Returns the items of an input, with output items of stored responses in place of references to them.
+
+        Raises `RequestError` with status 404 for a reference to anything else.
+        """
+        known: dict[str, Json] = {}  # a stored response is read once, however many refer to it
+        return [
+            self._item(item["id"], i, known) if item["type"] == "item_reference" else item
+            for i, item in enumerate(items)
+        ]
+
+    def _item(self, name: str, place: int, known: dict[str, Json]) -> Json:
+        """Returns an output item by its id. place: of the reference in the input. known: extended by its response's."""
+        if name not in self._owners:
+            param = f"input.{place}.id"
+            raise RequestError(404, f"{param}: there is no stored item {name[:80]!r}", "not_found", param)
+        if name not in known:
+            known |= {item["id"]: item for item in self.get(self._owners[name]).response["output"]}
+        return known[name]
+
+
+# ---- in files, too
+
+_NAME = re.compile(r"resp_[0-9a-f]{48}")
+log = logging.getLogger(__name__)
+
+
+class ResponseFiles:
+    """A folder of responses, which no other user can read. Files are written and deleted in a thread, in order.
+
+    A folder that cannot be used, and a file that cannot be written or read, is logged, and nothing else happens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-responses")
+        why = make_private(folder)
+        self.usable = why is None
+        if why is not None:
+            log.warning("responses are kept in memory only: %s %s", folder, why)
+
+    def read(self, most_bytes: int) -> Iterator[tuple[bytes, Any]]:
+        """Yields the JSON of each response, as bytes and as a value, the last written last.
+
+        most_bytes: a larger file is left alone.
+        """
+        for path in self._paths():
+            try:
+                if not path.is_file():  # reading a pipe never ends
+                    raise ValueError("it is no ordinary file")
+                text = path.read_bytes() if path.stat().st_size <= most_bytes else b""
+                value = json.loads(text)
+                _check(value, path.stem)
+            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+                log.warning("%s is not used: %s", path, error)
+                continue
+            yield text, value
+
+    def _paths(self) -> list[Path]:
+        """Returns the files of responses, the last written last."""
+        if not self.usable:
+            return []
+        try:
+            found = [path for path in self.folder.glob("resp_*.json") if _NAME.fullmatch(path.stem)]
+            return sorted(found, key=lambda path: path.lstat().st_mtime_ns)
+        except OSError as error:
+            log.warning("%s cannot be read: %s", self.folder, reason(error))
+            return []
+
+    def write(self, name: str, text: bytes) -> None:
+        """Writes a response soon. A name that is no response's is not written."""
+        if _NAME.fullmatch(name):
+            self._later(lambda: _written(self.folder / f"{name}.json", text))
+
+    def delete(self, name: str) -> None:
+        """Deletes a response soon."""
+        if _NAME.fullmatch(name):
+            self._later(lambda: (self.folder / f"{name}.json").unlink(missing_ok=True))
+
+    def flush(self) -> None:
+        """Returns when everything so far is on disk."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Returns when everything is on disk; nothing is written after that."""
+        self._thread.shutdown()
+        self.usable = False
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Does something in the thread."""
+        if self.usable:
+            self._thread.submit(_logged, work)
+
+
+def _check(value: Any, name: str) -> None:
+    """Raises `ValueError`, `LookupError` or `TypeError` for what is no stored response of this name."""
+    output = value["response"]["output"]
+    if value["response"]["id"] != name:
+        raise ValueError("it holds another response than its name says")
+    if not (isinstance(value["items"], list) and isinstance(output, list)):
+        raise ValueError("its items are no lists")
+    if not all(isinstance(item, dict) for item in [*value["items"], *output]):
+        raise ValueError("an item is no object")
+    if len({item["id"] for item in output}) < len(output):
+        raise ValueError("two items have one id")
+
+
+def _logged(work: Callable[[], None]) -> None:
+    """Does something; an error of the disk is logged."""
+    try:
+        work()
+    except OSError as error:
+        log.warning("a stored response: %s", reason(error))
+
+
+def _written(path: Path, text: bytes) -> None:
+    """Writes a file that only its owner can read. Raises `OSError`."""
+    with whole_file(path) as partial:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(handle, "wb") as file:
+            file.write(text)
