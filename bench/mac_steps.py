@@ -291,7 +291,7 @@ def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
     from mlx_zip.bench.engines.shapes import quantization_of, quantize, zip_args
     from mlx_zip.config import SIDES
-    from mlx_zip.models import Model
+    from mlx_zip.models.zip_model import Model
 
     config, options = SHAPES[name], ZipOptions(encoder_bits=ENCODER_BITS[precision])
     model = Model(zip_args(config, options))

@@ -21,8 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.bench.engines.mlx_engines import Forced
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.decode import decode_steps
 from mlx_zip.errors import MlxZipError
+from mlx_zip.generation.decode import decode_steps
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import added_launches, gpu_forms, launches

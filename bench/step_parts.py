@@ -21,11 +21,11 @@ import numpy as np
 from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.decode import decode_steps
 from mlx_zip.device import fastest
 from mlx_zip.engine.interface import Failed, Finished, Submission
 from mlx_zip.engine.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.generation.decode import decode_steps
 
 from .profile import running_ahead
 from .profile_hooks import AHEAD, CPU, MODEL, REQUEST, Hook, Seconds, Tracer
@@ -159,7 +159,7 @@ def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int
     """
     from mlx_lm.generate import generate_step
 
-    from mlx_zip.generate import stream_generate
+    from mlx_zip.generation.generate import stream_generate
 
     model, ids = models.plain(), list(prompt)
 

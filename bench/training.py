@@ -201,7 +201,7 @@ class Bench:
     """The three measurements, on one base model and its samples. folder: where temporary data are written."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        from mlx_zip.loading import model_folder, read_config
+        from mlx_zip.models.loading import model_folder, read_config
         from mlx_zip.training.batches import grows
         from mlx_zip.training.prepare.shards import Shards
 

@@ -27,12 +27,12 @@ from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
-from mlx_zip.models import ModelArgs
+from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json
-from mlx_zip.vocab.packs import IN_FOLDER
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
 _PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key of a list of pairs: which half of a pair holds ids

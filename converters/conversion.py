@@ -16,7 +16,6 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.chosen_packs import Packs, check_tokenizers, read_packs
 from mlx_zip.config import config_of
 from mlx_zip.converters import hub, output, source
 from mlx_zip.converters.gguf import convert_gguf
@@ -26,10 +25,11 @@ from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
 from mlx_zip.converters.tensors import FLOATS, load, read_header, some
 from mlx_zip.errors import CodecError, ConversionError, DataError
+from mlx_zip.packs.chosen import Packs, check_tokenizers, read_packs
+from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, pack_in_folder
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_ADAPTER, IN_FOLDER, ROWS, Pack, pack_in_folder
-from mlx_zip.vocab.tuned import TunedRows
 
 PackLike = Pack | str | PathLike[str]
 
@@ -66,10 +66,10 @@ def convert(
     keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only: `hf_path` is a plain PEFT
     LoRA, and the output an mlx-lm adapter folder. encoder_bits: bits of the hyper-encoders' weights, 4 or 8; "none"
     leaves them as they are; None is 8 with `quantize`, else "none". canonical: whether the model decodes canonically
-    (`mlx_zip.canonical`), None for what the source says. pack: a pack, or several that are merged, with which every
-    request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they were tuned
-    for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what the source
-    says. base: base model to use in place of the one that the checkpoint names, a
+    (`mlx_zip.generation.canonical`), None for what the source says. pack: a pack, or several that are merged, with
+    which every request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they
+    were tuned for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what
+    the source says. base: base model to use in place of the one that the checkpoint names, a
     folder, hub id or GGUF file, whose weights are unpacked to float32 in a temporary folder next to `mlx_path`. q_half:
     with 8 bits, scales such that every value is a float16, so that a CPU can keep the matrices in it.
 

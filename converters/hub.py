@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import ConversionError, first_line
+from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
-from mlx_zip.vocab.packs import IN_ADAPTER, IN_FOLDER
 
 CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
 BASE = [*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS]

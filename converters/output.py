@@ -22,9 +22,9 @@ from mlx_zip.converters.tokenizer_files import copy_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.hyper import Fingerprints, host_bytes
-from mlx_zip.models import ModelArgs
+from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.packs.pack import IN_FOLDER, save_pack
 from mlx_zip.progress import ProgressBar
-from mlx_zip.vocab.packs import IN_FOLDER, save_pack
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}

@@ -22,9 +22,11 @@ from mlx_zip.converters.tensors import FLOATS, Table, Tensor, load, read_model_f
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.layout import Layout
-from mlx_zip.models import Model, ModelArgs, check_config
-from mlx_zip.register import MODEL_TYPE
-from mlx_zip.vocab.packs import Pack
+from mlx_zip.models.architectures import check_config
+from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import Pack
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -1,16 +1,14 @@
 """mlx_zip: language models whose vocabulary grows while they run (zip2zip, arXiv 2506.01084), on MLX.
 
 Names below are loaded when first used, so `import mlx_zip` stays light: it imports none of mlx, mlx_lm,
-transformers or torch. Importing it also makes `mlx_lm` able to load converted models (see `mlx_zip.register`).
+transformers or torch. Importing it also makes `mlx_lm` able to load converted models (see `mlx_zip.models.register`).
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import explained_imports
-from mlx_zip.register import register
+from mlx_zip.models.register import register
 
 if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.codec import Codebook as Codebook
@@ -27,17 +25,17 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.errors import MlxZipError as MlxZipError
     from mlx_zip.errors import ModelError as ModelError
     from mlx_zip.errors import TrainingError as TrainingError
-    from mlx_zip.generate import batch_generate as batch_generate
-    from mlx_zip.generate import generate as generate
-    from mlx_zip.generate import stream_generate as stream_generate
+    from mlx_zip.generation.generate import batch_generate as batch_generate
+    from mlx_zip.generation.generate import generate as generate
+    from mlx_zip.generation.generate import stream_generate as stream_generate
+    from mlx_zip.generation.response import GenerationResponse as GenerationResponse
     from mlx_zip.hyper import RowStore as RowStore
     from mlx_zip.layout import Layout as Layout
-    from mlx_zip.loading import load as load
-    from mlx_zip.response import GenerationResponse as GenerationResponse
+    from mlx_zip.models.loading import load as load
+    from mlx_zip.packs.pack import Pack as Pack
+    from mlx_zip.packs.pack import load_pack as load_pack
     from mlx_zip.state import ZipState as ZipState
     from mlx_zip.text.prompts import Chat as Chat
-    from mlx_zip.vocab.packs import Pack as Pack
-    from mlx_zip.vocab.packs import load_pack as load_pack
 
     convert: Any  # it lives in a leaf, which nothing imports
 
@@ -52,13 +50,13 @@ _HOMES = {
     "ZipState": "mlx_zip.state",
     "RowStore": "mlx_zip.hyper",
     "Chat": "mlx_zip.text.prompts",
-    "Pack": "mlx_zip.vocab.packs",
-    "load_pack": "mlx_zip.vocab.packs",
-    "load": "mlx_zip.loading",
-    "GenerationResponse": "mlx_zip.response",
-    "generate": "mlx_zip.generate",
-    "stream_generate": "mlx_zip.generate",
-    "batch_generate": "mlx_zip.generate",
+    "Pack": "mlx_zip.packs.pack",
+    "load_pack": "mlx_zip.packs.pack",
+    "load": "mlx_zip.models.loading",
+    "GenerationResponse": "mlx_zip.generation.response",
+    "generate": "mlx_zip.generation.generate",
+    "stream_generate": "mlx_zip.generation.generate",
+    "batch_generate": "mlx_zip.generation.generate",
     "convert": "mlx_zip.converters",
     "CodecError": "mlx_zip.errors",
     "ConfigError": "mlx_zip.errors",
@@ -88,14 +86,4 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(_HOMES))
 
 
-class _Package(ModuleType):
-    """Keeps `mlx_zip.generate` the function, as in mlx_lm, even after the module of that name has been imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "generate" and isinstance(value, ModuleType):
-            value = value.generate
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 register()

@@ -37,7 +37,7 @@ def from_config(
     name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0
 ) -> Models:
     """Makes models with random weights for a decoder's config.json. precision: "float32", or "16", "8" or "4" bits."""
-    from mlx_zip.models import Model
+    from mlx_zip.models.zip_model import Model
 
     if precision not in PRECISIONS:
         raise MlxZipError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
@@ -62,7 +62,7 @@ def from_config(
 
 def zip_args(config: Mapping[str, Any], options: ZipOptions) -> Any:
     """Returns the arguments of a model with hypertokens. config: the decoder's config.json."""
-    from mlx_zip.models import ModelArgs
+    from mlx_zip.models.arguments import ModelArgs
 
     return ModelArgs.from_dict(zip_config(config, options))
 
@@ -73,7 +73,7 @@ def from_folders(model: str | None, base: str | None) -> Models:
     Without `base` the plain model is the decoder of `model`. Raises `MlxZipError` for a model of the wrong kind and for
     models with tokenizers of different sizes.
     """
-    from mlx_zip.loading import load, model_folder
+    from mlx_zip.models.loading import load, model_folder
 
     if model is None and base is None:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")
@@ -130,7 +130,7 @@ def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
 
     name: where it was loaded from.
     """
-    from mlx_zip.loading import model_folder, read_config
+    from mlx_zip.models.loading import model_folder, read_config
 
     weights, quantization = dict(tree_flatten(loaded.parameters())), read_config(model_folder(name)).get("quantization")
     pack = loaded.session.pack if is_zip(loaded) else None
@@ -215,7 +215,7 @@ def _plain_model(config: Mapping[str, Any]) -> Any:
     """Makes mlx-lm's own model for a decoder's config.json, with weights still to be loaded."""
     from mlx_lm.utils import _get_classes
 
-    from mlx_zip.loading import rope_settings
+    from mlx_zip.models.loading import rope_settings
 
     full = {**config, **rope_settings(config)}
     model, args = _get_classes(full)

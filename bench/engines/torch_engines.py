@@ -22,8 +22,8 @@ from mlx_zip.cuda.folder import read_folder
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.unpack import unpack
 from mlx_zip.errors import MlxZipError
-from mlx_zip.folders import read_config
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.models.folders import read_config
+from mlx_zip.models.register import MODEL_TYPE
 
 from .device_clock import read_bandwidth, torch_device, yardstick
 from .runs import Engine, Run, kv_bytes, zip_ids

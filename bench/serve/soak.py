@@ -24,8 +24,8 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.record import load_before, surroundings
 from mlx_zip.errors import MlxZipError
-from mlx_zip.generate import generate
-from mlx_zip.loading import load
+from mlx_zip.generation.generate import generate
+from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar
 
 from .client import DIALECTS, Dialect, ask

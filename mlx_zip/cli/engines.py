@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.decoders import refused_by_torch
 from mlx_zip.device import choose_device
 from mlx_zip.errors import GenerationError, missing_library
-from mlx_zip.folders import model_folder, read_config
+from mlx_zip.models.decoders import refused_by_torch
+from mlx_zip.models.folders import model_folder, read_config
 
 AUTO, MLX, TORCH, CUDA = "auto", "mlx", "torch", "cuda"
 NAMES = (AUTO, MLX, TORCH, CUDA)
@@ -125,7 +125,7 @@ def machines_of(args: argparse.Namespace) -> Any:
     """Returns the machines of this run, None for one machine. Raises `MachineError`."""
     if is_torch(args) or (args.engine == AUTO and find_spec("mlx") is None):
         return None
-    from mlx_zip.machines import machines
+    from mlx_zip.models.machines import machines
 
     return machines()
 

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if engines.is_torch(args):
         return _run_on_engine(args, biases, read_prompt(args.prompt))
 
-    from mlx_zip.machine_watch import watched
-    from mlx_zip.machines import lost_machines_as_errors
+    from mlx_zip.cli.machine_watch import watched
+    from mlx_zip.models.machines import lost_machines_as_errors
 
     with lost_machines_as_errors(), watched(group):
         return _run(args, biases, read_prompt(args.prompt), group)
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: Any) -> int:
     """Does what `run` does after its checks. group: the machines of this run, None for one."""
-    from mlx_zip.generate import load, stream_generate
-    from mlx_zip.machines import leave
-    from mlx_zip.sampling_options import as_logit_bias
+    from mlx_zip.generation.generate import load, stream_generate
+    from mlx_zip.generation.sampling_options import as_logit_bias
+    from mlx_zip.models.machines import leave
     from mlx_zip.text.tokenizer import add_eos_tokens
 
     options = {name: getattr(args, name) for name in (*NUMBERS, *PASSED_ON)}
@@ -94,8 +94,8 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
 def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str) -> int:
     """Does what `run` does after its checks, on PyTorch."""
     from mlx_zip.engine.answering import answer
-    from mlx_zip.folders import model_folder
-    from mlx_zip.sampling_options import Sampling, as_logit_bias
+    from mlx_zip.generation.sampling_options import Sampling, as_logit_bias
+    from mlx_zip.models.folders import model_folder
     from mlx_zip.text.prompts import encode_prompt
     from mlx_zip.text.tokenizer import add_eos_tokens
 
@@ -126,7 +126,7 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
 
 def _mark(chosen: packs.Packs | None, folder: Path) -> str | None:
     """Returns the fingerprint of the chosen packs, else of the tuned pack in the model's folder, else None."""
-    from mlx_zip.vocab.packs import IN_FOLDER, load_pack
+    from mlx_zip.packs.pack import IN_FOLDER, load_pack
 
     if chosen is not None:
         return chosen.merged.fingerprint
@@ -136,7 +136,7 @@ def _mark(chosen: packs.Packs | None, folder: Path) -> str | None:
 @contextmanager
 def _output(group: Any) -> Iterator[TextIO]:
     """Yields where text is printed: standard output on the first machine of a run, nowhere on the others."""
-    from mlx_zip.machines import is_first
+    from mlx_zip.models.machines import is_first
 
     if is_first(group):
         yield sys.stdout
@@ -166,7 +166,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _saved_cache(args: argparse.Namespace) -> Any:
     """Returns the `SavedCache` of --prompt-cache-file, None without the flag. Raises `GenerationError`."""
-    from mlx_zip.prompt_cache import read_prompt_cache
+    from mlx_zip.generation.prompt_cache import read_prompt_cache
 
     if args.prompt_cache_file is None:
         return None
@@ -216,7 +216,7 @@ def show(
     responses: those of `stream_generate`. store: the `RowStore` whose row counts --json prints, None for no counts.
     codebook: further fields for --json.
     """
-    from mlx_zip.response import RULE, footer
+    from mlx_zip.generation.response import RULE, footer
 
     framed, coloured = args.verbose and not args.json, colours.coloured(args.color, out)
     text, response, status = "", None, 0

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.chosen_packs import check_slots, check_tokenizers, named
 from mlx_zip.cli import engines, packs, rows
 from mlx_zip.cli.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, reason
 from mlx_zip.files import at_home, check_in
+from mlx_zip.packs.chosen import check_slots, check_tokenizers, named
 
 
 def opened(group: Any, name: str, engine: str = engines.MLX, **options: Any) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip import chosen_packs
 from mlx_zip.arguments import add_pack
-from mlx_zip.chosen_packs import Packs, check, is_plain, record
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs import chosen as chosen_packs
+from mlx_zip.packs.chosen import Packs, check, record
 
 __all__ = ["Packs", "add_flags", "check", "is_plain", "load_options", "read", "record"]
 

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if group is None:
         return _lead(args, None, running)
 
-    from mlx_zip.machine_watch import watched
-    from mlx_zip.machines import is_first
+    from mlx_zip.cli.machine_watch import watched
+    from mlx_zip.models.machines import is_first
 
     _check_machines(args)
     with watched(group):
@@ -101,7 +101,7 @@ def _check(args: argparse.Namespace) -> None:
         raise GenerationError(f"--drain must be below {MOST_S}, got {args.drain}")
     check_wired(args.keep_wired)
 
-    from mlx_zip.sampling_options import Sampling
+    from mlx_zip.generation.sampling_options import Sampling
 
     Sampling(**{name: getattr(args, name) for name in SAMPLING})
 

@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         from mlx_zip.training.metrics import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
-    from mlx_zip.machines import is_first
+    from mlx_zip.models.machines import is_first
     from mlx_zip.training.run import train
 
     outcome = train(options, settings)

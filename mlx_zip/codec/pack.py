@@ -4,7 +4,7 @@
     .npz    arrays `entries` uint32 [P, M], each row padded after its length, and `lengths` int64 [P]
     .npy    the array `entries`; `lengths` is in a second file, NAME.lengths.npy
 
-Here a pack is entries only. `mlx_zip.vocab.packs` adds the tokenizer, facts and tuned rows that a .npz file may hold.
+Here a pack is entries only. `mlx_zip.packs.pack` adds the tokenizer, facts and tuned rows that a .npz file may hold.
 `CodecParams` checks whether entries fit a codec.
 """
 

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.decoders import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
+from mlx_zip.models.decoders import TORCH_BITS, TORCH_GROUPS
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
 WORDS = "U32"  # dtype of packed matrices

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.cuda.rope import Rope, make_rope
-from mlx_zip.decoders import (
+from mlx_zip.errors import ConfigError
+from mlx_zip.models.decoders import (
     TORCH_FAMILIES,
     check_options,
     head_width,
@@ -17,8 +18,7 @@ from mlx_zip.decoders import (
     norm_eps,
     sliding_window,
 )
-from mlx_zip.errors import ConfigError
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.models.register import MODEL_TYPE
 
 
 @dataclass(frozen=True)

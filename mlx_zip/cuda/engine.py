@@ -31,11 +31,11 @@ from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.evaluation.scored import Compressed, Scored
-from mlx_zip.exclusions import excluded_after
-from mlx_zip.sampling_options import Sampling
+from mlx_zip.generation.exclusions import excluded_after
+from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.packs.starts import with_starts
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.starts import with_starts
 
 DEFAULT_SESSIONS = SessionOptions()
 

@@ -20,8 +20,8 @@ from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.answering import answers
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.evaluation.scored import Compressed, Pairs, Scored
-from mlx_zip.vocab.packs import Pack
-from mlx_zip.vocab.tuned import AnyStart, TunedStart
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import AnyStart, TunedStart
 
 
 def load_evaluated(

@@ -15,8 +15,8 @@ from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.errors import ModelError
-from mlx_zip.folders import model_folder, read_config
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.register import MODEL_TYPE
 
 Weight = torch.Tensor | Packed
 NORM = "model.norm.weight"  # its dtype is the folder's own

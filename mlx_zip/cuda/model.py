@@ -27,11 +27,11 @@ from mlx_zip.cuda.rows import STORE_BYTES, RowStore
 from mlx_zip.cuda.sequence import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
+from mlx_zip.packs.pack import pack_in_folder
+from mlx_zip.packs.starts import start_of
+from mlx_zip.packs.tuned import TunedStart
 from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.vocab.packs import pack_in_folder
-from mlx_zip.vocab.starts import start_of
-from mlx_zip.vocab.tuned import TunedStart
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
 NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"

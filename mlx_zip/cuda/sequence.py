@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.vocab.packs import PackLike
-from mlx_zip.vocab.starts import start_of, with_starts
-from mlx_zip.vocab.tuned import TunedStart, check_tuned
+from mlx_zip.packs.pack import PackLike
+from mlx_zip.packs.starts import start_of, with_starts
+from mlx_zip.packs.tuned import TunedStart, check_tuned
 
 PackOrEntries = PackLike | TunedStart | Sequence[Any]
 

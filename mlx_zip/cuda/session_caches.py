@@ -33,8 +33,8 @@ from mlx_zip.engine.sessions.format import (
 )
 from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
 from mlx_zip.errors import ModelError
+from mlx_zip.packs.starts import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.starts import tuned_fingerprint
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors calls the types
 WHICH = "which"  # the fact that tells the set of rotary frequencies

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mlx_zip.engine.interface import Emitted, Engine, Event, Failed, Finished, Started, Submission
-from mlx_zip.response import GenerationResponse
+from mlx_zip.generation.response import GenerationResponse
 from mlx_zip.text.stream import Piece, TextStream
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.canonical import without, without_in_rows
 from mlx_zip.engine import searching
 from mlx_zip.engine.job import Chosen, Job
+from mlx_zip.generation.canonical import without, without_in_rows
 from mlx_zip.models.sharding import chosen_by_first
 
 

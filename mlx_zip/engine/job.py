@@ -30,8 +30,8 @@ from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
-from mlx_zip.exclusions import CanonicalIds
-from mlx_zip.penalty_terms import PenaltyTerms
+from mlx_zip.generation.exclusions import CanonicalIds
+from mlx_zip.generation.penalty_terms import PenaltyTerms
 
 log = logging.getLogger(__name__)
 COUNT_S = 0.1  # between two `Counted` of one request

@@ -12,7 +12,7 @@ from mlx_zip.codec import Codebook
 from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts
-from mlx_zip.sampling_options import Sampling
+from mlx_zip.generation.sampling_options import Sampling
 
 
 class State(Protocol):

@@ -15,14 +15,14 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
-from mlx_zip.generate import bounded_cache, check_kv
+from mlx_zip.generation.generate import bounded_cache, check_kv
+from mlx_zip.generation.request import base_config
+from mlx_zip.generation.sampling import make_processors
+from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
 from mlx_zip.models.batching import batches, entries_of
 from mlx_zip.models.sharding import machines_of
-from mlx_zip.request import base_config
-from mlx_zip.sampling import make_processors
-from mlx_zip.sampling_options import Sampling
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 

@@ -26,8 +26,8 @@ from mlx_zip.engine.sessions.folder import SHARE
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import EngineError, GenerationError
-from mlx_zip.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
-from mlx_zip.vocab.packs import Pack, as_pack
+from mlx_zip.models.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
+from mlx_zip.packs.pack import Pack, as_pack
 
 HEARTBEAT_S = 1.0  # how often an idle engine sends the others empty news, and so finds out if one is lost
 NO_BOUND = 1 << 62

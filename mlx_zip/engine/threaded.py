@@ -41,8 +41,8 @@ from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
 from mlx_zip.evaluation.scored import Compressed, Scored, compress_parts
-from mlx_zip.vocab.starts import with_starts
-from mlx_zip.vocab.tuned import AnyStart
+from mlx_zip.packs.starts import with_starts
+from mlx_zip.packs.tuned import AnyStart
 
 Load = Callable[[], Any]
 MakeStore = Callable[[Any], Any]

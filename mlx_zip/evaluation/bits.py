@@ -30,9 +30,9 @@ from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scored import Compressed, Scored
 from mlx_zip.evaluation.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.layout import is_zip
+from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
-from mlx_zip.vocab.tuned import AnyStart
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip import chosen_packs
-from mlx_zip.chosen_packs import Packs
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import DataError, GenerationError, ModelError, reason
@@ -24,13 +22,16 @@ from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, me
 from mlx_zip.evaluation.rates import Settings, measure_rates
 from mlx_zip.evaluation.report import make_record
 from mlx_zip.evaluation.scoring import context_limit, scores_itself
+from mlx_zip.generation.sampling import Sampling
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
-from mlx_zip.loading import codebook_changes, load, model_folder, read_config
-from mlx_zip.models import ModelArgs
+from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import is_plain
+from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.packs import chosen as chosen_packs
+from mlx_zip.packs.chosen import Packs
 from mlx_zip.progress import ProgressBar, counted
-from mlx_zip.register import MODEL_TYPE
-from mlx_zip.sampling import Sampling
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -306,7 +307,7 @@ def _load(
         "canonical": what.canonical,
         "row_store": row_store,
     }
-    plain = chosen_packs.is_plain(str(folder))
+    plain = is_plain(str(folder))
     chosen = chosen_packs.load_options(packs, codebook_size, plain)
     if not plain:
         return runner.load(folder, **options, **chosen)

@@ -27,9 +27,9 @@ from mlx_zip.evaluation.rates import can_batch, stream
 from mlx_zip.evaluation.scored import Compressed
 from mlx_zip.evaluation.scoring import compress_row, context_limit, score
 from mlx_zip.layout import is_zip
+from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import render_chat
-from mlx_zip.vocab.tuned import AnyStart
 
 BORDERS = ("whole", "split")
 MAX_LENGTH, MAX_GEN_TOKS = 2048, 256

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_zip import sessions
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scoring import codec, scores_itself
-from mlx_zip.generate import stream_batch, stream_generate
+from mlx_zip.generation import cache_notes as sessions
+from mlx_zip.generation.generate import stream_batch, stream_generate
+from mlx_zip.generation.response import GenerationResponse
 from mlx_zip.layout import is_zip
-from mlx_zip.response import GenerationResponse
+from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.state import find_state
 from mlx_zip.text.conversations import Conversation, Prompt
-from mlx_zip.vocab.tuned import AnyStart
 
 GRAM = 4
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.vocab.tuned import AnyStart
+from mlx_zip.packs.tuned import AnyStart
 
 LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
 Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices of a row's ids, and ids that cannot follow there

@@ -17,15 +17,15 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_zip.canonical import excluded_after, unless_most
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.config import AVAILABILITY
 from mlx_zip.errors import CodecError, DataError, ModelError
 from mlx_zip.evaluation.scored import LOGITS, Compressed, Scored, compress_parts
+from mlx_zip.generation.canonical import excluded_after, unless_most
+from mlx_zip.generation.request import base_config
 from mlx_zip.layout import is_zip
-from mlx_zip.request import base_config
-from mlx_zip.vocab.tuned import AnyStart
+from mlx_zip.packs.tuned import AnyStart
 
 
 def scores_itself(model: Any) -> bool:
@@ -89,8 +89,8 @@ def score(
     entries of a row have probability at each of its positions, as in upstream's own evaluation; such figures are not
     comparable, and each row is one call, whatever its memory. progress: called with the number of rows just scored.
 
-    A model whose config says `canonical` is scored as it decodes (`mlx_zip.canonical`). Raises `ModelError` if a
-    probability is zero or not a number.
+    A model whose config says `canonical` is scored as it decodes (`mlx_zip.generation.canonical`). Raises `ModelError`
+    if a probability is zero or not a number.
     """
     if batch_size < 1:
         raise ModelError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")

@@ -10,8 +10,8 @@ from typing import Any
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import ConfigError
-from mlx_zip.register import MODEL_TYPE
-from mlx_zip.vocab.tuned import PlainCodec
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.packs.tuned import PlainCodec
 
 
 def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:

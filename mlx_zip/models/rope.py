@@ -1,6 +1,6 @@
 """Rotary embeddings that take the positions as an argument, with every scaling rule of the supported models.
 
-mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. `mlx_zip.models.Model` gives them a view of the cache whose
+mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our `Model` gives them a view of the cache whose
 `offset` is a `Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of
 LongRoPE factors. A `Rope` keeps nothing between calls.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_zip.decoders import original_context, rope_errors, rotated_columns
 from mlx_zip.errors import ConfigError
+from mlx_zip.models.decoders import original_context, rope_errors, rotated_columns
 from mlx_zip.models.norm import steps_on_cpu
 
 

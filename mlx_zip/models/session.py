@@ -13,8 +13,8 @@ import numpy as np
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ModelError
 from mlx_zip.hyper import ModelName, RowKind, RowKinds, RowStore, RowTable, encode_entries
+from mlx_zip.packs.tuned import TunedStart
 from mlx_zip.state import ZipState
-from mlx_zip.vocab.tuned import TunedStart
 
 
 class Side(NamedTuple):

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.errors import ModelError
 from mlx_zip.hyper import fingerprint_of, sampled
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.models.register import MODEL_TYPE
 
 SHARDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # those of our model types that mlx-lm can split
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

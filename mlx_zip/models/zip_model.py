@@ -27,9 +27,9 @@ from mlx_zip.models.refill import Refill
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side
 from mlx_zip.models.sharding import check_sharding, shard_layers
+from mlx_zip.packs.pack import PackLike
+from mlx_zip.packs.tuned import TunedStart, check_tuned
 from mlx_zip.state import Advance, Evicted, HostIds, ZipState, split_packs, start_of, with_starts
-from mlx_zip.vocab.packs import PackLike
-from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 
 class Body(nn.Module):

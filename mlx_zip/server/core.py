@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError
+from mlx_zip.packs.pack import Pack, as_pack, merge_packs
 from mlx_zip.server.answering import Answering, hidden
 from mlx_zip.server.options import Options
 from mlx_zip.server.parts import Splitter
@@ -30,7 +31,6 @@ from mlx_zip.server.turn import Delta, Done, Turn, Waiting
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.token_texts import TokenTexts
-from mlx_zip.vocab.packs import Pack, as_pack, merge_packs
 
 log = logging.getLogger(__name__)
 Some = TypeVar("Some")

@@ -25,10 +25,10 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder, write_json
-from mlx_zip.models import Model
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import IN_ADAPTER
 from mlx_zip.training.saving import DTYPES
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.packs import IN_ADAPTER
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ZIP_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_zip import canonical
-from mlx_zip.models import Model
+from mlx_zip.generation import canonical
 from mlx_zip.models.whole import Outputs, Samples, encode, run_whole
+from mlx_zip.models.zip_model import Model
 from mlx_zip.training.batches import Batch
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
@@ -176,7 +176,8 @@ def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays
     """Returns nats [B, L], at most 0: how much cheaper each target is when excluded ids get no probability.
 
     It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `joint_nats`; normaliser [B, L]:
-    their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.canonical`), without a second pass.
+    their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.generation.canonical`), without a second
+    pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]
     batch, length, vocab = base.shape

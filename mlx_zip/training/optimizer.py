@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import build_schedule
 
 from mlx_zip.config import SIDES
+from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.packs import ROWS
 
 
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:

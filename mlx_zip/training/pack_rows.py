@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.models import Model
 from mlx_zip.models.whole import Samples, encode_rows
+from mlx_zip.models.zip_model import Model
 from mlx_zip.training.batches import CLOSE, Batch, Padding
 from mlx_zip.training.objective import LossWeights, Trainee
 

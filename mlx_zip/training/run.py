@@ -18,9 +18,10 @@ import mlx.core as mx
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library
 from mlx_zip.files import at_home, sole_user
-from mlx_zip.loading import model_folder
-from mlx_zip.machines import check_equal, summed, together
-from mlx_zip.models import Model
+from mlx_zip.models.loading import model_folder
+from mlx_zip.models.machines import check_equal, summed, together
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
 from mlx_zip.training.checkpoint import checkpoints, digest_of_trained, take_trained
@@ -37,7 +38,6 @@ from mlx_zip.training.stepping import Stepper
 from mlx_zip.training.summary import base_bits_per_byte, closing, header
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER
 
 
 def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> Outcome:

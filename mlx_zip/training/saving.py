@@ -19,12 +19,12 @@ from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder
 from mlx_zip.hyper import Fingerprints, host_bytes
 from mlx_zip.hyper.model_fingerprint import model_fingerprint
-from mlx_zip.models import Model
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import IN_FOLDER, Pack, save_pack
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.settings import BASE, SAVE_DTYPES, UNQUANTIZED
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, save_pack
-from mlx_zip.vocab.tuned import TunedRows
 
 _GENERATION = "generation_config.json"
 # left out of config.json: an older name of torch_dtype; code that is not copied; layers that are quantized no more

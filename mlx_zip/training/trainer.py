@@ -16,8 +16,8 @@ import numpy as np
 
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.machines import from_first, together
-from mlx_zip.models import Model
+from mlx_zip.models.machines import from_first, together
+from mlx_zip.models.zip_model import Model
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.batches import CLOSE, FEW, Batch, batch_order, make_batch
 from mlx_zip.training.checkpoint import (

@@ -16,11 +16,13 @@ import mlx_zip
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import sole_user
-from mlx_zip.loading import load, model_folder, read_config
-from mlx_zip.models import Model
+from mlx_zip.models.loading import load, model_folder, read_config
 from mlx_zip.models.packed import plain_codec
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.progress import counted
-from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.pack_rows import PackTrainee, encoded_rows
 from mlx_zip.training.prepare.texts import Texts
@@ -29,8 +31,6 @@ from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.starting_model import start_model
 from mlx_zip.training.summary import header
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
-from mlx_zip.vocab.packs import Pack
-from mlx_zip.vocab.tuned import TunedRows
 
 
 @dataclass(frozen=True)

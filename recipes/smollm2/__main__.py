@@ -24,9 +24,9 @@ from mlx_zip import named
 from mlx_zip.arguments import Parser, check_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import whole_file
+from mlx_zip.packs.pack import save_pack
 from mlx_zip.signals import signals_as_exit
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.vocab.packs import save_pack
 from recipes.stories.runner import run_in_own_process
 
 from .settings import FULL, SECOND, SMALL, Leg, Settings

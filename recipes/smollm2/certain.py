@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.cuda.cpu_products import multiplies_bfloat16
 from mlx_zip.errors import DataError
+from mlx_zip.packs.pack import Pack
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import learn, recurring_runs
-from mlx_zip.vocab.packs import Pack
 
 from .settings import Packs
 from .texts import laid_out

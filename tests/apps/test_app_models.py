@@ -10,7 +10,7 @@ import pytest
 from mlx_zip.engine import EngineInfo
 from mlx_zip.engine.engines import OtherModel
 from mlx_zip.errors import ModelError
-from mlx_zip.vocab.packs import Pack
+from mlx_zip.packs.pack import Pack
 from support.chat_app import AUTHORIZED, chatting
 from support.fake_engine import FakeEngine, Script
 from support.http_server import events, post, until

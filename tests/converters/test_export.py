@@ -18,7 +18,7 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.converters import export as module
 from mlx_zip.converters import output
 from mlx_zip.errors import ConfigError, ConversionError
-from mlx_zip.models import supported_types
+from mlx_zip.models.decoders import supported_types
 from support.checkpoints import (
     BASE,
     HEAD_DIM,

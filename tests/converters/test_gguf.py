@@ -14,7 +14,7 @@ import pytest
 
 from mlx_zip.converters import hub
 from mlx_zip.errors import ConversionError, MlxZipError
-from mlx_zip.loading import load
+from mlx_zip.models.loading import load
 from support import gguf_files as files
 from support import gguf_vocabularies as vocabularies
 from support.converting import config_of, convert, loaded

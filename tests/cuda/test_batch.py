@@ -22,7 +22,7 @@ from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.errors import CodecError, ModelError  # noqa: E402
-from mlx_zip.vocab.tuned import TunedRows, TunedStart  # noqa: E402
+from mlx_zip.packs.tuned import TunedRows, TunedStart  # noqa: E402
 
 STEPS, CAPACITY = 24, 128
 CASES = {

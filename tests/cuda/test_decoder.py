@@ -138,7 +138,7 @@ def test_a_decoder_packed_by_mlx_agrees_with_mlx(kernels, bits, family, way, tmp
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["stories", "stories-base"])
 def test_a_bundled_model_agrees_with_mlx(name, way):
-    from mlx_zip.loading import load
+    from mlx_zip.models.loading import load
 
     model = load(name)[0]
     ids = random_ids(len(IDS), below=2048)
@@ -160,7 +160,7 @@ def of_bundled(model: Any, chunks: Sequence[Sequence[int]]) -> np.ndarray:
     ("dtype", "kernels"), [("bfloat16", True), ("float16", True), ("bfloat16", False)], ids=lambda value: str(value)
 )
 def test_a_bundled_model_in_half_the_precision_is_near_mlx_s_float32(dtype, kernels):
-    from mlx_zip.loading import load
+    from mlx_zip.models.loading import load
 
     ids = random_ids(len(IDS), below=2048)
     exact = of_bundled(load("stories")[0], then_steps(ids))

@@ -28,10 +28,10 @@ from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.cuda.sampling import without  # noqa: E402
 from mlx_zip.cuda.sequence import SequenceState  # noqa: E402
 from mlx_zip.errors import CodecError, ConfigError, DataError, ModelError  # noqa: E402
+from mlx_zip.packs.pack import IN_FOLDER, Pack, save_pack  # noqa: E402
+from mlx_zip.packs.tuned import TunedRows  # noqa: E402
 from mlx_zip.text.tokenizers import load_tokenizer  # noqa: E402
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint  # noqa: E402
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, save_pack  # noqa: E402
-from mlx_zip.vocab.tuned import TunedRows  # noqa: E402
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.errors import ConfigError, GenerationError, ModelError  # noqa: E402
-from mlx_zip.vocab.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
+from mlx_zip.packs.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
 
 NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
 ENCODER = "res_latent_attn"  # one whose rows depend on the order of ids, so that no two logits are equal
@@ -286,8 +286,9 @@ def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
     import mlx.core as mx
     import mlx.utils
 
-    from mlx_zip.models import Model, ModelArgs
+    from mlx_zip.models.arguments import ModelArgs
     from mlx_zip.models.packed import packed_config
+    from mlx_zip.models.zip_model import Model
 
     hypertokens = tiny_model(encoder=ENCODER)
     section = hypertokens.args.config["zip2zip"]

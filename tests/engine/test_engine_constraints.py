@@ -10,7 +10,7 @@ from mlx_zip.engine import Failed
 from mlx_zip.engine.choosing import Search
 from mlx_zip.engine.served import Draws
 from mlx_zip.errors import GenerationError
-from mlx_zip.sampling import Sampling
+from mlx_zip.generation.sampling import Sampling
 from support import tiny
 from support.serving import SAME, alone, ask, both, prompts, tiny_engine
 

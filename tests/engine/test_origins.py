@@ -10,7 +10,7 @@ from mlx_zip.codec import Codebook, CodecParams, twin
 from mlx_zip.engine import Counted, Emitted
 from mlx_zip.engine.job import Origins, following
 from mlx_zip.engine.sessions.store import SessionOptions
-from mlx_zip.vocab.packs import Pack
+from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.serving import NEEDS_TORCH, ask, both, prompts, tiny_engine
 

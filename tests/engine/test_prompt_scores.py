@@ -8,7 +8,7 @@ import pytest
 from mlx_zip.engine import Emitted
 from mlx_zip.errors import EngineStoppedError, GenerationError, PromptTooLongError
 from mlx_zip.evaluation.scoring import compress_row, score
-from mlx_zip.vocab.packs import Pack
+from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.generating import plain_model
 from support.serving import ask, both, tiny_engine

@@ -9,7 +9,6 @@ import pytest
 from mlx_lm.models import gemma3_text, llama
 from mlx_lm.models.cache import trim_prompt_cache
 
-from mlx_zip import sessions
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.rates import (
@@ -20,7 +19,8 @@ from mlx_zip.evaluation.rates import (
     repeated_grams,
     summary,
 )
-from mlx_zip.generate import stream_generate
+from mlx_zip.generation import cache_notes as sessions
+from mlx_zip.generation.generate import stream_generate
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cac
 
 from mlx_zip import stream_generate
 from mlx_zip.errors import GenerationError
-from mlx_zip.sessions import notes_on
+from mlx_zip.generation.cache_notes import notes_on
 from support.conversing import (
     ASKED,
     answer,

@@ -10,14 +10,15 @@ from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
 from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import Codebook, compress
-from mlx_zip.decode import decode_steps
 from mlx_zip.errors import CodecError, ModelError
+from mlx_zip.generation.canonical import CanonicalDecoding
+from mlx_zip.generation.decode import decode_steps
 from mlx_zip.hyper import RowStore
-from mlx_zip.models import Model, ModelArgs
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
+from mlx_zip.models.arguments import ModelArgs
 from mlx_zip.models.session import Session
+from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.early_reads import steps_without_row
 

@@ -6,13 +6,13 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress
-from mlx_zip.decode_batch import BatchLoop
-from mlx_zip.models import Model
+from mlx_zip.generation.canonical import CanonicalDecoding
+from mlx_zip.generation.decode_batch import BatchLoop
+from mlx_zip.generation.sampling import Sampling, make_processors
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import launches
-from mlx_zip.sampling import Sampling, make_processors
+from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.early_reads import steps_without_row
 

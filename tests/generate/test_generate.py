@@ -12,7 +12,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache, trim_prompt
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import GenerationError, MlxZipError
-from mlx_zip.generate import batch_generate, generate, load, stream_batch, stream_generate
+from mlx_zip.generation.generate import batch_generate, generate, load, stream_batch, stream_generate
 from mlx_zip.state import find_state
 from support import tiny
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
@@ -291,7 +291,7 @@ def test_a_row_that_has_ended_does_not_end_or_disturb_the_others():
 
 
 def test_a_row_that_has_ended_leaves_the_batch(monkeypatch):
-    module, caches = sys.modules["mlx_zip.generate"], []
+    module, caches = sys.modules["mlx_zip.generation.generate"], []
     make = module._batch_cache
     monkeypatch.setattr(module, "_batch_cache", lambda *given: caches.append(make(*given)) or caches[-1])
     stop = generate(MODEL, ENDLESS, PROMPTS[0], max_tokens=30)[:3]
@@ -352,7 +352,7 @@ def test_a_small_story_model_tells_its_story():
 # ---- the package
 
 
-@pytest.mark.parametrize("first", ["import mlx_zip.generate", "from mlx_zip import load", "import mlx_zip"])
+@pytest.mark.parametrize("first", ["import mlx_zip.generation.generate", "from mlx_zip import load", "import mlx_zip"])
 def test_the_packages_generate_is_the_function_whatever_was_imported_first(first):
     code = f"{first}\nimport mlx_zip, types\nassert isinstance(mlx_zip.generate, types.FunctionType)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.generate import load
-from mlx_zip.loading import rope_settings
+from mlx_zip.generation.generate import load
+from mlx_zip.models.loading import rope_settings
 from support import tiny_text
 from support.places import GOLDEN_MODELS
 
@@ -232,7 +232,7 @@ def test_an_adapter_path_may_begin_with_a_tilde(tmp_path, monkeypatch):
         raise ValueError("seen enough")
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("mlx_zip.loading.mlx_load", look)
+    monkeypatch.setattr("mlx_zip.models.loading.mlx_load", look)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="seen enough"):

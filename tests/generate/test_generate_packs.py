@@ -2,9 +2,10 @@
 
 import pytest
 
-from mlx_zip import DataError, GenerationError, Pack, batch_generate, generate, load_pack, stream_generate
+from mlx_zip import DataError, GenerationError, Pack, batch_generate, load_pack, stream_generate
+from mlx_zip.generation import generate
+from mlx_zip.packs.pack import save_pack
 from mlx_zip.state import find_state
-from mlx_zip.vocab.packs import save_pack
 from support.generating import ENDLESS, MODEL, PROMPT
 
 PACK = Pack(((5, 6), (7, 8, 9)))

@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.generate import bounded_cache, stream_batch, stream_generate
+from mlx_zip.generation.generate import bounded_cache, stream_batch, stream_generate
 from support import tiny
 from support.generating import ENDLESS, MODEL
 from support.plain_families import FAMILIES, plain_family

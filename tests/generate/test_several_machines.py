@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_zip.decoders import FAMILIES
 from mlx_zip.errors import ModelError
+from mlx_zip.models.decoders import FAMILIES
 from mlx_zip.models.sharding import SHARDED_TYPES, check_sharding
 from support import tiny
 from support.command_line import runner

@@ -15,31 +15,13 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "register", "bundled", "named", "arguments", "progress", "signals", "tf32", "device"},
-    {"layout", "config", "codec", "decoders"},
-    {"vocab", "exclusions"},
-    {"text"},
-    {"hyper", "state", "folders"},
+    {"errors", "files", "bundled", "named", "arguments", "progress", "signals", "tf32", "device"},
+    {"layout", "config", "codec"},
+    {"vocab"},
+    {"text", "packs"},
+    {"hyper", "state"},
     {"models"},
-    {
-        "canonical",
-        "chosen_packs",
-        "decode",
-        "decode_batch",
-        "generate",
-        "loading",
-        "machine_watch",
-        "machines",
-        "patches",
-        "prompt_cache",
-        "request",
-        "response",
-        "penalty_terms",
-        "sampling",
-        "sampling_options",
-        "entry_sums",
-        "sessions",
-    },
+    {"generation"},
     {"engine", "evaluation"},
     {"cuda", "vllm"},  # they stand on engine
     {"training"},  # on MLX or on PyTorch

@@ -8,7 +8,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_zip.hyper import RowStore, encode_entries
 from mlx_zip.hyper import single as module
 from mlx_zip.hyper.single import SingleEncoder, is_supported
-from mlx_zip.models import Model, ModelArgs
+from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.zip_model import Model
 from support import tiny
 
 

@@ -9,13 +9,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import _get_classes
 
-from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress
-from mlx_zip.decode import decode_steps
+from mlx_zip.generation.canonical import CanonicalDecoding
+from mlx_zip.generation.decode import decode_steps
 from mlx_zip.hyper import HeadTable, RowStore, RowTable, TurningTable
-from mlx_zip.models import Model, ModelArgs
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
+from mlx_zip.models.arguments import ModelArgs
 from mlx_zip.models.launches import added_launches, gpu_forms
+from mlx_zip.models.zip_model import Model
 from mlx_zip.state import ZipState
 from support import tiny
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress_next
 from mlx_zip.errors import ModelError
+from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.hyper import RowStore, rows
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches

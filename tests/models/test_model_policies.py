@@ -12,8 +12,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_zip import ZipState
 from mlx_zip.codec import Codebook, CodecParams, twin
 from mlx_zip.config import ZipConfig
-from mlx_zip.decode import decode_steps
 from mlx_zip.errors import ConfigError, DataError, ModelError
+from mlx_zip.generation.decode import decode_steps
 from mlx_zip.hyper import RowStore
 from mlx_zip.training.batches import make_batch
 from support import tiny
@@ -214,7 +214,7 @@ def test_the_config_records_a_policy_and_leaves_freeze_out():
 
 
 def test_canonical_decoding_and_training_refuse_policies_that_evict():
-    from mlx_zip.canonical import CanonicalDecoding
+    from mlx_zip.generation.canonical import CanonicalDecoding
 
     with pytest.raises(ConfigError, match="needs policy freeze"):
         ZipConfig.from_dict(section(canonical=True))

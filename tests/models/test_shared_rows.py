@@ -9,7 +9,7 @@ import pytest
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
-from mlx_zip.vocab.tuned import TunedRows, TunedStart
+from mlx_zip.packs.tuned import TunedRows, TunedStart
 from support import tiny
 
 PACK = [[5, 6], [7, 8, 9], [5, 6, 7]]

@@ -13,7 +13,7 @@ from mlx_zip.codec.pack import read_pack, write_pack
 from mlx_zip.config import ZipConfig
 from mlx_zip.converters import convert
 from mlx_zip.errors import ConfigError, DataError
-from mlx_zip.models import ModelArgs
+from mlx_zip.models.arguments import ModelArgs
 from support.checkpoints import write_checkpoint
 from support.tiny import tiny_config
 
@@ -149,7 +149,7 @@ def test_a_pack_that_does_not_fit_its_model_is_refused(start: Any, culprit: str)
 def test_a_folders_pack_is_also_loaded_by_mlx_lm_and_kept_when_converted_again(tmp_path: Path) -> None:
     import mlx_lm
 
-    from mlx_zip.loading import load
+    from mlx_zip.models.loading import load
 
     write_checkpoint(tmp_path / "src", merge_size=4)
     first = convert(str(tmp_path / "src"), tmp_path / "first", progress=False)

@@ -7,10 +7,10 @@ import pytest
 
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
-from mlx_zip.generate import load
+from mlx_zip.generation.generate import load
+from mlx_zip.packs.pack import Pack, save_pack
+from mlx_zip.packs.tuned import TunedRows, TunedStart
 from mlx_zip.text.documents import read_corpus
-from mlx_zip.vocab.packs import Pack, save_pack
-from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import tiny_bench, tiny_text
 from support.places import GOLDEN_MODELS
 

@@ -20,8 +20,8 @@ from mlx_zip.arguments import Parser
 from mlx_zip.bench import generate
 from mlx_zip.bench.record import add_record_flag
 from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.vocab.packs import load_pack
 from support.chat_toy import chat_model, chat_tokenizer
 from support.once import once
 

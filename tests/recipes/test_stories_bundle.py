@@ -10,8 +10,8 @@ import pytest
 from mlx_zip import bundled, cli
 from mlx_zip.bundled import bundled_model
 from mlx_zip.errors import ModelError
-from mlx_zip.generate import load, stream_generate
-from mlx_zip.loading import model_folder
+from mlx_zip.generation.generate import load, stream_generate
+from mlx_zip.models.loading import model_folder
 from support.places import REPO
 
 MOST_BYTES = 12_000_000

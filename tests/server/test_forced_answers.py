@@ -12,7 +12,7 @@ import pytest
 
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.sessions.mlx_caches import open_store
-from mlx_zip.loading import load
+from mlx_zip.models.loading import load
 from mlx_zip.server.options import Options
 from support import http_server
 from support.schemas import follows, random_object, random_schema

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec.codebook import compress_next
-from mlx_zip.decode import decode_steps
+from mlx_zip.generation.canonical import CanonicalDecoding
+from mlx_zip.generation.decode import decode_steps
 
 
 def greedy(model: Any, base_ids: Sequence[int], steps: int, pack: Any = None, chunk: int = 64) -> list[int]:

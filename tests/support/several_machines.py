@@ -71,7 +71,7 @@ def generated_ids(folder: Path, requests: Sequence[Mapping[str, Any]], group: An
 
 def _write_ids(jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]], out: str) -> None:
     """Writes the ids of each job's requests."""
-    from mlx_zip.machines import leave, machines
+    from mlx_zip.models.machines import leave, machines
 
     group = machines()
     assert group is not None
@@ -91,7 +91,7 @@ def _write_peak(folder: Path, out: str) -> None:
     import mlx.core as mx
 
     from mlx_zip import load
-    from mlx_zip.machines import leave, machines
+    from mlx_zip.models.machines import leave, machines
 
     group = machines()
     load(folder, group=group)
@@ -143,7 +143,7 @@ def serve_on(n: int, home: Path, folder: Path, requests: Sequence[Mapping[str, A
 
 def _write_answers(job: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], out: str) -> None:
     from mlx_zip.engine.split_engine import open_split_engine
-    from mlx_zip.machines import is_first, machines
+    from mlx_zip.models.machines import is_first, machines
 
     folder, requests, options = job
     group, found = machines(), None
@@ -240,8 +240,8 @@ def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, f
 
 def _serve_until(folder: Path, busy: bool, ready: str) -> int:
     """Serves until another machine is lost; returns 2 then, as the commands do."""
-    from mlx_zip.machine_watch import watched
-    from mlx_zip.machines import machines
+    from mlx_zip.cli.machine_watch import watched
+    from mlx_zip.models.machines import machines
 
     group = machines()
     with watched(group):
@@ -252,7 +252,7 @@ def _serve_watched(group: Any, folder: Path, busy: bool, ready: str) -> int:
     from mlx_zip.engine import Submission
     from mlx_zip.engine.split_engine import open_split_engine
     from mlx_zip.errors import MachineError
-    from mlx_zip.machines import is_first
+    from mlx_zip.models.machines import is_first
     from support.serving import Watch
 
     engine, watch = open_split_engine(group, folder), Watch()

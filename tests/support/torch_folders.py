@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.utils
 import numpy as np
 
-from mlx_zip.models import Model
+from mlx_zip.models.zip_model import Model
 from support.tiny import VOCAB, random_model, tiny_config
 
 LLAMA3 = {

@@ -13,9 +13,9 @@ from tokenizers.normalizers import Lowercase
 
 from mlx_zip import cli
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
-from mlx_zip.models.hbpe import PatchConfig, PatchModel
-from mlx_zip.models.hbpe_folder import SavedPatchModel, load_patch_model
-from mlx_zip.patches import generate_patches, generate_text
+from mlx_zip.models.patches.folder import SavedPatchModel, load_patch_model
+from mlx_zip.models.patches.generation import generate_patches, generate_text
+from mlx_zip.models.patches.model import PatchConfig, PatchModel
 from mlx_zip.training import hbpe_fit
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.hbpe import Corpus, evaluate, train, windows

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecParams
-from mlx_zip.canonical import excluded_after
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scored import Compressed
 from mlx_zip.evaluation.scoring import score
+from mlx_zip.generation.canonical import excluded_after
 from mlx_zip.models.whole import run_whole
 from mlx_zip.training.batches import bucket, make_batch
 from mlx_zip.training.objective import LossWeights, Trainee, samples_of
@@ -243,7 +243,7 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
 @pytest.mark.parametrize("most", [0.5, 0.05])
 @pytest.mark.parametrize("start", [None, START])
 def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(start, most, monkeypatch):
-    monkeypatch.setattr("mlx_zip.canonical.MOST", most)
+    monkeypatch.setattr("mlx_zip.generation.canonical.MOST", most)
     base = random_model(tiny_config("llama", "res_latent_attn"))
     model = random_model(
         {**(config := tiny_config("llama", "res_latent_attn")), "zip2zip": {**config["zip2zip"], "canonical": True}}

@@ -14,6 +14,8 @@ from mlx_zip import CodecParams, load
 from mlx_zip.errors import ConversionError, TrainingError
 from mlx_zip.evaluation.scored import Compressed
 from mlx_zip.evaluation.scoring import score
+from mlx_zip.packs.pack import IN_ADAPTER, load_pack
+from mlx_zip.packs.tuned import TunedRows, TunedStart
 from mlx_zip.training.batches import make_batch
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.objective import LossWeights, Trainee
@@ -23,8 +25,6 @@ from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, w
 from mlx_zip.training.run import make_stepper, train
 from mlx_zip.training.starting_model import freeze
 from mlx_zip.training.stepping import Stepper, to_device
-from mlx_zip.vocab.packs import IN_ADAPTER, load_pack
-from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support.converting import convert
 from support.tiny import MERGE, PAD, VOCAB, tiny_config, tiny_model
 from support.tiny_training import CODEC, losses, make_sample, options, random_model, settings, write_plain, write_shards

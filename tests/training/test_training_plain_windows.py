@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.models import Model
+from mlx_zip.models.zip_model import Model
 from mlx_zip.training.batches import make_batch
 from mlx_zip.training.data import Joined
 from mlx_zip.training.objective import LossWeights, Trainee

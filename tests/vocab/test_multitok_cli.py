@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from mlx_zip.cli.vocab.multitok_texts import Texts
+from mlx_zip.packs.pack import load_pack
 from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
-from mlx_zip.vocab.packs import load_pack
 from support import tiny_text
 from support.command_line import outcome, runner
 from support.tiny_vocabularies import write_folder

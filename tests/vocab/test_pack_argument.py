@@ -7,8 +7,8 @@ import pytest
 
 from mlx_zip.arguments import add_pack
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.packs import Pack, as_pack, load_pack, save_pack
-from mlx_zip.vocab.tuned import TunedRows
+from mlx_zip.packs.pack import Pack, as_pack, load_pack, save_pack
+from mlx_zip.packs.tuned import TunedRows
 
 
 def packs(*words):

@@ -9,9 +9,9 @@ from safetensors.numpy import load_file
 from mlx_zip.cli.vocab.packs import _shown_in
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
-from mlx_zip.generate import load
-from mlx_zip.vocab.packs import Pack, load_pack, save_pack
-from mlx_zip.vocab.tuned import TunedRows
+from mlx_zip.generation.generate import load
+from mlx_zip.packs.pack import Pack, load_pack, save_pack
+from mlx_zip.packs.tuned import TunedRows
 from support import tiny_text
 from support.prepared import tokenizer_folder
 
@@ -270,7 +270,7 @@ def test_what_cannot_be_is_said_in_a_line_and_nothing_is_written(flags, told, ru
 
 
 def test_a_pack_with_more_entries_than_slots_is_refused_with_the_cure(run):
-    from mlx_zip.loading import read_config
+    from mlx_zip.models.loading import read_config
 
     model = tiny_text.converted(MODEL)
     slots = read_config(model)["zip2zip"]["compression"]["max_codebook_size"]

@@ -158,7 +158,7 @@ class AdaptedModels:
     """Adapts one model and scores the results. args: the command's flags; folder: the model's; base: its vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from mlx_zip.loading import model_folder
+        from mlx_zip.models.loading import model_folder
 
         self.args, self.folder = args, Path(model_folder(args.model))
         self.base: BaseVocabulary = read_base(self.folder)
@@ -179,7 +179,7 @@ class AdaptedModels:
 
     def score(self, folder: Path, documents: Sequence[Document]) -> Result:
         """Loads the model in a folder and scores the documents with it, strictly."""
-        from mlx_zip.generate import load
+        from mlx_zip.generation.generate import load
 
         model, tokenizer = load(folder)
         windows = cut_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))

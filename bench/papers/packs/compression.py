@@ -28,11 +28,11 @@ from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
+from mlx_zip.packs.phrases import pack_of_phrases
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
-from mlx_zip.vocab.multitok.dictionary import as_pack
 
 SIZES, GROWTH = (256, 1024, 4096), 2048  # entries of packs; entries that a codebook may add to its pack
 Entries = Sequence[tuple[int, ...]]
@@ -158,7 +158,7 @@ def multitok(params: CodecParams, texts: Sequence[Uint32s], size: int, window: i
     """Returns the entries of a pack made from a MultiTok dictionary of whole texts (`window` is ignored)."""
     dictionary = Dictionary(Settings(Tokens(params.vocab_size), params.merge_size))
     dictionary.train(Samples.of(texts))
-    return as_pack(dictionary, size, params.merge_size, None, params.disabled_ids).entries
+    return pack_of_phrases(dictionary, size, params.merge_size, None, params.disabled_ids).entries
 
 
 def plain_bpe(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:

@@ -18,9 +18,9 @@ from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
+from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import Pack, load_pack
 
 from .tables import picture
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Scores the documents; yields the record of the model without a pack, then one per pack in the order given."""
-    from mlx_zip.generate import load
+    from mlx_zip.generation.generate import load
 
     packs = read_packs(args.pack)
     (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)

@@ -22,14 +22,14 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
 from mlx_zip.evaluation.scoring import codec
+from mlx_zip.packs.pack import Pack, merge_packs
+from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.text.conversations import Prompt, openings
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import WINDOW, learn
-from mlx_zip.vocab.packs import Pack, merge_packs
-from mlx_zip.vocab.tuned import AnyStart
 
 from .quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the record of the model without a pack, then those of each size: the learned pack, then each --pack."""
-    from mlx_zip.generate import load
+    from mlx_zip.generation.generate import load
 
     given = read_packs(args.pack)
     (model, tokenizer), (base, _) = load(args.model, codebook_size=args.codebook_size), load(args.base)

@@ -206,7 +206,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises `MlxZipError` for a zip2zip model and for two --valid texts of the same name.
     """
-    from mlx_zip.loading import model_folder, read_config
+    from mlx_zip.models.loading import model_folder, read_config
 
     folder = model_folder(args.model)
     if "zip2zip" in read_config(folder):
@@ -335,7 +335,7 @@ class Laboratory:
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
         """Scores the trained model of a run on every text of --valid; returns its parameters and the texts' figures."""
         from mlx_zip.evaluation.bits import measure_bits
-        from mlx_zip.generate import load
+        from mlx_zip.generation.generate import load
         from mlx_zip.training.run import trained_model
 
         model, tokenizer = load(str(trained_model(run_folder)))

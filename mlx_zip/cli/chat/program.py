@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_zip.chosen_packs import check_tokenizers, read_packs
 from mlx_zip.cli.chat.answer import Answer, Arrived, follow, split_reasoning
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.engine import Counts, Engine, Submission
 from mlx_zip.errors import GenerationError
+from mlx_zip.packs.chosen import check_tokenizers, read_packs
 from mlx_zip.progress import counted
 from mlx_zip.text.prompts import check_system
 
@@ -97,7 +97,7 @@ class Program:
             self.pack, self.pack_names = None, ()
             return
         if list(names) == [NONE]:
-            from mlx_zip.vocab.packs import Pack
+            from mlx_zip.packs.pack import Pack
 
             self.pack, self.pack_names = Pack(()), [NONE]
             return

@@ -207,11 +207,11 @@ def _export_flags(parser: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Writes the pack; returns what it holds as a record for --json and as lines to print. Raises `MlxZipError`."""
+    from mlx_zip.packs.pack import SUFFIX, save_pack
+    from mlx_zip.packs.phrases import pack_of_phrases
     from mlx_zip.text.token_facts import special_ids
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Dictionary, Words
-    from mlx_zip.vocab.multitok.dictionary import as_pack
-    from mlx_zip.vocab.packs import SUFFIX, save_pack
 
     check_at_least(args, 1, "size")
     check_at_least(args, 2, "merge_size")
@@ -226,7 +226,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     merge_size = args.merge_size or (codec.merge_size if codec else _MERGE_SIZE)
     disabled = codec.disabled_ids if codec else special_ids(tokenizer)
     mark = tokenizer_fingerprint(tokenizer)
-    pack = as_pack(dictionary, args.size, merge_size, mark, disabled)
+    pack = pack_of_phrases(dictionary, args.size, merge_size, mark, disabled)
     save_pack(out, pack)
     record = {
         "file": str(out),
@@ -243,7 +243,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _codec_of(name: str) -> Any:
     """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
     from mlx_zip.bundled import here_or_bundled
-    from mlx_zip.loading import read_config
+    from mlx_zip.models.loading import read_config
     from mlx_zip.text.tokenizers import tokenizer_folder
     from mlx_zip.training.prepare.plan import own_codec
 

@@ -108,9 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
     Returns the exit status: 0, or 130/143 when a signal ended the run early, after its last step was saved.
     """
+    from mlx_zip.packs.pack import SUFFIX, load_pack
     from mlx_zip.training.settings import TrainSettings
     from mlx_zip.training.tuning import dequantized, load_frozen, tune
-    from mlx_zip.vocab.packs import SUFFIX, load_pack
 
     check_at_least(args, 1, "most_ids", "valid_ids")
     args.out = writable("--out", args.out, "a pack", SUFFIX, read=[args.file])
@@ -213,8 +213,8 @@ def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
 
 def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
     """Writes the tuned pack and prints what it gains. found: what `tune` returned. texts: to train, to validate on."""
+    from mlx_zip.packs.pack import Pack, save_pack
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-    from mlx_zip.vocab.packs import Pack, save_pack
 
     data, valid = texts
     progress = found.outcome.progress

@@ -73,10 +73,10 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
 
 def _learn(args: argparse.Namespace) -> int:
     """Learns a pack, writes it and prints its rates; returns the exit status 0."""
+    from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
     from mlx_zip.training.prepare.plan import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn, measured
-    from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
 
     args.window = WINDOW if args.window is None else args.window
     check_at_least(args, 1, "size", "window", "most_ids")
@@ -189,7 +189,7 @@ def _head_cost(args: argparse.Namespace) -> float:
     if args.head_cost == "model":
         if args.model is None:
             raise DataError("--head-cost model needs --model: a step reads the model's weights")
-        from mlx_zip.loading import model_folder
+        from mlx_zip.models.loading import model_folder
         from mlx_zip.models.step_bytes import head_cost
 
         return head_cost(model_folder(args.model))
@@ -235,7 +235,7 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
 
 def _show(args: argparse.Namespace) -> int:
     """Prints what a pack holds and its best entries; returns the exit status 0."""
-    from mlx_zip.vocab.packs import load_pack
+    from mlx_zip.packs.pack import load_pack
 
     check_at_least(args, 0, "show")
     plot, pack = plot_file(args.plot, [args.file]), load_pack(args.file)
@@ -293,7 +293,7 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
 
 def _merge(args: argparse.Namespace) -> int:
     """Merges packs, writes the result and prints what it holds; returns the exit status 0."""
-    from mlx_zip.vocab.packs import SUFFIX, load_pack, merge_packs, save_pack
+    from mlx_zip.packs.pack import SUFFIX, load_pack, merge_packs, save_pack
 
     check_at_least(args, 1, "size")
     args.out = writable("--out", args.out, "a pack", SUFFIX)
@@ -318,10 +318,10 @@ def _check(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from mlx_zip.errors import CodecError
-    from mlx_zip.loading import read_config
+    from mlx_zip.models.loading import read_config
+    from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import tokenizer_folder
     from mlx_zip.training.prepare.plan import own_codec
-    from mlx_zip.vocab.packs import load_pack
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
     codec = own_codec(read_config(folder))
@@ -344,7 +344,7 @@ def _check(args: argparse.Namespace) -> int:
 def _check_rows(args: argparse.Namespace, pack: Any) -> None:
     """Loads the model with the pack. Raises `DataError` if the pack's rows were tuned for another model."""
     from mlx_zip.errors import MlxZipError
-    from mlx_zip.loading import load
+    from mlx_zip.models.loading import load
 
     try:
         load(args.model, pack=pack)

@@ -11,12 +11,12 @@ import numpy as np
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_zip.decode import read_again
 from mlx_zip.engine.interface import SessionInfo
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.generate import PREFILL_STEP_SIZE, bounded_cache, check_kv
-from mlx_zip.request import Request
+from mlx_zip.generation.decode import read_again
+from mlx_zip.generation.generate import PREFILL_STEP_SIZE, bounded_cache, check_kv
+from mlx_zip.generation.request import Request
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 

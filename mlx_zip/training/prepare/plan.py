@@ -12,7 +12,8 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import at_home
-from mlx_zip.loading import read_config
+from mlx_zip.models.loading import read_config
+from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.formats import is_tokenizer_file
 from mlx_zip.text.sources import Source, files_of
 from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
@@ -21,7 +22,6 @@ from mlx_zip.training.prepare.encoding import TRAIN_ON
 from mlx_zip.training.prepare.sharding import Plan
 from mlx_zip.training.prepare.shards import codec_record, is_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import load_pack
 
 _MERGE_SIZE, _CODEBOOK_SIZE = 3, 2048
 
@@ -172,7 +172,7 @@ def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
     """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
     if "zip2zip" not in config:
         return None
-    from mlx_zip.models import ModelArgs
+    from mlx_zip.models.arguments import ModelArgs
 
     return ModelArgs(dict(config)).zip_config.codec_params
 

@@ -22,10 +22,10 @@ from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.encoders import Weights, make_encoder
 from mlx_zip.cuda.kernels.dispatch import forced
 from mlx_zip.errors import TrainingError, first_line
-from mlx_zip.models import Model
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.objective import Trainee
-from mlx_zip.vocab.packs import ROWS
 
 Tensors = dict[str, torch.Tensor]
 BODY, HEAD = "model.model.", "model.lm_head.weight"  # names in the MLX trainee

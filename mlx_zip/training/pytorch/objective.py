@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from mlx_zip.config import SIDES
-from mlx_zip.exclusions import MOST
+from mlx_zip.generation.exclusions import MOST
 from mlx_zip.training.objective import LossWeights
 from mlx_zip.training.pytorch.model import TorchModel
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,7 @@ from mlx_zip.codec.params import check
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import check_in, whole_file
 from mlx_zip.vocab.multitok.settings import NO_ID, Pruning, Settings, Totals
-from mlx_zip.vocab.multitok.units import Samples, Tokens, Words, units_from_dict
-from mlx_zip.vocab.packs import Pack
+from mlx_zip.vocab.multitok.units import Samples, Tokens, units_from_dict
 
 MATCHINGS = ("longest", "walk")
 _FORMAT, _VERSIONS = "mlx_zip multitok dictionary", {"words": 1, "tokens": 2}
@@ -410,31 +409,3 @@ def _from_header(header: dict[str, Any], words: Uint32s) -> Stored:
     ids = words[2 * n : 3 * n].copy() if with_ids else None
     rows, uses = words[: 2 * n].reshape(-1, 2), words[len(words) - units.size - n :]
     return Stored(settings, rows, ids, uses, totals, pruning)
-
-
-def as_pack(
-    dictionary: Dictionary, size: int, merge_size: int, tokenizer: str | None, disabled: Collection[int] = ()
-) -> Pack:
-    """Returns a pack of at most `size` phrases of 2 to `merge_size` ids: those that training used most, best first.
-
-    tokenizer: fingerprint of the dictionary's tokenizer (`first_stage.tokenizer_fingerprint`), None if unknown.
-    disabled: ids that never merge. Phrases with a disabled id and phrases that training never used are left out. Raises
-    `DataError` for a dictionary over words, and if no phrase is left.
-    """
-    units = dictionary.settings.units
-    if isinstance(units, Words):
-        raise DataError(
-            "a dictionary over words cannot become a pack, which holds a tokenizer's ids: train with --tokenizer"
-        )
-    ids, lengths = dictionary.ids, dictionary.lengths[units.size :]
-    uses = dictionary.uses[units.size :].astype(np.int64)
-    rows = np.flatnonzero((ids != NO_ID) & (uses > 0) & (lengths <= merge_size))
-    rows = rows[np.argsort(-uses[rows], kind="stable")]
-    runs = dictionary.expand_all(Samples(ids[rows], np.arange(1, len(rows) + 1, dtype=np.uint64))).lists()
-    never = set(disabled)
-    kept = [(tuple(run), int(uses[row])) for run, row in zip(runs, rows, strict=True) if never.isdisjoint(run)][:size]
-    if not kept:
-        raise DataError(f"the dictionary holds no phrase of 2 to {merge_size} ids that training used")
-    entries, used = zip(*kept, strict=True)
-    about = {"made_of": "multitok", "window": dictionary.settings.window, "merge_size": merge_size, "uses": list(used)}
-    return Pack(entries, tokenizer, about)

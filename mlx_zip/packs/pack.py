@@ -2,7 +2,7 @@
 
 A pack's .npz file holds the arrays of `mlx_zip.codec.pack` (`entries`, `lengths`) and `about`, a JSON text: the
 tokenizer's fingerprint, the texts that the entries were learned from, and their rates. A tuned pack also holds rows of
-its entries for one model (`mlx_zip.vocab.tuned`).
+its entries for one model (`mlx_zip.packs.tuned`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_zip import files
 from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.pack import checked_entries, read_pack
 from mlx_zip.errors import DataError, ModelError
-from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
+from mlx_zip.packs.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
 
 VERSION = 1
 SUFFIX = ".npz"

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 import mlx_zip
 from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.files import at_home, whole_folder, write_json
-from mlx_zip.models.hbpe import PatchConfig, PatchModel
+from mlx_zip.models.patches.model import PatchConfig, PatchModel
 from mlx_zip.vocab.hbpe.table import PatchTable
 from mlx_zip.vocab.hbpe.text import PatchText, read_tokenizer
 

@@ -14,8 +14,8 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.sample_utils import make_logits_processors as mlx_lm_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
-from mlx_zip.penalty_terms import PenaltyTerms
-from mlx_zip.sampling_options import MOST_BIAS, Sampling, SamplingOptions, as_logit_bias
+from mlx_zip.generation.penalty_terms import PenaltyTerms
+from mlx_zip.generation.sampling_options import MOST_BIAS, Sampling, SamplingOptions, as_logit_bias
 from mlx_zip.state import ZipState
 
 __all__ = [

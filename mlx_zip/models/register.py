@@ -27,11 +27,11 @@ _GENERATE_MODULE = "mlx_lm.generate"
 
 
 class _ModelModule(ModuleType):
-    """The module `mlx_lm.models.zip2zip`: imports `Model` and `ModelArgs` from `mlx_zip.models` on first use."""
+    """The module `mlx_lm.models.zip2zip`: imports `Model` and `ModelArgs` on first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("Model", "ModelArgs"):
-            return getattr(import_module("mlx_zip.models"), name)
+            return getattr(import_module("mlx_zip.models.zip_model"), name)
         raise AttributeError(name)
 
 
@@ -113,7 +113,7 @@ def _give_texts(generate_module: Any) -> None:
 
 def _is_ours(model: Any) -> bool:
     """Returns whether a model is one of ours with a codebook."""
-    models = sys.modules.get("mlx_zip.models")
+    models = sys.modules.get("mlx_zip.models.zip_model")
     return models is not None and isinstance(model, models.Model)
 
 

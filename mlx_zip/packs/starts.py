@@ -10,8 +10,8 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.vocab.packs import PackLike, as_pack
-from mlx_zip.vocab.tuned import TunedStart
+from mlx_zip.packs.pack import PackLike, as_pack
+from mlx_zip.packs.tuned import TunedStart
 
 Tuned = TunedStart | str | None  # tuned rows; their fingerprint only, after loading a saved state; or no tuned rows
 

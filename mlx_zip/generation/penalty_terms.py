@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from mlx_zip.codec import Codebook
-from mlx_zip.entry_sums import EntrySums
-from mlx_zip.sampling_options import Sampling
+from mlx_zip.generation.entry_sums import EntrySums
+from mlx_zip.generation.sampling_options import Sampling
 
 
 class HasBooks(Protocol):

@@ -11,13 +11,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import LogitsProcessor
 
-from mlx_zip import sessions
-from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress_next
 from mlx_zip.errors import GenerationError
+from mlx_zip.generation import cache_notes as sessions
+from mlx_zip.generation.canonical import CanonicalDecoding
+from mlx_zip.generation.response import GenerationResponse
+from mlx_zip.generation.sampling import Sampling, make_processors
 from mlx_zip.layout import is_zip
-from mlx_zip.response import GenerationResponse
-from mlx_zip.sampling import Sampling, make_processors
 from mlx_zip.state import find_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
 from mlx_zip.text.stream import TextStream

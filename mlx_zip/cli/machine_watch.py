@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from mlx_zip.errors import MachineError
-from mlx_zip.machines import Group, bytes_from_first
+from mlx_zip.models.machines import Group, bytes_from_first
 
 GRACE_S = 5.0  # for ending in the usual way, with what MLX itself notices
 CONNECT_S = 20.0

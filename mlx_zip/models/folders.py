@@ -10,9 +10,9 @@ from typing import Any
 from mlx_zip.bundled import KNOWN, here_or_bundled
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text import hub
-from mlx_zip.vocab.packs import IN_FOLDER
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
 _MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, "*.jsonl")
@@ -61,3 +61,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")
     return config
+
+
+def is_plain(name: str, revision: str | None = None) -> bool:
+    """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
+    return read_config(model_folder(name, revision))["model_type"] != MODEL_TYPE

@@ -15,18 +15,18 @@ from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.files import at_home
-from mlx_zip.folders import UPSTREAM_CONFIG, model_folder, read_config
 from mlx_zip.hyper import RowStore
 from mlx_zip.layout import is_zip
-from mlx_zip.machines import Group, check_equal, together
+from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, read_config
+from mlx_zip.models.machines import Group, check_equal, together
 from mlx_zip.models.packed import packed_config
+from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.sharding import check_sharding, split
-from mlx_zip.register import MODEL_TYPE
+from mlx_zip.packs.pack import IN_FOLDER, Pack, as_pack, pack_in_folder
+from mlx_zip.packs.tuned import TunedStart
 from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, as_pack, pack_in_folder
-from mlx_zip.vocab.tuned import TunedStart
 
 
 def load(
@@ -51,7 +51,7 @@ def load(
     (default: a new one in memory). pack: the pack, a path or a `Pack`, that requests begin with unless they name
     another. A plain model takes a pack only if its rows were tuned for that model. Default: the tuned pack in a
     converted model's folder, if there is one and no adapter is loaded. codebook_size: number of slots (default: as in a
-    zip2zip model's config.json). group: machines to split the model over (`mlx_zip.machines.machines()`); each calls
+    zip2zip model's config.json). group: machines to split the model over (`machines()`); each calls
     `load` and gets a model with its share of the layers, used as any other. None, or a group of one, loads all here.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not

@@ -1,8 +1,8 @@
 """The decode loop of several sequences together, one id per sequence and step.
 
-As in `mlx_zip.decode`, a step begins before the host has read its ids where that gains something: on a GPU the body is
-enqueued first (`mlx_zip.models.ahead`), a plain model's whole step is, and while a step runs the caller handles the ids
-before it.
+As in `mlx_zip.generation.decode`, a step begins before the host has read its ids where that gains something: on a GPU
+the body is enqueued first (`mlx_zip.models.ahead`), a plain model's whole step is, and while a step runs the caller
+handles the ids before it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from mlx_zip.canonical import CanonicalDecoding, without_in_rows
-from mlx_zip.decode import read_again
 from mlx_zip.device import on_gpu
+from mlx_zip.generation.canonical import CanonicalDecoding, without_in_rows
+from mlx_zip.generation.decode import read_again
+from mlx_zip.generation.sampling import BasePenalties
 from mlx_zip.layout import is_zip
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import filter_cache, merge_caches
-from mlx_zip.sampling import BasePenalties
 from mlx_zip.state import submitting
 
 

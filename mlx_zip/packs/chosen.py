@@ -12,7 +12,7 @@ from mlx_zip.layout import is_zip
 
 if TYPE_CHECKING:
     from mlx_zip.config import ZipConfig
-    from mlx_zip.vocab.packs import Pack, PackLike
+    from mlx_zip.packs.pack import Pack, PackLike
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Packs | None:
     """
     if packs is None:
         return None
-    from mlx_zip.vocab.packs import Pack, as_pack, merge_packs
+    from mlx_zip.packs.pack import Pack, as_pack, merge_packs
 
     several = [packs] if isinstance(packs, str | PathLike | Pack) else list(packs)
     found = [as_pack(one) for one in several]
@@ -45,20 +45,12 @@ def load_options(packs: Packs | None, codebook_size: int | None, plain: bool) ->
     model's own. plain: whether it is a plain model. A pack with tuned rows is loaded with the model. A pack without
     rows is given to each request later; a zip2zip model is then loaded with an empty pack in place of its own.
     """
-    from mlx_zip.vocab.packs import Pack
+    from mlx_zip.packs.pack import Pack
 
     pack = None if packs is None else packs.merged
     if pack is not None and pack.rows is None:
         pack = None if plain else Pack(())
     return {"pack": pack, "codebook_size": None if plain else codebook_size}
-
-
-def is_plain(name: str, revision: str | None = None) -> bool:
-    """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
-    from mlx_zip.folders import model_folder, read_config
-    from mlx_zip.register import MODEL_TYPE
-
-    return read_config(model_folder(name, revision))["model_type"] != MODEL_TYPE
 
 
 def record(packs: Packs | None, model: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Generation: `load`, `stream_generate`, `generate`, `batch_generate`, for zip2zip models and plain mlx-lm ones.
 
-The prompt is compressed, the decode loop (`mlx_zip.decode`, or mlx-lm's `generate_step` for a plain model) emits ids,
-and these become text. Limits, counts and penalties are in base tokens. For a plain model every id is one base token.
+The prompt is compressed, the decode loop (`mlx_zip.generation.decode`, or mlx-lm's `generate_step` for a plain model)
+emits ids, and these become text. Limits, counts and penalties are in base tokens. For a plain model every id is one
+base token.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from mlx_zip.decode import decode_steps
-from mlx_zip.decode_batch import BatchLoop
 from mlx_zip.errors import GenerationError
+from mlx_zip.generation.decode import decode_steps
+from mlx_zip.generation.decode_batch import BatchLoop
+from mlx_zip.generation.request import Request, base_config
+from mlx_zip.generation.response import RULE, GenerationResponse, footer
+from mlx_zip.generation.sampling import Sampling, SamplingOptions, make_sampler
 from mlx_zip.layout import is_zip
-from mlx_zip.loading import load
-from mlx_zip.machines import check_equal
 from mlx_zip.models.batching import batches
+from mlx_zip.models.loading import load
+from mlx_zip.models.machines import check_equal
 from mlx_zip.models.sharding import chosen_by_first, machines_of
-from mlx_zip.request import Request, base_config
-from mlx_zip.response import RULE, GenerationResponse, footer
-from mlx_zip.sampling import Sampling, SamplingOptions, make_sampler
+from mlx_zip.packs.pack import PackLike, as_pack
 from mlx_zip.state import find_state, split_packs
 from mlx_zip.text.tokenizer import as_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import PackLike, as_pack
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
