@@ -20,10 +20,10 @@ def test_the_example_generates_text(tmp_path):
 def tree() -> set[str]:
     """Paths named in the annotated tree, relative to the repository."""
     section = CONTRIBUTING.split("## The tree")[1].split("\n## ")[0]
-    paths, folder = set(), ""
+    paths, above = set(), []  # above: the folders that a line stands in
     for indent, name in re.findall(r"^    ( *)([\w./]+)", section, re.MULTILINE):
-        folder = folder if indent else name
-        paths.add(folder + name if indent else name)
+        above = [*above[: len(indent) // 2], name]
+        paths.add("".join(above))
     return paths
 
 
