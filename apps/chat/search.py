@@ -1,4 +1,9 @@
-"""Finds conversations by words in their titles and texts."""
+"""Finds conversations by words in their titles and texts.
+
+Words of three letters and more are found by a trigram index (FTS5), which knows Chinese and Japanese as well; shorter
+words are looked for in each text. With 10,000 messages in 1,000 conversations a search took 5 to 63 ms (medians on a
+busy two-core machine), so there is no second index for short words.
+"""
 
 from __future__ import annotations
 

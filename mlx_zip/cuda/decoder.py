@@ -1,4 +1,9 @@
-"""The decoder: its layers' weights, its attention, and its passes: many ids for prompts, one per sequence for steps."""
+"""The decoder: its layers' weights, its attention, and its passes: many ids for prompts, one per sequence for steps.
+
+A layer of a step is seven launches: joined q, k, v with the norm before them; rotation, head norms and cache write;
+attention in two; output projection with the residual; gate and up with norm and activation; down with the residual.
+Prompts run the same layers through cuBLAS and PyTorch's attention, with packed weights unpacked for each product.
+"""
 
 from __future__ import annotations
 

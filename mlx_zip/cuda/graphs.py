@@ -1,4 +1,11 @@
-"""CUDA graphs: a piece of a step is captured once and then replayed with one call. On a CPU it runs as it is."""
+"""CUDA graphs: a piece of a step is captured once and then replayed with one call. On a CPU it runs as it is.
+
+A piece is captured for 1, 2, 4, 8, ... sequences. The host gives it a few integers through pinned memory and waits for
+one thing per step: the ids. What a graph cannot hold happens after they are known: a sequence whose LongRoPE factors
+switch is read again from its log, and where an id installs the entry that it stands for (LZW's KwKwK), the body of its
+sequence runs again. A sequence that does not step stays in the batch as a row whose counters do not move; the body
+writes a key behind its end, which its next id writes over.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Matrix products with dense and packed weights, with what a layer does around them; matrices joined by their rows."""
+"""Matrix products with dense and packed weights, with what a layer does around them; matrices joined by their rows.
+
+Joined matrices lose nothing. Parts that MLX packed with different bits or groups become 8 bits and the smallest group,
+which hold the same values. Only where a dense part meets a packed one does the whole become dense.
+"""
 
 from __future__ import annotations
 

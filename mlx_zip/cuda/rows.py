@@ -2,6 +2,9 @@
 
 The store keeps the rows of entries that were encoded, both sides together, up to a number of bytes; the least recently
 used ones leave first. A batch's tables hold the rows of each sequence by slot, as the kernels read them.
+
+Every sequence has tables of its own, unlike on MLX: addresses must not change, and the kernels read installed rows
+only. What sequences share is the store, from which known rows are copied.
 """
 
 from __future__ import annotations

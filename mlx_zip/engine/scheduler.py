@@ -1,4 +1,9 @@
-"""`Scheduler`: which request does what next: waits, has its prompt read, takes steps, ends. Used in one thread only."""
+"""`Scheduler`: which request does what next: waits, has its prompt read, takes steps, ends. Used in one thread only.
+
+A prompt alone is read 2,048 ids at a time, mlx-lm's number, and 512 while others take steps or wait; a request that
+arrives in the middle waits for the larger piece. A number given with `--prefill-step-size` holds for both. Requests
+take their steps as one batch if the padding costs less than reading the weights twice.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,10 @@ entry's row. The decoder's body only needs the id's embedding, which the device 
 enqueued with the id still on the device. While the body runs, the host reads the id, pushes it to the codebook, encodes
 the new row, and enqueues head and sampler after the body. Thus the device does not wait for the host, as in mlx-lm's
 `generate_step`. Random numbers are drawn in the same order as there.
+
+On MLX's CPU backend, which keeps ten operations in flight, bodies that run ahead gain little, and their input rows
+would have to be encoded. There the new output row and then each layer are submitted as soon as they are built, so the
+device computes while Python builds the rest.
 """
 
 from __future__ import annotations

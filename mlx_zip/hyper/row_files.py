@@ -5,6 +5,10 @@ A folder holds files `<digest>-<number>.rows`; `native/rows.h` describes their f
 deleted when it exceeds its maximum size. A record carries a checksum and is written before the index cell that points
 to it, so after a kill or a power cut at any point a torn record is not found. Writers lock the folder; readers need no
 lock.
+
+Nothing is written through a map, and no file in use is truncated, so a full disk gives an error number and not a
+signal. Full files are not edited: the oldest are deleted, and what was still in use in the last of them is written
+again.
 """
 
 from __future__ import annotations

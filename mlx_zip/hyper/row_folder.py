@@ -2,6 +2,11 @@
 
 Nothing here raises because of the folder's state. A folder that cannot be read or written is not used from then on, and
 the reason is logged once. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
+
+The folder was to be replaced by a table in SQLite, or removed, if it saved less than 10 % of a request's time compared
+with rows in memory alone. With the bundled model on two quiet x86-64 cores, for the second run of the same request in a
+new process (medians of five alternating runs): a chat of three turns took 3.46 s with memory alone and 2.53 s with the
+folder; reading a document of 1,182 ids took 4.63 s and 3.13 s.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 A batch's cache has a batch's entry per layer and, for a model with hypertokens, a `ZipState` of all sequences. All
 functions also take a plain model's caches, of the kinds that mlx-lm can batch. Between two calls of these functions the
 batch is read as any other cache.
+
+Prompts are read on caches of their own, and rows are merged, extended, filtered and taken out by the methods of
+mlx-lm's classes (`KVCache`, `RotatingKVCache`, `ArraysCache`, and lists of them). Two kinds that mlx-lm would batch do
+not here: caches of `--max-kv-size`, whose batch loses the ids that are always kept, and classes that we do not know.
 """
 
 from __future__ import annotations

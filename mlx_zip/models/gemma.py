@@ -1,4 +1,10 @@
-"""The parts of Gemma 1 and 2 where mlx-lm's blocks differ from transformers or cannot take batches."""
+"""The parts of Gemma 1 and 2 where mlx-lm's blocks differ from transformers or cannot take batches.
+
+mlx-lm's attention of Gemma 2 takes neither a padded batch (grouped KV heads against a mask of four dimensions) nor a
+quantized KV cache. In Gemma 1's MLP, transformers always uses the tanh form of GELU. The embedding's scale applies to
+hyper rows too: zip2zip 0.2.0 replaces the embedding layer by one without the scale on the newer Gemmas, but no Gemma
+checkpoint has been published with it.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 LongRoPE has one set of factors for all positions, chosen by the last position. A call that changes the set finds wrong
 keys in the KV caches. Whoever calls the model may read the ids again beforehand, some at a time, so that others can use
 the device in between and no call computes with all ids at once.
+
+Old keys stay until the new ones are complete, so a request that is cancelled meanwhile leaves a whole session; both
+together take twice the KV cache for that time. A prompt that ends beyond the border is read with the long factors from
+its first chunk on, and so only once.
 """
 
 from __future__ import annotations

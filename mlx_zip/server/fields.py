@@ -1,4 +1,10 @@
-"""What bodies of requests have in common: typed fields, fields without effect, and refusals that name a field."""
+"""What bodies of requests have in common: typed fields, fields without effect, and refusals that name a field.
+
+Unknown fields are refused, because a field that is ignored in silence is a wrong answer that looks right. Fields that
+clients send by habit are accepted if they change nothing; the guide lists them. Earlier messages are different: clients
+send back what they were answered, with fields of theirs that no list could keep up with, and none of those says what to
+answer next. A tool that cannot be run is left out only where the model need not call any, and is named in the answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""`SequenceRows`: the codebooks of B sequences, their row tables, and which rows are in the tables."""
+"""`SequenceRows`: the codebooks of B sequences, their row tables, and which rows are in the tables.
+
+Each distinct entry of a batch has one place in a shared table, so a step multiplies with one matrix and picks each
+sequence's columns by an index; the entries of a common pack need no index. Places are given in rising order, so that a
+step writes its new rows as one slice. When the table would grow, places out of use are given up all at once, which
+needs no counting per step.
+
+Tables are written in place, and MLX copies an array that is written to while anything holds it, a body in flight too.
+So the output table is held by no running body (columns [D, slots], which the CPU multiplies twice as fast as rows), and
+the input table has two copies that are written in turn.
+"""
 
 from __future__ import annotations
 

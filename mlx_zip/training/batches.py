@@ -1,6 +1,10 @@
 """Turns samples into the arrays of one training step: inputs, targets, entries, padded to shapes that recur.
 
 All of this runs on the CPU, in numpy and the C codec.
+
+Equal base ids are one entry, whichever sample installed them. With `--compile`, most sizes follow from the length and
+the number of entries: 4 combinations to trace instead of 10 in the test's run of 12 batches. Other steps keep close
+sizes.
 """
 
 from __future__ import annotations

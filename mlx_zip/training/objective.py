@@ -2,6 +2,9 @@
 
 Every loss is a sum over the positions that count. Gradients of several batches and machines can so be added, and one
 division by the number of positions gives those of one large batch.
+
+Base and hyper logits are normalised separately and joined by `logaddexp`, so the joint softmax is never laid out. A
+closed entry's logit is -1e30, so that its gradient is 0 and not NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Saves a trained model as an ordinary model folder, quantized again where it was quantized before."""
+"""Saves a trained model as an ordinary model folder, quantized again where it was quantized before.
+
+Layers that had adapters on a quantized base are saved in 8 bits (`--adapted-bits` chooses): unquantized they make a
+4-bit model several times larger, and in the base's own 4 bits a change that is smaller than a rounding step is mostly
+lost. Tried once, with one seed and no record: `stories-base` in 4 bits, LoRA of rank 16, 40 steps on source code.
+Held-out bits per byte fell from 7.07 to 4.70; the saved layers gave 4.70 unquantized, with 8 bits and with 6, 4.94 with
+5, and 6.37 with 4.
+"""
 
 from __future__ import annotations
 

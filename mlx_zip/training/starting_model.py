@@ -1,4 +1,16 @@
-"""Makes the model that a run starts from: a zip2zip one, a plain one, with new hyper-encoders or random weights."""
+"""Makes the model that a run starts from: a zip2zip one, a plain one, with new hyper-encoders or random weights.
+
+New encoders begin at the scale of the rows that they are used with: `res_latent_attn` at its residual, a post-norm
+transformer with the matrix's own scale as the gain of its last norm.
+
+Rows may begin by side (`--residual-by-side`). After an entry is read, the text goes on from its last base id; where it
+is written, it competes with each of its parts. Before any training, rows that begin as the last base row (input) and as
+the mean (output) cost SmolLM2-135M 60 % more bits per byte than plain reading, rows that begin as the first base row,
+as in zip2zip++, 115 % (a static pack of 1,024 entries, Python sources; measured once). The output encoder's last norm
+begins at a gain of 0.02: |h| of SmolLM2 sums to 620, so with a gain of 1 a step of 1e-4 can move every entry's logit by
+12. Bits per byte after twelve steps: 1.476 with it, 1.487 with a rate of 3e-6 for both sides, 1.497 with frozen
+encoders, 1.510 without it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +40,7 @@ from mlx_zip.training.prepare.shards import grows
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 
 _SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
-_OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first; measured, see docs/decisions.md
+_OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first
 
 
 def start_model(

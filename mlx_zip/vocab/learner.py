@@ -5,6 +5,11 @@ would. The least used entries are removed, a part at a time, because the uses of
 pairs of neighbouring emitted ids are tried as entries, and the pack is pruned again, as long as the corpus becomes
 shorter. The idea is that of MultiTok (arXiv 2410.21548), whose dictionary is pruned by use; MultiTok's own trainer is
 `mlx_zip.vocab.multitok`.
+
+Entries are removed by uses alone, not by uses times length: when an entry is removed, shorter ones take over. If a size
+has a price, each further row of the head makes every step longer by its share of the bytes that a step reads. The
+search then removes entries in fine steps around the best size, and leaves single entries out at the end; on small cases
+it equals trying all parts of a pack (tests).
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """Sessions as files: written from what `Caches.parts` tells, and read back, checked against the model.
 
 This module knows neither MLX nor PyTorch. What a KV cache is in a file is said by the engine's own `Caches`.
+
+A file holds all that a session is: KV cache, ids, base ids, the answers' texts with their base ids (the emitted base
+ids cannot be derived from a text) and the random state; hyper rows are not in it. With the codebook's log, that is the
+conversation in clear. Against other users, files have mode 0600 and a folder that others can write to is not used;
+against damage and hostile files, lengths and shapes are checked before anything is built, there are two checksums, and
+no pickle. Against somebody who has your account or your disk nothing helps here: checksums are no signatures, and
+nothing is encrypted.
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
 Sessions are found by the base ids that a prompt begins with, not by a name that a client would have to send: a chat
 that goes on, an edited message and a branch all find what they have in common with a kept session. Use a store in one
 thread, the engine's.
+
+A session that the prompt continues is moved, which costs nothing; the longer one replaces it. Any other one is copied:
+an edited message or a second branch gets a copy that is trimmed to the common prefix, and shares memory until it is
+written to. The copy ends `merge_size` base tokens before the texts part, because which id stands at a place is chosen
+by what follows. What follows gets the ids of the whole text compressed at once (`compress_next`), so an answer does not
+depend on the beginnings that other requests have left. With `keep=False` a request gets a copy and leaves no session. A
+purge holds for requests under way: their sessions are not kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Turns records into windows of base ids, and says which ids the loss counts and how many bytes each stands for."""
+"""Turns records into windows of base ids, and says which ids the loss counts and how many bytes each stands for.
+
+Samples are compressed as generation would go on, by `Codebook.compress`: canonical LZW, but never an entry that is not
+yet installed. So every target can be predicted at its place, which plain canonical encoding (KwKwK) does not guarantee.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Takes optimizer steps on PyTorch for a run whose data, checkpoints and log are those of the MLX trainer."""
+"""Takes optimizer steps on PyTorch for a run whose data, checkpoints and log are those of the MLX trainer.
+
+The MLX model stays the owner of names, checkpoints, fingerprints and the saved folder; trained weights and the
+optimizer's moments are copied back when a checkpoint is written. So either engine goes on from the other's checkpoint,
+at the price of a second copy of the base's weights in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Merge lists of byte pair encoding, and the times at which merges are applied and split."""
+"""Merge lists of byte pair encoding, and the times at which merges are applied and split.
+
+Every merge has a time at which it is applied and a time at which its tokens are split. Plain encoding, first-k, top-k,
+`final` and `replay` differ only in these two lists of numbers.
+"""
 
 from __future__ import annotations
 

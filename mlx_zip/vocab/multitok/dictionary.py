@@ -14,6 +14,11 @@ is read.
 Version 1 is written for words, version 2 for a tokenizer's ids, with the fingerprint that packs use
 (`first_stage.tokenizer_fingerprint`). Version 1 over ids had another kind of fingerprint, so the tokenizer of such a
 file counts as unknown.
+
+MultiTok's walk is the codec's, but its phrases have any length and come by the million, where the codec's entries have
+at most 16 ids and 2^20 slots. So `native/phrases.c` keeps a run as a node and one more unit, in 12 bytes and a share of
+an index, which is laid out like the codec's (tagged 32-bit cells, linear probing) with as many bits for the slot as the
+table needs. The codec's table keeps its constant width, which is what makes it fast.
 """
 
 from __future__ import annotations
