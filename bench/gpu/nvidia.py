@@ -154,7 +154,7 @@ def _text(args: argparse.Namespace) -> Path:
     """Returns the file to replay; without --code the sources of this package, joined."""
     if args.code is not None:
         return args.code
-    files = sorted(Path(str(mlx_zip.__file__)).parent.glob("*/*.py"))
+    files = sorted(Path(str(mlx_zip.__file__)).parent.rglob("*.py"))
     path = args.out / "code.txt"
     if not path.exists():
         write_text(path, "\n\n".join(file.read_text(encoding="utf-8") for file in files))
