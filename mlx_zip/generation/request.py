@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import LogitsProcessor
 
 from mlx_zip.codec import compress_next
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation import cache_notes as sessions
+from mlx_zip.generation import cache_notes
 from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.generation.response import GenerationResponse
 from mlx_zip.generation.sampling import Sampling, make_processors
@@ -48,16 +48,16 @@ class Request:
         self._book = None if state is None else state.books[0]
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
-        self._notes = sessions.notes_on(cache)
+        self._notes = cache_notes.notes_on(cache)
         self._reader = self._notes.reader  # of the last request that used the cache, later this one's own mark
-        begun, self._held = sessions.is_begun(cache), sessions.held_ids(cache)
+        begun, self._held = cache_notes.is_begun(cache), cache_notes.held_ids(cache)
         used_ids, used_base = self._held, self._held if state is None else state.books[0].base_length
-        base_ids = encode_prompt(tokenizer, prompt, begun, sessions.answers_in(cache) if chat else None)
+        base_ids = encode_prompt(tokenizer, prompt, begun, cache_notes.answers_in(cache) if chat else None)
         self.cached_tokens = 0
         if chat is not None and begun:
-            used_ids, used_base = sessions.common_prefix(cache, base_ids)
+            used_ids, used_base = cache_notes.common_prefix(cache, base_ids)
             base_ids, self.cached_tokens = base_ids[used_base:], used_base
-        sessions.check_trim(cache, used_ids)
+        cache_notes.check_trim(cache, used_ids)
         # _kept_ids: ids of the cache that the prompt follows; _prefill: whether the prompt begins the answer itself
         self._kept_ids, self._prefill = used_ids, chat is not None and chat.prefill is not None
         self.base_limit = _base_id_limit(model, tokenizer)
@@ -95,9 +95,9 @@ class Request:
         Raises `GenerationError`, with the cache unchanged, if it cannot be trimmed, or was used since the
         request was made.
         """
-        if sessions.held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
+        if cache_notes.held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
             raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
-        sessions.trim_to(self._cache, self._kept_ids)
+        cache_notes.trim_to(self._cache, self._kept_ids)
         self._reader = self._notes.reader = object()
 
     def check_cache(self) -> None:
@@ -126,16 +126,16 @@ class Request:
         """
         if self._notes.reader is not self._reader:
             return  # the cache holds another request's ids now
-        sessions.keep_notes(self._cache, self._notes)
+        cache_notes.keep_notes(self._cache, self._notes)
         if self._emitted:
-            sessions.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])
+            cache_notes.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])
         ids = [i for _, base_ids in self._answer for i in base_ids]
         ended = bool(ids) and ids[-1] in tokenizer.eos_token_ids
         if self._prefill or not (ended or finish_reason == "length"):
             return
         text = "".join(text for text, _ in self._answer)
         answer = tuple(ids[:-1] if ended else ids)
-        sessions.answers_in(self._cache).update({text: answer, text.strip(): answer})
+        cache_notes.answers_in(self._cache).update({text: answer, text.strip(): answer})
 
     def emit(self, token: int, logprobs: mx.array) -> GenerationResponse:
         """Counts the next emitted id and returns its response. logprobs [W]: what the id was chosen from."""

@@ -134,7 +134,7 @@ def test_evaluate_scores_and_generates_with_it(turning: Path, tmp_path: Path, ca
 def test_a_saved_cache_of_another_policy_is_refused(converted: Path, turning: Path, tmp_path: Path, capsys: Any):
     from mlx_lm.models.cache import save_prompt_cache
 
-    from mlx_zip.generation import generate
+    from mlx_zip import generate
 
     model, tokenizer = load(str(turning))
     cache = model.make_cache()

@@ -7,12 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip import ConversionError, DataError, cli, compress, convert, load
+from mlx_zip import ConversionError, DataError, cli, compress, convert, generate, load
 from mlx_zip.converters.adapt import adapt
 from mlx_zip.converters.export import export
 from mlx_zip.converters.tensors import load as load_tensors
 from mlx_zip.converters.tensors import read_model_files
-from mlx_zip.generation import generate
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of

@@ -14,12 +14,11 @@ from urllib.request import Request, urlopen
 import mlx.core as mx
 import pytest
 
-from mlx_zip import load
+from mlx_zip import generate, load
 from mlx_zip.engine.mlx_engine import open_engine
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.engine.split_engine import open_split_engine
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation import generate
 from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.processes import Command, wait_all

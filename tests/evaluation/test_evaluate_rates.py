@@ -19,7 +19,7 @@ from mlx_zip.evaluation.rates import (
     repeated_grams,
     summary,
 )
-from mlx_zip.generation import cache_notes as sessions
+from mlx_zip.generation import cache_notes
 from mlx_zip.generation.generate import stream_generate
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Document
@@ -95,8 +95,8 @@ def test_the_replayed_prompt_is_the_one_that_was_read(prompt):
 def test_of_a_prompt_that_a_cache_holds_whole_the_end_is_read_again():
     cache, prompt = MODEL.make_cache(), TOKENIZER.encode("no no no no no no")
     responses(prompt, prompt_cache=cache)
-    kept_ids, kept = sessions.common_prefix(cache, prompt)
-    sessions.trim_to(cache, kept_ids)
+    kept_ids, kept = cache_notes.common_prefix(cache, prompt)
+    cache_notes.trim_to(cache, kept_ids)
     book = cache[-1].books[0]
     assert book.expand(book.ids).tolist() == prompt[:kept]
     assert kept < len(prompt)

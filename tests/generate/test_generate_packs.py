@@ -2,8 +2,7 @@
 
 import pytest
 
-from mlx_zip import DataError, GenerationError, Pack, batch_generate, load_pack, stream_generate
-from mlx_zip.generation import generate
+from mlx_zip import DataError, GenerationError, Pack, batch_generate, generate, load_pack, stream_generate
 from mlx_zip.packs.pack import save_pack
 from mlx_zip.state import find_state
 from support.generating import ENDLESS, MODEL, PROMPT
