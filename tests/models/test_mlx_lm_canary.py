@@ -145,7 +145,7 @@ def test_kv_quantization_passes_over_entries_without_to_quantized():
 def test_the_loader_looks_our_model_up_by_its_type():
     from mlx_lm.utils import _get_classes
 
-    assert _get_classes({"model_type": "zip2zip"})[0] is import_module("mlx_zip.models").Model
+    assert _get_classes({"model_type": "zip2zip"})[0] is import_module("mlx_zip.models.zip_model").Model
 
 
 def test_generate_step_takes_what_we_pass():
