@@ -1,4 +1,4 @@
-"""Ratios of two engines' trials with 95 % intervals, paired where the trials ran in turns, and counts beside them."""
+"""Ratios of two engines' trials with 95 % intervals, paired where the trials ran in turns, and those that pages show."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class Bench:
     # ---- a step and its parts
 
     def step(self) -> dict[str, Any]:
-        """Measures a step and its parts; returns the record, see `training_step`."""
+        """Measures a step and its parts; returns the record that `training_step` describes."""
         from mlx_zip.training.batches import batch_order
 
         from .training_step import measure_steps
@@ -260,7 +260,7 @@ class Bench:
         return measure_steps(*models, samples, self.shards.params, settings, self.args.trials).record()
 
     def torch(self) -> dict[str, Any]:
-        """Measures steps of both engines; returns the record, see `training_step`."""
+        """Measures steps of both engines; returns the record that `training_step` describes."""
         from mlx_zip.training.batches import batch_order
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import start_model

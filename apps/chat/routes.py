@@ -187,7 +187,7 @@ def race_routes(store: Store, models: Models) -> list[Route]:
 
 
 async def _race(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the frames of both lanes, "zip" before "base", and at last their figures. Raises `RequestError`."""
+    """Yields the frames of both lanes, "zip" before "base", then the figures of both. Raises `RequestError`."""
     base = next((one for one in models.bases() if one["name"] == body.base), None)
     if base is None:
         raise RequestError(404, f"there is no {body.base!r:.200} to race against", "model_not_found", "base")

@@ -1,6 +1,6 @@
 """Sums up the records of a run: as the JSON of llama.cpp's `llama-bench -o json`, and as a page with the roofline.
 
-Others can set that JSON beside their own.
+That JSON can be compared with records of other programs.
 
 llama-bench times the reading of `n_prompt` ids and the writing of `n_gen` ids, after `n_depth` ids that do not count.
 An engine with hypertokens is given in base tokens, as its text is. Where llama-bench has a field that means nothing
