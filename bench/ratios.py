@@ -1,4 +1,4 @@
-"""Ratios of two engines' trials with 95 % intervals, paired where the trials ran in turns, and those that pages show."""
+"""Ratios of two engines' trials with 95 % intervals, paired where the trials ran in turns; those that pages show."""
 
 from __future__ import annotations
 
