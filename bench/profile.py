@@ -227,7 +227,7 @@ class StepProfiler:
 @contextmanager
 def running_ahead(ahead: bool | None) -> Iterator[None]:
     """Inside, `mlx_zip.stream_generate` runs bodies ahead if `ahead` is true; None leaves that to the device."""
-    generate = import_module("mlx_zip.generation.generate")
+    generate = import_module("mlx_zip.engine.generate")
     with patch.object(generate, "decode_steps", partial(generate.decode_steps, ahead=ahead)):
         yield
 

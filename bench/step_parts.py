@@ -159,7 +159,7 @@ def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int
     """
     from mlx_lm.generate import generate_step
 
-    from mlx_zip.generation.generate import stream_generate
+    from mlx_zip.engine.generate import stream_generate
 
     model, ids = models.plain(), list(prompt)
 

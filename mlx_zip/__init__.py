@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.codec import CodecParams as CodecParams
     from mlx_zip.codec import compress as compress
     from mlx_zip.config import ZipConfig as ZipConfig
+    from mlx_zip.engine.generate import batch_generate as batch_generate
+    from mlx_zip.engine.generate import generate as generate
+    from mlx_zip.engine.generate import stream_generate as stream_generate
+    from mlx_zip.engine.responses import GenerationResponse as GenerationResponse
     from mlx_zip.errors import CodecError as CodecError
     from mlx_zip.errors import ConfigError as ConfigError
     from mlx_zip.errors import ConversionError as ConversionError
@@ -25,10 +29,6 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.errors import MlxZipError as MlxZipError
     from mlx_zip.errors import ModelError as ModelError
     from mlx_zip.errors import TrainingError as TrainingError
-    from mlx_zip.generation.generate import batch_generate as batch_generate
-    from mlx_zip.generation.generate import generate as generate
-    from mlx_zip.generation.generate import stream_generate as stream_generate
-    from mlx_zip.generation.response import GenerationResponse as GenerationResponse
     from mlx_zip.hyper import RowStore as RowStore
     from mlx_zip.layout import Layout as Layout
     from mlx_zip.models.loading import load as load
@@ -53,10 +53,10 @@ _HOMES = {
     "Pack": "mlx_zip.packs.pack",
     "load_pack": "mlx_zip.packs.pack",
     "load": "mlx_zip.models.loading",
-    "GenerationResponse": "mlx_zip.generation.response",
-    "generate": "mlx_zip.generation.generate",
-    "stream_generate": "mlx_zip.generation.generate",
-    "batch_generate": "mlx_zip.generation.generate",
+    "GenerationResponse": "mlx_zip.engine.responses",
+    "generate": "mlx_zip.engine.generate",
+    "stream_generate": "mlx_zip.engine.generate",
+    "batch_generate": "mlx_zip.engine.generate",
     "convert": "mlx_zip.converters",
     "CodecError": "mlx_zip.errors",
     "ConfigError": "mlx_zip.errors",

@@ -10,6 +10,7 @@ so the tail is always masked (zip2zip 0.2.0 does not mask it and fails when one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,3 +70,8 @@ class Layout:
 def is_zip(model: Any) -> bool:
     """Returns whether a model has hypertokens: a model that has them has a `Layout` as its `layout`."""
     return isinstance(getattr(model, "layout", None), Layout)
+
+
+def base_config(model: Any) -> Mapping[str, Any]:
+    """Returns the decoder's config: config.json, or for a plain model the arguments that mlx-lm read from it."""
+    return model.args.config if is_zip(model) else vars(model.args)

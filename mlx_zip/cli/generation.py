@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: Any) -> int:
     """Does what `run` does after its checks. group: the machines of this run, None for one."""
-    from mlx_zip.generation.generate import load, stream_generate
+    from mlx_zip.engine.generate import load, stream_generate
     from mlx_zip.generation.sampling_options import as_logit_bias
     from mlx_zip.models.machines import leave
     from mlx_zip.text.tokenizer import add_eos_tokens
@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
 
 def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str) -> int:
     """Does what `run` does after its checks, on PyTorch."""
-    from mlx_zip.engine.answering import answer
+    from mlx_zip.engine.responses import answers
     from mlx_zip.generation.sampling_options import Sampling, as_logit_bias
     from mlx_zip.models.folders import model_folder
     from mlx_zip.text.prompts import encode_prompt
@@ -116,7 +116,7 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
         pack, tokenizer = request_pack(chosen, plain, engine), engine.tokenizer
         add_eos_tokens(tokenizer, args.extra_eos_token)
         base_ids = encode_prompt(tokenizer, read_chat(tokenizer, prompt, args, continues=False))
-        responses = answer(engine, base_ids, sampling, pack, args.max_tokens, args.stop)
+        responses = (one for _, one in answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
         hyper = bool(engine.info.codebook_size)
         if sys.stdout.isatty() and args.verbose and not args.json:
             print(*notes(args, args.model, hyper), sep="\n", file=sys.stderr)
@@ -216,7 +216,7 @@ def show(
     responses: those of `stream_generate`. store: the `RowStore` whose row counts --json prints, None for no counts.
     codebook: further fields for --json.
     """
-    from mlx_zip.generation.response import RULE, footer
+    from mlx_zip.engine.responses import RULE, footer
 
     framed, coloured = args.verbose and not args.json, colours.coloured(args.color, out)
     text, response, status = "", None, 0

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     from mlx_zip.engine.sessions.cached_prompts import KvOptions, cache_prompt, prompt_ids
     from mlx_zip.engine.sessions.store import SessionOptions
-    from mlx_zip.generation.generate import load
+    from mlx_zip.models.loading import load
 
     config = {"trust_remote_code": args.trust_remote_code}
     if args.eos_token is not None:

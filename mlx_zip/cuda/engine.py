@@ -26,11 +26,11 @@ from mlx_zip.device import VARIABLE, peak_rss_bytes
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.evaluation.scored import Compressed, Scored
 from mlx_zip.generation.exclusions import excluded_after
 from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.packs.starts import with_starts

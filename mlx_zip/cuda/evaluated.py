@@ -17,9 +17,9 @@ from mlx_zip.cuda.engine import CudaEngine, tokenizer_of
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.device import peak_rss_bytes
-from mlx_zip.engine.answering import answers
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.evaluation.scored import Compressed, Pairs, Scored
+from mlx_zip.engine.responses import answers
+from mlx_zip.engine.scored import Compressed, Pairs, Scored
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import AnyStart, TunedStart
 

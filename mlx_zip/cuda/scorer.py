@@ -18,7 +18,7 @@ from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.rope import LONG, SHORT
 from mlx_zip.cuda.sequence import Begin
 from mlx_zip.cuda.transfers import ids_to_device
-from mlx_zip.evaluation.scored import LOGITS, Compressed, Pairs, Scored
+from mlx_zip.engine.scored import LOGITS, Compressed, Pairs, Scored
 from mlx_zip.generation.exclusions import MOST
 
 NEVER = np.iinfo(np.int64).max

@@ -13,6 +13,7 @@ import numpy as np
 from mlx_zip.engine import searching
 from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.generation.canonical import without, without_in_rows
+from mlx_zip.generation.penalty_terms import PenaltyTerms
 from mlx_zip.models.sharding import chosen_by_first
 
 
@@ -23,21 +24,26 @@ class Choice:
     packed [B, 2 + 2K] int32: id, its log-probability, the K most likely ids, and theirs; None if no row asked for it.
     Floats are there as their bits, so that one transfer brings all. top: per row how many it asked for, None for no
     log-probabilities. failed [B]: 1 for requests that failed on the first of several machines, None for one machine.
+    logprobs [B, W]: what the ids were chosen from, None if no row keeps them.
     """
 
     y: mx.array
     packed: mx.array | None
     top: tuple[int | None, ...]
     failed: mx.array | None = None
+    logprobs: mx.array | None = None
 
     def start(self, *others: mx.array) -> None:
         """Starts computing the choice, along with other arrays."""
-        failed = () if self.failed is None else (self.failed,)
-        mx.async_eval(self.y if self.packed is None else self.packed, self.y, *failed, *others)
+        more = (one for one in (self.packed, self.failed, self.logprobs) if one is not None)
+        mx.async_eval(*more, self.y, *others)
 
     def read(self) -> list[Chosen]:
         """Returns the chosen ids; waits until they are computed."""
         chosen = self._read()
+        if self.logprobs is not None:
+            for row, one in enumerate(chosen):
+                one.logprobs = self.logprobs[row]
         if self.failed is not None:
             failed: Any = self.failed.tolist()
             for one, flag in zip(chosen, failed, strict=True):
@@ -75,6 +81,24 @@ def choose(
     forced: dict[int, mx.array] = {}
     logits = _processed(jobs, logits, forced, end, pad_id)
     logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
+    y = _drawn(jobs, logprobs, forced)
+    top, failed = tuple(job.submission.top_logprobs for job in jobs), None
+    if machines is not None:
+        own = mx.array([job.error is not None for job in jobs], mx.uint32)
+        y, failed = mx.split(chosen_by_first(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
+    kept = logprobs if any(job.inline.logprobs for job in jobs) else None
+    return Choice(y, _packed(y, logprobs, top), top, failed, kept)
+
+
+def _drawn(jobs: Sequence[Job], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
+    """Returns ids [B], those in `forced` or what each row's sampler draws. Rows of one sampler are drawn together."""
+    shared = jobs[0].draws
+    if not forced and not shared.greedy and all(job.draws is shared and job.error is None for job in jobs):
+        try:
+            return shared(logprobs).astype(mx.uint32)
+        except Exception as error:
+            for job in jobs:
+                job.error = error
     for row, job in enumerate(jobs):
         if row not in forced and not job.draws.greedy and job.error is None:
             try:
@@ -82,13 +106,9 @@ def choose(
             except Exception as error:
                 job.error = error
     y = mx.argmax(logprobs, axis=-1)
-    if forced:
-        y = mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(jobs))])
-    top, failed = tuple(job.submission.top_logprobs for job in jobs), None
-    if machines is not None:
-        own = mx.array([job.error is not None for job in jobs], mx.uint32)
-        y, failed = mx.split(chosen_by_first(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
-    return Choice(y, _packed(y, logprobs, top), top, failed)
+    if not forced:
+        return y
+    return mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(jobs))])
 
 
 def _processed(
@@ -96,7 +116,7 @@ def _processed(
 ) -> mx.array:
     """Returns logits [B, W] after every row's own processors. forced: gets the ids of rows that a constraint chose."""
     if not any(job.penalties or job.submission.constraint is not None for job in jobs):
-        return _canonical_only(jobs, logits, pad_id)
+        return _canonical_only(jobs, logits, end, pad_id)
     rows: list[mx.array] = []
     searches: dict[int, Search] = {}
     for row, job in enumerate(jobs):
@@ -119,23 +139,24 @@ def _processed(
 
 def _processed_row(job: Job, logits: mx.array, end: int | None) -> mx.array | Search:
     """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
-    tokens = mx.array(job.read_ids, mx.int32) if job.penalties else None
+    reads = any(not isinstance(one, PenaltyTerms) for one in job.penalties)  # these look at the codebook's log
+    tokens: Any = mx.array(np.asarray(job.read_ids, np.int32)) if reads else None
     for processor in job.penalties:
-        logits = processor(tokens, logits)  # type: ignore[arg-type]  # only a plain model's processors read the ids
+        logits = processor(tokens, logits)
     excluded = [] if job.canonical is None else job.canonical.excluded()
     if job.submission.constraint is not None:
         return Search(job, logits, excluded, end)
     return without(logits, excluded) if excluded else logits
 
 
-def _canonical_only(jobs: Sequence[Job], logits: mx.array, pad_id: int) -> mx.array:
+def _canonical_only(jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
     """Returns logits [B, W] after canonical decoding, where rows have it."""
     if all(job.canonical is None for job in jobs):
         return logits
     excluded = [[] if job.canonical is None else job.canonical.excluded() for job in jobs]
     if len(jobs) == 1:
         return without(logits, excluded[0]) if excluded[0] else logits
-    return without_in_rows(logits, excluded, pad_id)
+    return without_in_rows(logits, excluded, pad_id, end)
 
 
 def _packed(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:

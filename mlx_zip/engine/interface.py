@@ -141,7 +141,7 @@ class Emitted:
     logprob: natural log-probability that it was chosen from, None unless asked for. likely: the most likely ids of the
     step, most likely first. learned: base ids of each entry that was installed in the codebook since the last event of
     this kind, as a rule by this id. origin: with `Submission.show`, where a hypertoken's entry was learned, None for a
-    base id.
+    base id. last: whether the answer ends with this id, at an eos or a limit.
     """
 
     id: int
@@ -150,6 +150,7 @@ class Emitted:
     likely: tuple[Likely, ...] = ()
     learned: tuple[tuple[int, ...], ...] = ()
     origin: Origin | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True)

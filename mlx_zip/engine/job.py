@@ -54,13 +54,32 @@ class Handle(Ticket):
 class Chosen:
     """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids.
 
-    failed: whether the request failed on the first of several machines.
+    failed: whether the request failed on the first of several machines. logprobs [W]: what it was chosen from, for a
+    request with `Inline.logprobs`.
     """
 
     id: int
     logprob: float | None = None
     likely: list[tuple[int, float]] = field(default_factory=list)
     failed: bool = False
+    logprobs: Any = None
+
+
+@dataclass(frozen=True)
+class Inline:
+    """What a request can have only if it runs in its caller's thread.
+
+    draws: its sampler, None for one made from its options. processors: logits processors, called with (ids that were
+    read [n], logits [1, W]) after the penalties. logprobs: whether the log-probabilities of each choice are kept.
+    reads_last: whether its cache also reads the id that it ends with, because the caller goes on with the cache. ids:
+    the prompt as the model is to read it, None for what the codec makes of its base ids.
+    """
+
+    draws: Any = None
+    processors: Sequence[Any] = ()
+    logprobs: bool = False
+    reads_last: bool = False
+    ids: Any = None
 
 
 class Job:
@@ -70,11 +89,13 @@ class Job:
     error: what made it fail. whole: False if nobody knows what its cache holds after an error. draws: its sampler.
     penalties: its logits processors but canonical decoding. outgrown: whether the KV caches have no room for more of
     it. ended: whether its last event was delivered. keep: whether its session is kept, False after a purge. next_ids:
-    those that its cache reads next when a `Reading` is made of it.
+    those that its cache reads next when a `Reading` is made of it. logprobs [W]: those of the id taken last, with
+    `Inline.logprobs`.
     """
 
-    def __init__(self, checked: Checked, deliver: Deliver) -> None:
+    def __init__(self, checked: Checked, deliver: Deliver, inline: Inline | None = None) -> None:
         self.checked, self.submission, self._deliver = checked, checked.submission, deliver
+        self.inline = inline or Inline()
         self.handle = Handle()
         self.submitted_s, self.begun_s, self.first_s = time.perf_counter(), 0.0, 0.0
         self.cache: Any = None
@@ -84,7 +105,9 @@ class Job:
         self.next_ids: Any = self.prompt_ids
         self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = 0
         self._firsts = np.zeros(0, np.uint32)
+        self.logprobs: Any = None
         self._read: list[int] = []  # ids that a plain model's cache holds
+        self._begun_at = 0  # length of the codebook's log before this request
         self._state: State | None = None
         self._row = 0
         self._emitted: Emitted | None = None
@@ -105,13 +128,15 @@ class Job:
         """
         self.cache, self.cached_tokens = found.cache, found.base_tokens
         self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(found.cache), 0
-        self.draws = served.make_draws(self.checked.sampling, found.random_state)
+        self.draws = self.inline.draws or served.make_draws(self.checked.sampling, found.random_state)
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
         rest = base_ids[found.base_tokens :]
-        self.prompt_ids = self.next_ids = np.asarray(rest if self._state is None else compress_next(self.book, rest))
+        ids = rest if self._state is None or self.inline.ids is not None else compress_next(self.book, rest)
+        self.prompt_ids = self.next_ids = np.asarray(ids if self.inline.ids is None else self.inline.ids)
         self._read = [] if self.book is not None else base_ids[: found.base_tokens].tolist()
-        used = len(base_ids) if served.by_base else found.ids + len(self.prompt_ids)
+        self._begun_at = 0 if self.book is None else self.book.mark()
+        used = self.book.base_length + len(rest) if served.by_base else found.ids + len(self.prompt_ids)
         context = served.context
         room = math.inf if context is None else context - used
         if context is not None and room < 1:
@@ -119,7 +144,7 @@ class Job:
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
-        self.penalties = served.make_penalties(self.checked.sampling, self._state)
+        self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
@@ -166,9 +191,14 @@ class Job:
         del self._read[-1:]
 
     @property
-    def read_ids(self) -> list[int]:
-        """The ids that a plain model's cache has read; none for a cache with a codebook, which logs them itself."""
-        return self._read
+    def read_ids(self) -> Sequence[int] | np.ndarray:
+        """The ids that the request's cache has read: with a codebook those since the request began."""
+        return self._read if self.book is None else self.book.ids[self._begun_at :]
+
+    @property
+    def stays(self) -> bool:
+        """Whether the request takes part in the next step: it goes on, or its cache is to read its last id."""
+        return self.error is None and (self.reason is None or self.inline.reads_last)
 
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that has just been chosen. Raises `CodecError` for what cannot be read."""
@@ -207,7 +237,8 @@ class Job:
         self.base_tokens += len(base_ids)
         if self._entries is None and self.book is not None:
             self._entries = following(self.book, self.submission.show)
-        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely)
+        self.logprobs = chosen.logprobs
+        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely, last=self.reason is not None)
         if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.of(self.book, chosen.id, len(expansion)))
 

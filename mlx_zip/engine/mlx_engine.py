@@ -22,13 +22,12 @@ from mlx_zip.engine.group import Reading
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.options import KEEP_WIRED_S, RunOptions, ServeOptions
-from mlx_zip.engine.served import Served
+from mlx_zip.engine.scored import Compressed, Scored
+from mlx_zip.engine.scoring import score_in_parts
+from mlx_zip.engine.served import PREFILL_STEP_SIZE, Served, ServedByEngine
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
-from mlx_zip.evaluation.scored import Compressed, Scored
-from mlx_zip.evaluation.scoring import score_in_parts
-from mlx_zip.generation.generate import PREFILL_STEP_SIZE
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.base_only import BaseOnly
 from mlx_zip.models.loading import load
@@ -111,12 +110,12 @@ class MlxEngine(ThreadedEngine):
 
     _wired: WiredMemory | None = None  # made in the engine's thread, which computes
 
-    def _served(self, load: Load, name: str) -> Served:
+    def _served(self, load: Load, name: str) -> ServedByEngine:
         model, self.tokenizer = load()
         streams = [generation_stream, mx.default_stream(mx.default_device())]
         self._wired = WiredMemory(self._options.keep_wired_s, streams)
         self._wired.hold()
-        served = Served(model, self.tokenizer, name, self._options.run)
+        served = ServedByEngine(model, self.tokenizer, name, self._options.run)
         _warn_if_large(name, served.weight_bytes)
         return served
 

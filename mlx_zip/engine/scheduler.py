@@ -47,7 +47,8 @@ class Scheduler:
 
     store: kept sessions. max_running: requests whose prompts are read or that take steps at one time. max_kv_bytes:
     bound on the KV caches of all of them, None for none. ended: called after a request has ended.
-    make_reading: returns what reads the prompt of a request that has its cache.
+    make_reading: returns what reads the prompt of a request that has its cache. raises: whether `work` raises what goes
+    wrong instead of failing the requests that it concerns.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class Scheduler:
         max_kv_bytes: int | None,
         ended: Callable[[Job], None],
         make_reading: Callable[[Job], Reading],
+        raises: bool = False,
     ) -> None:
         self.served, self.store, self.max_running, self.max_kv_bytes = served, store, max_running, max_kv_bytes
         self.totals = Totals()
         self.waiting: deque[Job] = deque()
         self.readings: deque[Reading] = deque()
         self.groups: list[Group] = []
-        self._ended, self._make_reading, self._rounds = ended, make_reading, 0
+        self._ended, self._make_reading, self._rounds, self._raises = ended, make_reading, 0, raises
 
     @property
     def running(self) -> list[Job]:
@@ -243,6 +245,8 @@ class Scheduler:
         A merged group reads the weights once per step where two groups read them twice, but reads padding too: a group
         joins another if its padding there takes no more bytes than the weights.
         """
+        if len(groups) < 2:
+            return [list(groups)] if groups else []
         most = self.served.weight_bytes // max(1, self.served.kv_bytes_per_id)
         out: list[list[Group]] = []
         for group in sorted(groups, key=lambda group: -group.length):
@@ -273,6 +277,8 @@ class Scheduler:
             result = call()
             return True if result is None else result
         except Exception as error:
+            if self._raises:
+                raise
             if not isinstance(error, MlxZipError):
                 if self.served.machines is not None:
                     raise  # it may have happened on this machine only, and the others would go on alone

@@ -1,30 +1,38 @@
-"""`Served`: the model that an engine serves, and how its ids are drawn. Used in the engine's thread only."""
+"""`Served`: a model on MLX, what its requests begin with, and how their ids are drawn. Used in one thread only."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from numbers import Integral
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
+from mlx_zip.codec import compress_next
+from mlx_zip.codec.ids import as_ids
+from mlx_zip.device import on_gpu
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
-from mlx_zip.generation.generate import bounded_cache, check_kv
-from mlx_zip.generation.request import base_config
+from mlx_zip.engine.prompt_caches import CacheTurn
+from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, start_check
+from mlx_zip.errors import GenerationError
 from mlx_zip.generation.sampling import make_processors
 from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.hyper.model_fingerprint import name_of
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import base_config, is_zip
 from mlx_zip.models.batching import batches, entries_of
 from mlx_zip.models.sharding import machines_of
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+
+PREFILL_STEP_SIZE = 2048
+KEPT = 4  # ids that a bounded KV cache always keeps, as in mlx-lm
+KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 class Served:
@@ -33,14 +41,16 @@ class Served:
     machines: those that the model is split over, None if it is whole. ahead: whether steps begin before the host has
     read their ids. context, by_base, vocab_size, width: see `ModelFacts`. canonical: whether canonical decoding is on.
     long_context: positions beyond which LongRoPE uses its long factors, None for models without. never_excluded: ids
-    that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row. weight_bytes: of all weights.
+    that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row, 0 where memory has no bound.
+    weight_bytes: of all weights.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
+    kv_bytes_per_id = 0
+
+    def __init__(self, model: Any, tokenizer: Any, options: RunOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.hyper, self.machines = is_zip(model), machines_of(model)
-        on_gpu = mx.default_device() == mx.Device(mx.gpu)
-        self.ahead = on_gpu if options.ahead is None else options.ahead
+        self.ahead = on_gpu() if options.ahead is None else options.ahead
         config = base_config(model)
         self.context: int | None = config.get("max_position_embeddings")
         self.by_base = self.hyper and model.config.position_mode == "base_token_end"
@@ -48,11 +58,18 @@ class Served:
         self.width = model.layout.width if self.hyper else config.get("vocab_size")
         self.canonical = self.hyper and model.config.canonical
         self.long_context = model.traits.long_context if self.hyper else None
-        self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        self.kv_bytes_per_id, self.batches = self._try_out()
-        self.weight_bytes = sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
-        self.facts = self._facts()
-        self.info = engine_info(name, name_of(model), self.facts)
+
+    @cached_property
+    def never_excluded(self) -> list[int]:
+        return [*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids]
+
+    @cached_property
+    def batches(self) -> bool:
+        return self.options.kv_bits is None and batches(_kv_of(self.new_cache(None)))
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return sum(array.nbytes for _, array in cast(Any, tree_flatten(self.model.parameters())))
 
     @property
     def quantize(self) -> Callable[[list[Any]], None]:
@@ -95,18 +112,26 @@ class Served:
         if self.hyper:
             self.model.session.settle()
 
-    def _try_out(self) -> tuple[int, bool]:
-        """Runs the model on one id; returns the bytes per id of its KV caches, and whether they batch.
+
+class ServedByEngine(Served):
+    """A model that an engine serves, with what its checks and bounds need; `facts` and `info` are the engine's."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
+        super().__init__(model, tokenizer, options)
+        self.kv_bytes_per_id = self._try_out()
+        self.facts = self._facts()
+        self.info = engine_info(name, name_of(model), self.facts)
+
+    def _try_out(self) -> int:
+        """Runs the model on one id; returns the bytes per id of its KV caches.
 
         So a model that cannot run fails when it is loaded, and the first request finds it warm.
         """
         cache, run = self.new_cache(None), self.options
         check_kv(self.model, cache, run.kv_bits, run.kv_group_size, run.prefill_step_size, run.quantized_kv_start)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
-        kv = cache[:-1] if self.hyper else cache
-        plain = [entry for entry in entries_of(kv) if type(entry) is KVCache]
-        per_id = sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
-        return per_id, batches(kv) and self.options.kv_bits is None
+        plain = [entry for entry in entries_of(_kv_of(cache)) if type(entry) is KVCache]
+        return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
 
     def _facts(self) -> ModelFacts:
         model = self.model
@@ -122,6 +147,90 @@ class Served:
             else lambda start: None,
             kv_bytes_per_id=self.kv_bytes_per_id,
         )
+
+
+def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:
+    """Returns the KV caches among a cache's entries."""
+    return cache if find_state(cache) is None else cache[:-1]
+
+
+# ---- the caches of a request
+
+
+def bounded_cache(model: Any, max_kv_size: int) -> list[Any]:
+    """Makes a plain model's cache of one request, whose layers keep the first four ids and the latest ones.
+
+    max_kv_size: ids per layer in all, as in mlx-lm. mlx-lm ignores it for models that make their caches themselves;
+    here it also bounds those of them that make full KV caches. Raises `GenerationError` for a number below 5, a model
+    with hypertokens, and one whose layers have windows or states.
+    """
+    if is_zip(model):
+        raise GenerationError(
+            "max_kv_size (--max-kv-size): a rotating KV cache forgets ids that the codebook still knows; only models "
+            "without hypertokens can have one"
+        )
+    if not isinstance(max_kv_size, Integral) or isinstance(max_kv_size, bool) or max_kv_size <= KEPT:
+        raise GenerationError(
+            f"max_kv_size (--max-kv-size) must be an integer of at least {KEPT + 1}, got {max_kv_size!r}"
+        )
+    cache = make_prompt_cache(model)
+    if any(type(entry) is not KVCache for entry in cache):
+        kinds = ", ".join(sorted({type(entry).__name__ for entry in cache}))
+        raise GenerationError(f"max_kv_size (--max-kv-size): this model bounds its caches itself ({kinds})")
+    return [RotatingKVCache(max_size=int(max_kv_size), keep=KEPT) for _ in cache]
+
+
+def check_kv(
+    model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int, quantized_from: int = 0
+) -> None:
+    """Raises `GenerationError` for a prefill chunk or a KV quantization that cannot be; bits: None for none."""
+    if not isinstance(chunk, Integral) or isinstance(chunk, bool) or chunk < 1:
+        raise GenerationError(
+            f"prefill_step_size (--prefill-step-size) must be an integer of at least 1, got {chunk!r}"
+        )
+    if bits is None:
+        return
+    if not isinstance(quantized_from, Integral) or isinstance(quantized_from, bool) or quantized_from < 0:
+        raise GenerationError(
+            f"quantized_kv_start (--quantized-kv-start) must be an integer of at least 0, got {quantized_from!r}"
+        )
+    if bits not in KV_BITS:
+        raise GenerationError(f"kv_bits (--kv-bits) must be one of {KV_BITS}, got {bits}")
+    if group_size not in KV_GROUP_SIZES:
+        raise GenerationError(f"kv_group_size (--kv-group-size) must be one of {KV_GROUP_SIZES}, got {group_size}")
+    if any(isinstance(entry, RotatingKVCache) for entry in cache):
+        raise GenerationError(
+            "kv_bits (--kv-bits): rotating caches (--max-kv-size, sliding windows) cannot be quantized"
+        )
+    config = base_config(model)
+    heads = config.get("num_attention_heads")
+    width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)
+    if width % group_size:
+        raise GenerationError(f"kv_group_size (--kv-group-size): {group_size} does not divide the head width {width}")
+
+
+def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
+    """Raises `GenerationError` for a prompt of what are no base ids, or that leaves no position for an answer.
+
+    What the cache holds counts.
+    """
+    check_base_ids(turn.base_ids, served.vocab_size)
+    context, ids, state = served.context, turn.base_ids, find_state(cache)
+    used = turn.kept_tokens if served.by_base else turn.kept_ids
+    if context is None or used + len(ids) < context:
+        return
+    if state is not None and not served.by_base:
+        book = state.books[0].copy()
+        book.rewind(turn.kept_ids)
+        ids = compress_next(book, as_ids(ids))
+    if (used := used + len(ids)) >= context:
+        raise GenerationError(
+            f"the prompt (with what the cache holds) takes {used} positions, the model's context has {context} and "
+            "generation needs at least one; shorten the prompt"
+        )
+
+
+# ---- how ids are drawn
 
 
 class Draws:

@@ -130,10 +130,7 @@ class Checks:
             raise GenerationError(f"the prompt: {error}") from error
         if not len(base_ids):
             raise GenerationError("the prompt is empty; give at least one id")
-        wrong = np.flatnonzero(base_ids >= self.facts.vocab_size)
-        if len(wrong):
-            at, last = wrong[0], self.facts.vocab_size - 1
-            raise GenerationError(f"prompt id {base_ids[at]} at index {at} is not a base id (0 to {last})")
+        check_base_ids(base_ids, self.facts.vocab_size)
         bound = self.max_prompt_tokens
         if bound is not None and len(base_ids) > bound:
             raise PromptTooLongError.of(len(base_ids), bound, f"at most {bound} are allowed here")
@@ -165,6 +162,15 @@ class Checks:
                 f"there are {bound}: ask for fewer"
             )
         return min(bound, per_id * (least if max_tokens > 0 else prompt + UNLIMITED_IDS))
+
+
+def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int) -> None:
+    """Raises `GenerationError` for the first id of a prompt that is not a base id."""
+    values = np.asarray(ids, object if isinstance(ids, list) else None)
+    wrong = np.flatnonzero((values < 0) | (values >= vocab_size))
+    if len(wrong):
+        at = wrong[0]
+        raise GenerationError(f"prompt id {values[at]} at index {at} is not a base id (0 to {vocab_size - 1})")
 
 
 def context_error(tokens: int, most: int, context: int) -> PromptTooLongError:

@@ -37,10 +37,10 @@ from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.parts import Reading, Served
 from mlx_zip.engine.scheduler import Scheduler, Totals
+from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
-from mlx_zip.evaluation.scored import Compressed, Scored, compress_parts
 from mlx_zip.packs.starts import with_starts
 from mlx_zip.packs.tuned import AnyStart
 

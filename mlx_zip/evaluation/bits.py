@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.engine.scored import Compressed, Scored
+from mlx_zip.engine.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scored import Compressed, Scored
-from mlx_zip.evaluation.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.layout import is_zip
 from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.text.documents import Document

@@ -16,12 +16,12 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import ZipConfig
+from mlx_zip.engine.scoring import context_limit, scores_itself
 from mlx_zip.errors import DataError, GenerationError, ModelError, reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.rates import Settings, measure_rates
 from mlx_zip.evaluation.report import make_record
-from mlx_zip.evaluation.scoring import context_limit, scores_itself
 from mlx_zip.generation.sampling import Sampling
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip

@@ -21,11 +21,11 @@ import numpy as np
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
+from mlx_zip.engine.scored import Compressed
+from mlx_zip.engine.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits, prefix_id
 from mlx_zip.evaluation.rates import can_batch, stream
-from mlx_zip.evaluation.scored import Compressed
-from mlx_zip.evaluation.scoring import compress_row, context_limit, score
 from mlx_zip.layout import is_zip
 from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.text.documents import Document

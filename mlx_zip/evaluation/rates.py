@@ -12,11 +12,11 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.engine import prompt_caches
+from mlx_zip.engine.generate import stream_batch, stream_generate
+from mlx_zip.engine.responses import GenerationResponse
+from mlx_zip.engine.scoring import codec, scores_itself
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scoring import codec, scores_itself
-from mlx_zip.generation import cache_notes
-from mlx_zip.generation.generate import stream_batch, stream_generate
-from mlx_zip.generation.response import GenerationResponse
 from mlx_zip.layout import is_zip
 from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.state import find_state
@@ -166,8 +166,8 @@ def _responses(
         yield from stream(model, tokenizer, [turn.prompt for turn in turns], **options)
         return
     prompt = turns[0].prompt
-    kept_ids, kept_base_ids = cache_notes.common_prefix(cache, prompt)
-    cache_notes.trim_to(cache, kept_ids)
+    kept_ids, kept_base_ids = prompt_caches.common_prefix(cache, prompt)
+    prompt_caches.trim_to(cache, kept_ids)
     prompt, turns[0].context = prompt[kept_base_ids:], _codebook(cache)
     yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))
 

@@ -96,7 +96,7 @@ def _convert(source: Path, out: Path) -> tuple[bool, str]:
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    from mlx_zip.generation.generate import load
+    from mlx_zip.models.loading import load
 
     return load(folder)
 
@@ -150,7 +150,7 @@ def _worse(worst: float, difference: Any) -> float:
 
 def _greedy(source: Path, model: Any, tokenizer: Any) -> tuple[bool, str]:
     """Returns whether greedy generation gives the recorded ids, and how many are equal as text."""
-    from mlx_zip.generation.generate import stream_generate
+    from mlx_zip.engine.generate import stream_generate
 
     prompts = _recorded(source)[0]["prompts"]
     equal = total = 0

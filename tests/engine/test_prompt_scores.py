@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Emitted
+from mlx_zip.engine.scoring import compress_row, score
 from mlx_zip.errors import EngineStoppedError, GenerationError, PromptTooLongError
-from mlx_zip.evaluation.scoring import compress_row, score
 from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.generating import plain_model

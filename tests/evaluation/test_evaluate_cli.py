@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip import GenerationError, cli
+from mlx_zip.engine.generate import load
 from mlx_zip.evaluation import report
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.evaluate import Evaluation, check_prompts, evaluate
-from mlx_zip.generation.generate import load
 from mlx_zip.text.conversations import Prompt
 from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text

@@ -10,6 +10,8 @@ from mlx_lm.models import gemma3_text, llama
 from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.engine import prompt_caches
+from mlx_zip.engine.generate import stream_generate
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.rates import (
     Settings,
@@ -19,8 +21,6 @@ from mlx_zip.evaluation.rates import (
     repeated_grams,
     summary,
 )
-from mlx_zip.generation import cache_notes
-from mlx_zip.generation.generate import stream_generate
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
@@ -95,8 +95,8 @@ def test_the_replayed_prompt_is_the_one_that_was_read(prompt):
 def test_of_a_prompt_that_a_cache_holds_whole_the_end_is_read_again():
     cache, prompt = MODEL.make_cache(), TOKENIZER.encode("no no no no no no")
     responses(prompt, prompt_cache=cache)
-    kept_ids, kept = cache_notes.common_prefix(cache, prompt)
-    cache_notes.trim_to(cache, kept_ids)
+    kept_ids, kept = prompt_caches.common_prefix(cache, prompt)
+    prompt_caches.trim_to(cache, kept_ids)
     book = cache[-1].books[0]
     assert book.expand(book.ids).tolist() == prompt[:kept]
     assert kept < len(prompt)

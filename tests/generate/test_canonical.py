@@ -14,9 +14,10 @@ from mlx_lm.generate import generate_step
 from mlx_zip import cli
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
+from mlx_zip.engine.generate import batch_generate, load
+from mlx_zip.engine.scoring import compress_row, score
 from mlx_zip.errors import ConfigError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.scoring import compress_row, score
 from mlx_zip.generation.canonical import (
     CanonicalDecoding,
     Followers,
@@ -25,7 +26,6 @@ from mlx_zip.generation.canonical import (
     without,
     without_in_rows,
 )
-from mlx_zip.generation.generate import batch_generate, load
 from support import tiny, tiny_text
 from support.checkpoints import write_checkpoint
 from support.converting import convert
@@ -258,7 +258,7 @@ def test_canonical_text_never_gets_less_likely(batch_size, monkeypatch):
     better, before = (measure_bits(model, found, batch_size).bits for model in (limited, free))
     assert (better <= before).all()
     assert better.sum() < before.sum()
-    monkeypatch.setattr("mlx_zip.evaluation.scoring.LOGITS", 1 << 8)  # a few columns per call
+    monkeypatch.setattr("mlx_zip.engine.scoring.LOGITS", 1 << 8)  # a few columns per call
     np.testing.assert_allclose(measure_bits(limited, found, batch_size).bits, better, rtol=1e-5)
 
 
@@ -315,7 +315,7 @@ def test_generate_and_evaluate_take_the_flag(flag, tmp_path, capsys, monkeypatch
     folder = tiny_text.converted("llama_transformer_tied_lora")
     chosen, loading = [], load
     noting = lambda *a, canonical, **k: chosen.append(canonical) or loading(*a, **k)
-    monkeypatch.setattr(sys.modules["mlx_zip.generation.generate"], "load", noting)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "load", noting)
     monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", noting)
     assert cli.main(["generate", "--model", str(folder), "-m", "2"]) == 0
     assert cli.main(["generate", "--model", str(folder), "-m", "2", flag]) == 0

@@ -8,13 +8,12 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import compress
-from mlx_zip.generation.decode import decode_steps
-from mlx_zip.generation.decode_batch import BatchLoop
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.serving import ask, at_once, tiny_engine
+from support.steps import Together, decode_steps
 
 STEPS, LENGTHS = 40, (40, 25, 33)
 
@@ -55,14 +54,7 @@ def single(model):
 
 
 def batch(model):
-    prompts = prompts_of(model)
-    width = max(map(len, prompts))
-    ids = np.array([[tiny.PAD] * (width - len(prompt)) + prompt.tolist() for prompt in prompts], np.int32)
-    cache = model.make_cache(left_padding=[width - len(prompt) for prompt in prompts])
-    options = {"sampler": make_sampler(0), "processors": [[] for _ in prompts], "pad_id": tiny.PAD, "chunk": 64}
-    loop = BatchLoop(model, cache, ids, prompts=[one.tolist() for one in prompts], ahead=True, **options)
-    for _ in zip(range(STEPS), loop, strict=False):
-        pass
+    Together(model, prompts_of(model), ahead=True).run(STEPS)
 
 
 @pytest.mark.parametrize("loop", [single, batch])

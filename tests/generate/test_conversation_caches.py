@@ -10,8 +10,8 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from mlx_zip import stream_generate
+from mlx_zip.engine.prompt_caches import notes_on
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation.cache_notes import notes_on
 from support.conversing import (
     ASKED,
     answer,

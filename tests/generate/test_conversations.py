@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_zip import stream_generate
+from mlx_zip.engine.prompt_caches import answers_in, notes_on
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation.cache_notes import answers_in, notes_on
 from mlx_zip.state import find_state
 from mlx_zip.text.prompts import Chat
 from support.conversing import (

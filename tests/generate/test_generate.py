@@ -11,8 +11,9 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache, trim_prompt_cache
 
 from mlx_zip.codec import Codebook, compress
+from mlx_zip.engine.generate import batch_generate, generate, load, stream_batch, stream_generate
+from mlx_zip.engine.group import Group
 from mlx_zip.errors import GenerationError, MlxZipError
-from mlx_zip.generation.generate import batch_generate, generate, load, stream_batch, stream_generate
 from mlx_zip.state import find_state
 from support import tiny
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
@@ -291,17 +292,21 @@ def test_a_row_that_has_ended_does_not_end_or_disturb_the_others():
 
 
 def test_a_row_that_has_ended_leaves_the_batch(monkeypatch):
-    module, caches = sys.modules["mlx_zip.generation.generate"], []
-    make = module._batch_cache
-    monkeypatch.setattr(module, "_batch_cache", lambda *given: caches.append(make(*given)) or caches[-1])
+    sizes, launch = [], Group.launch
+
+    def noting(group):
+        launch(group)
+        sizes.append((len(find_state(group.cache).books), group.cache[0].keys.shape[0]))
+
     stop = generate(MODEL, ENDLESS, PROMPTS[0], max_tokens=30)[:3]
-    sizes = []
-    for row, _ in stream_batch(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop):
-        sizes.append((row, len(find_state(caches[0]).books), caches[0][0].keys.shape[0]))
-    assert sizes[0] == (0, len(PROMPTS), len(PROMPTS))
-    last = max(at for at, (row, *_) in enumerate(sizes) if row == 0)
-    assert sizes[last + len(PROMPTS)][1] == len(PROMPTS) - 1
-    assert all(books == kv for _, books, kv in sizes)
+    monkeypatch.setattr(Group, "launch", noting)
+    rows = [row for row, _ in stream_batch(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop)]
+    assert (len(PROMPTS), len(PROMPTS)) in sizes
+    assert all(books == kv for books, kv in sizes)
+    assert sizes[sizes.index((len(PROMPTS),) * 2) :] == sorted(sizes[sizes.index((len(PROMPTS),) * 2) :], reverse=True)
+    last = max(at for at, row in enumerate(rows) if row == 0)
+    assert 0 not in rows[last + 1 :]
+    assert sum(books for books, _ in sizes) <= len(rows) + len(PROMPTS)  # a row takes at most one step after its end
 
 
 def test_penalties_in_a_batch_are_those_of_each_row():
@@ -352,7 +357,7 @@ def test_a_small_story_model_tells_its_story():
 # ---- the package
 
 
-@pytest.mark.parametrize("first", ["import mlx_zip.generation.generate", "from mlx_zip import load", "import mlx_zip"])
+@pytest.mark.parametrize("first", ["import mlx_zip.engine.generate", "from mlx_zip import load", "import mlx_zip"])
 def test_the_packages_generate_is_the_function_whatever_was_imported_first(first):
     code = f"{first}\nimport mlx_zip, types\nassert isinstance(mlx_zip.generate, types.FunctionType)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

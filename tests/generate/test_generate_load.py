@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from mlx_zip.engine.generate import load
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.generation.generate import load
 from mlx_zip.models.loading import rope_settings
 from support import tiny_text
 from support.places import GOLDEN_MODELS

@@ -6,10 +6,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import batch_generate as mlx_lm_batch
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_zip.engine.generate import stream_batch, stream_generate
+from mlx_zip.engine.served import bounded_cache
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation.generate import bounded_cache, stream_batch, stream_generate
 from support import tiny
 from support.generating import ENDLESS, MODEL
 from support.plain_families import FAMILIES, plain_family
@@ -50,11 +51,17 @@ def test_rows_of_a_batch_may_end_at_any_time_and_have_penalties(name):
     assert len(set(map(len, found))) > 1
 
 
-def test_caches_that_mlx_lm_cannot_batch_are_refused(monkeypatch):
+def test_requests_whose_caches_do_not_batch_take_their_steps_one_by_one(monkeypatch):
+    class Own(KVCache):
+        """A kind that nobody knows how to batch."""
+
     model = family("llama")
-    monkeypatch.setattr(type(model), "make_cache", lambda self: [QuantizedKVCache() for _ in self.layers])
-    with pytest.raises(GenerationError, match="one by one"):
-        list(stream_batch(model, ENDLESS, PROMPTS, 3))
+    monkeypatch.setattr(type(model), "make_cache", lambda self: [Own() for _ in self.layers])
+    expected = [[one.token for one in stream_generate(model, ENDLESS, prompt, 9)] for prompt in PROMPTS]
+    found = [[] for _ in PROMPTS]
+    for row, response in stream_batch(model, ENDLESS, PROMPTS, 9):
+        found[row].append(response.token)
+    assert found == expected
 
 
 @pytest.mark.parametrize("size", [5, 16, 60])

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, t
 from mlx_zip import CodecError, DataError, GenerationError, ModelError, ZipState, cli
 from mlx_zip.codec import CodecParams, twin
 from mlx_zip.codec.pack import write_pack
-from mlx_zip.generation.generate import batch_generate, load, stream_batch
+from mlx_zip.engine.generate import batch_generate, load, stream_batch
 from mlx_zip.models.rope import Positions
 from support import tiny_text
 from support.generating import ENDLESS, plain_model

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from mlx_zip.engine.generate import load
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
-from mlx_zip.generation.generate import load
 from mlx_zip.packs.pack import Pack, save_pack
 from mlx_zip.packs.tuned import TunedRows, TunedStart
 from mlx_zip.text.documents import read_corpus

@@ -7,9 +7,9 @@ import pytest
 
 from mlx_zip.bench.papers.packs.transfer import halves
 from mlx_zip.codec import Codebook, compress
+from mlx_zip.engine.generate import load, stream_generate
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
-from mlx_zip.generation.generate import load, stream_generate
 from mlx_zip.packs.pack import Pack, save_pack
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt

@@ -9,8 +9,8 @@ import pytest
 
 from mlx_zip import bundled, cli
 from mlx_zip.bundled import bundled_model
+from mlx_zip.engine.generate import load, stream_generate
 from mlx_zip.errors import ModelError
-from mlx_zip.generation.generate import load, stream_generate
 from mlx_zip.models.loading import model_folder
 from support.places import REPO
 

@@ -9,8 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec.codebook import compress_next
-from mlx_zip.generation.canonical import CanonicalDecoding
-from mlx_zip.generation.decode import decode_steps
+from support.steps import decode_steps
 
 
 def greedy(model: Any, base_ids: Sequence[int], steps: int, pack: Any = None, chunk: int = 64) -> list[int]:
@@ -23,7 +22,6 @@ def greedy(model: Any, base_ids: Sequence[int], steps: int, pack: Any = None, ch
         cache,
         max_steps=steps,
         sampler=lambda logprobs: mx.argmax(logprobs, axis=-1),
-        processors=[CanonicalDecoding(book)] if model.config.canonical else [],
         prefill_step_size=chunk,
     )
     return [token for token, _ in made]

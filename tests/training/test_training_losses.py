@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecParams
+from mlx_zip.engine.scored import Compressed
+from mlx_zip.engine.scoring import score
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scored import Compressed
-from mlx_zip.evaluation.scoring import score
 from mlx_zip.generation.canonical import excluded_after
 from mlx_zip.models.whole import run_whole
 from mlx_zip.training.batches import bucket, make_batch

@@ -8,8 +8,8 @@ from safetensors.numpy import load_file
 
 from mlx_zip.cli.vocab.packs import _shown_in
 from mlx_zip.codec.pack import write_pack
+from mlx_zip.engine.generate import load
 from mlx_zip.errors import DataError
-from mlx_zip.generation.generate import load
 from mlx_zip.packs.pack import Pack, load_pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
 from support import tiny_text

@@ -32,9 +32,9 @@ from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
+from mlx_zip.engine.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, ratio_error, window_bits
-from mlx_zip.evaluation.scoring import compress_row, context_limit, score
 from mlx_zip.layout import is_zip
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
@@ -179,7 +179,7 @@ class AdaptedModels:
 
     def score(self, folder: Path, documents: Sequence[Document]) -> Result:
         """Loads the model in a folder and scores the documents with it, strictly."""
-        from mlx_zip.generation.generate import load
+        from mlx_zip.engine.generate import load
 
         model, tokenizer = load(folder)
         windows = cut_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
-
-from mlx_zip.engine.interface import SessionInfo
+from mlx_zip.codec.ids import as_ids
+from mlx_zip.engine.group import Reading
+from mlx_zip.engine.interface import SessionInfo, Submission
+from mlx_zip.engine.job import Job
+from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.prompt_caches import CacheTurn
+from mlx_zip.engine.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.sessions.mlx_caches import open_store
-from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.generation.decode import read_again
-from mlx_zip.generation.generate import PREFILL_STEP_SIZE, bounded_cache, check_kv
-from mlx_zip.generation.request import Request
-from mlx_zip.state import ZipState, find_state
+from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
+from mlx_zip.engine.submissions import Checked
+from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.state import find_state
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 
 
@@ -58,18 +58,18 @@ def cache_prompt(
     options: of the store. progress: called with the number of base tokens read so far. Raises `GenerationError` for a
     prompt or a quantization that cannot be.
     """
-    cache = make_prompt_cache(model) if kv.max_size is None else bounded_cache(model, kv.max_size)
+    served = Served(model, tokenizer, RunOptions(kv.bits, kv.group_size, kv.start, max_kv_size=kv.max_size))
+    cache = served.new_cache(None)
     check_kv(model, cache, kv.bits, kv.group_size, PREFILL_STEP_SIZE, kv.start)
-    request = Request(model, tokenizer, base_ids, cache, max_tokens=1, stop=None)
-    state = find_state(cache)
+    check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
+    state, submission = find_state(cache), Submission(base_ids, max_tokens=1)
+    job = Job(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
+    job.begin(served, Checkout(cache, 0, 0, ""))
+    reading, group = Reading(served, job), None
     progress(0)
-    factors = read_again(model, cache, request.prompt_ids[None], PREFILL_STEP_SIZE) if state is not None else {}
-    for begin in range(0, len(request.prompt_ids), PREFILL_STEP_SIZE):
-        ids = request.prompt_ids[begin : begin + PREFILL_STEP_SIZE].astype(np.int32)
-        model(mx.array(ids)[None], cache=cache, **factors)
-        maybe_quantize_kv_cache(cache, quantized_kv_start=kv.start, kv_group_size=kv.group_size, kv_bits=kv.bits)
-        mx.eval([entry.state for entry in cache if not isinstance(entry, ZipState)])
-        progress(begin + len(ids) if state is None else state.books[0].base_length)
+    while group is None:
+        _, group = reading.read(PREFILL_STEP_SIZE)
+        progress(job.held_ids if state is None else state.books[0].base_length)
     store = open_store(model, tokenizer, options)
     held = None if state is not None else base_ids
     store.put(cache, pack_key="", base_ids=held)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_from_json
+from mlx_zip.engine.served import bounded_cache
 from mlx_zip.engine.sessions.files import check_held
 from mlx_zip.engine.sessions.format import (
     BadFileError,
@@ -35,10 +36,8 @@ from mlx_zip.engine.sessions.format import (
 from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
-from mlx_zip.generation.generate import bounded_cache
-from mlx_zip.generation.request import base_config
 from mlx_zip.hyper.model_fingerprint import name_of
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import base_config, is_zip
 from mlx_zip.packs.starts import same_but_start
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint

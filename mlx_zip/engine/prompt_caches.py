@@ -1,7 +1,8 @@
-"""Notes on prompt caches: the ids that a cache has read, so that of a whole conversation only the new part is read.
+"""A caller's prompt cache: `CacheTurn`, one request's use of it, and notes on the ids that it has read.
 
-For each plain model's cache this module notes its ids, and the answers that were generated with it. (A zip2zip model's
-cache logs its ids itself, in the codebook, and its `ZipState` keeps the answers, also in copies.)
+The notes are there so that of a whole conversation only the new part is read. For each plain model's cache they hold
+its ids, and the answers that were generated with it. (A zip2zip model's cache logs its ids itself, in the codebook, and
+its `ZipState` keeps the answers, also in copies.)
 
 The notes are kept in a dictionary next to the cache, not in it, because a cache is a list of mlx-lm's own objects: they
 have no place for notes, and mlx-lm's functions that save, load, trim and count a cache's entries would meet one that
@@ -25,6 +26,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.batching import entries_of
 from mlx_zip.state import find_state
+from mlx_zip.text.prompts import as_chat, encode_prompt
 
 
 @dataclass
@@ -45,6 +47,65 @@ CANNOT_TRIM = (
     "cache"
 )
 _NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # the key is the cache's last entry
+
+
+class CacheTurn:
+    """One request's turn on a prompt cache, a new one or one that was used: what it keeps, and what the prompt adds.
+
+    base_ids: what is to be read of the prompt. kept_ids: ids of the cache that it follows. kept_tokens: what they stand
+    for. cached_tokens: base tokens of a conversation that the cache holds. Raises `GenerationError` for a prompt that
+    cannot be, and for a cache that would have to be trimmed and cannot be.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Any, cache: list[Any]) -> None:
+        self._tokenizer, self._cache, chat = tokenizer, cache, as_chat(prompt)
+        self._notes = notes_on(cache)
+        self._reader = self._notes.reader  # of the last request that used the cache, later this one's own mark
+        self._prefill = chat is not None and chat.prefill is not None  # whether the prompt begins the answer itself
+        state, begun, self._held = find_state(cache), is_begun(cache), held_ids(cache)
+        self.kept_ids, self.kept_tokens = self._held, self._held if state is None else state.books[0].base_length
+        base_ids = encode_prompt(tokenizer, prompt, begun, answers_in(cache) if chat else None)
+        self.cached_tokens = 0
+        if chat is not None and begun:
+            self.kept_ids, self.kept_tokens = common_prefix(cache, base_ids)
+            base_ids, self.cached_tokens = base_ids[self.kept_tokens :], self.kept_tokens
+        self.base_ids = base_ids
+        check_trim(cache, self.kept_ids)
+
+    def begin(self) -> None:
+        """Trims the cache to the ids that the prompt follows.
+
+        Raises `GenerationError`, with the cache unchanged, if it cannot be trimmed, or was used since this object was
+        made.
+        """
+        if held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
+            raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
+        trim_to(self._cache, self.kept_ids)
+        self._reader = self._notes.reader = object()
+
+    def check(self) -> None:
+        """Raises `GenerationError` if another request has used the cache since this one began."""
+        if self._notes.reader is not self._reader:
+            raise GenerationError("another request used the prompt cache in the middle of this answer, which ends here")
+
+    def end(self, read: Sequence[int], answer: Sequence[tuple[str, Sequence[int]]], finish_reason: str | None) -> None:
+        """Notes what the cache has read, and the answer just generated, for the next turn of the conversation.
+
+        read: ids of the prompt and of the answer. answer: text and base ids per emitted id.
+
+        An answer is not noted if a stop string cut it, the caller left early, or the prompt began it, because then the
+        emitted ids are not exactly those of the answer.
+        """
+        if self._notes.reader is not self._reader:
+            return  # the cache holds another request's ids now
+        keep_notes(self._cache, self._notes)
+        note_read(self._cache, read)
+        ids = [i for _, base_ids in answer for i in base_ids]
+        ended = bool(ids) and ids[-1] in self._tokenizer.eos_token_ids
+        if self._prefill or not (ended or finish_reason == "length"):
+            return
+        text, noted = "".join(text for text, _ in answer), tuple(ids[:-1] if ended else ids)
+        answers_in(self._cache).update({text: noted, text.strip(): noted})
 
 
 def notes_on(cache: Sequence[Any]) -> Notes:

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.config import AVAILABILITY
+from mlx_zip.engine.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.errors import CodecError, DataError, ModelError
-from mlx_zip.evaluation.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.generation.canonical import excluded_after, unless_most
-from mlx_zip.generation.request import base_config
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import base_config, is_zip
 from mlx_zip.packs.tuned import AnyStart
 
 

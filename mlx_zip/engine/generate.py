@@ -1,0 +1,477 @@
+"""Generation: `load`, `stream_generate`, `generate`, `batch_generate`, for zip2zip models and plain mlx-lm ones.
+
+The requests run in the caller's thread, on the scheduler that also serves engines, and their events become responses.
+Limits, counts and penalties are in base tokens. For a plain model every id is one base token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from hashlib import sha256
+from inspect import signature
+from itertools import islice
+from typing import Any, TypeVar, Unpack
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
+
+from mlx_zip.codec.ids import as_ids
+from mlx_zip.engine.group import Reading
+from mlx_zip.engine.interface import Emitted, Event, Progress, Started, Submission
+from mlx_zip.engine.job import Inline, Job
+from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.prompt_caches import CacheTurn, held_ids
+from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer
+from mlx_zip.engine.scheduler import Scheduler
+from mlx_zip.engine.served import KV_GROUP_SIZES, PREFILL_STEP_SIZE, Served, check_kv, check_prompt
+from mlx_zip.engine.sessions.store import Checkout, NoSessions
+from mlx_zip.engine.submissions import Checked
+from mlx_zip.errors import GenerationError
+from mlx_zip.generation.sampling import Sampling, SamplingOptions, make_sampler
+from mlx_zip.layout import is_zip
+from mlx_zip.models.loading import load
+from mlx_zip.models.machines import check_equal
+from mlx_zip.packs.pack import PackLike, as_pack
+from mlx_zip.state import find_state, split_packs
+from mlx_zip.text.tokenizer import as_tokenizer
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+
+__all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
+
+T = TypeVar("T")
+
+
+class BatchOptions(SamplingOptions, total=False):
+    """Keyword arguments of `stream_batch`, for type checkers."""
+
+    stop: str | Sequence[str] | None
+    sampler: Sampler | None
+    pack: Any
+    start: Sequence[Any] | None
+    prefill_step_size: int
+
+
+class GenerateOptions(BatchOptions, total=False):
+    """Keyword arguments of `stream_generate`, for type checkers."""
+
+    max_tokens: int
+    logits_processors: Sequence[LogitsProcessor] | None
+    prompt_cache: list[Any] | None
+    max_kv_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    prompt_progress_callback: Callable[[int, int], None] | None
+
+
+def stream_generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Any,
+    max_tokens: int = 256,
+    *,
+    stop: str | Sequence[str] | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    pack: PackLike | Sequence[Sequence[int]] | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Iterator[GenerationResponse]:
+    """Generates text and yields one response per emitted id.
+
+    prompt: text, a conversation (chat messages or `Chat`), or base ids. max_tokens: base tokens, -1 for no limit but
+    the context's. stop: text, or several, that ends the output and is not part of it. prompt_cache: from
+    `model.make_cache()` or mlx-lm's `make_prompt_cache(model)`; it is updated in place, from the first response on. A
+    prompt of text or base ids continues what the cache holds; text then gets no special tokens. A conversation is
+    always given whole: the cache is trimmed to what both have in common, and only the rest is read; an answer that the
+    model gave is read as the ids that the model emitted. pack: the pack (a path, a `Pack`, or entries of base ids) that
+    a new cache begins with in place of the model's own. With a prompt_cache that was saved and loaded, give the pack
+    that the cache began with, because the file does not hold the pack's rows. sampling:
+    fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given.
+    logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
+    with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
+    read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
+    cache quantization as in mlx-lm.
+
+    At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
+    even if the text ends before that id.
+
+    Raises `GenerationError` before anything runs when the request cannot be met, `DataError` for a pack that cannot be
+    read or is of another tokenizer.
+    """
+    options = Sampling.of(sampling, signature(stream_generate).parameters)
+    _check_functions(
+        sampler=sampler, logits_processors=logits_processors, prompt_progress_callback=prompt_progress_callback
+    )
+    tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
+    start = _start_of(pack, tokenizer, model)
+    kv = (kv_bits, kv_group_size, quantized_kv_start)
+    how = RunOptions(*kv, prefill_step_size, max_kv_size=max_kv_size, ahead=_ahead(model))
+    served = Served(model, tokenizer, how)
+    cache = served.new_cache(start)
+    if prompt_cache is not None:
+        if max_kv_size is not None:
+            raise GenerationError("max_kv_size (--max-kv-size): the prompt cache given keeps the size that it has")
+        cache = _checked_cache(prompt_cache, model, cache, start)
+    check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
+    turn = CacheTurn(tokenizer, prompt, cache)
+    check_prompt(served, cache, turn)
+    _check_limit(max_tokens)
+    draws = _draws(options, sampler, served)
+    options.check_biases(served.vocab_size)
+    run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
+    run.add(turn.base_ids, options, max_tokens)
+    answer = Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory, turn.cached_tokens)
+    facts = turn.base_ids, turn.kept_ids, max_tokens, stop, options, how
+    return _with_wired_memory(model, _on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
+
+
+def _on_cache(
+    run: _Run,
+    turn: CacheTurn,
+    answer: Answer,
+    seed: int | None,
+    facts: object,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[GenerationResponse]:
+    """Yields the responses of one request, and at the end notes on its cache what was read.
+
+    facts: what all machines of a run must have in common.
+    """
+    run.agree(facts)
+    _seed_random(seed)
+    turn.begin()
+    emitted: list[GenerationResponse] = []
+    try:
+        for _, response in run.responses([answer], progress):
+            emitted.append(response)
+            yield response
+            if response.finish_reason is None:
+                turn.check()
+    finally:
+        read = [*run.jobs[0].prompt_ids.tolist(), *(one.token for one in emitted)] if emitted else []
+        reason = emitted[-1].finish_reason if emitted else None
+        turn.end(read, [(one.text, one.base_ids) for one in emitted], reason)
+
+
+def emit(
+    model: Any,
+    tokenizer: Any,
+    ids: np.ndarray,
+    cache: list[Any],
+    *,
+    sampler: Sampler,
+    processors: Sequence[LogitsProcessor] = (),
+    progress: Callable[[int, int], None] | None = None,
+    run: RunOptions | None = None,
+) -> Iterator[tuple[int, mx.array]]:
+    """Has a model read ids [n], hypertokens included, and yields the ids it emits with their log-probabilities [W].
+
+    There is no end but the context's; other options are those of `stream_generate`. What `stream_generate` does below
+    its text, for measurements.
+    """
+    served = Served(model, tokenizer, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
+    inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
+    own = _Run(served, inline, cache, held_ids(cache))
+    own.add(ids.tolist(), Sampling(), -1)
+    for _, event, logprobs in own.events(progress):
+        if isinstance(event, Emitted):
+            yield event.id, logprobs
+
+
+class _Run:
+    """Requests that run in the caller's thread.
+
+    inline: what all of them have. cache: the caller's, for the only request, which goes on after its first `kept` ids;
+    None for requests with new caches of their own.
+    """
+
+    def __init__(self, served: Served, inline: Inline, cache: list[Any] | None = None, kept: int = 0) -> None:
+        self.jobs: list[Job] = []
+        self._served, self._inline, self._cache, self._kept = served, inline, cache, kept
+        self._arrived: deque[tuple[int, Event, Any]] = deque()
+        self._yielded: int | None = None  # ids that the caller's cache held when the last id was yielded
+
+    def add(self, base_ids: Sequence[int], options: Sampling, max_tokens: int, start: Any = None) -> None:
+        """Adds a request. start: what a new cache's codebook begins with."""
+        row = len(self.jobs)
+        ends = frozenset(self._served.tokenizer.eos_token_ids)
+        checked = Checked(Submission(base_ids, max_tokens, ends, keep=False), as_ids(base_ids), options, start, "", 0)
+        self.jobs.append(Job(checked, lambda event: self._arrive(row, event), self._inline))
+
+    def agree(self, facts: object) -> None:
+        """Raises `MachineError` if the model is on several machines and another one has other facts of the requests."""
+        if (group := self._served.machines) is not None:
+            mx.synchronize(generation_stream)  # the step that the last request had begun must be over on all machines
+            check_equal(group, sha256(repr(facts).encode()).hexdigest(), "the request")
+
+    def responses(
+        self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[int, GenerationResponse]]:
+        """Yields (number of the request, response) per emitted id until all texts have ended. answers: one each."""
+        for answer in answers:
+            answer.start()
+        for row, event, logprobs in self.events(progress):
+            if self.jobs[row].handle.cancelled:
+                continue  # its text has ended
+            response = answers[row].take(event, logprobs)
+            if response is None:
+                continue
+            if response.finish_reason is not None:
+                self.jobs[row].handle.cancelled = True
+            yield row, response
+            if all(job.handle.cancelled for job in self.jobs):
+                return
+
+    def events(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, Event, Any]]:
+        """Yields (number of the request, event, log-probabilities [W] of an emitted id) until all requests have ended.
+
+        The caller's cache holds every id that was yielded and nothing more, also after an interrupt.
+        """
+        served = self._served
+        store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
+        reading = partial(Reading, served)
+        scheduler = Scheduler(served, store, len(self.jobs), None, lambda job: None, reading, raises=True)
+        for job in self.jobs:
+            scheduler.add(job)
+        reported = 0
+        while scheduler.busy:
+            self._work(scheduler)
+            for _, event, _ in islice(self._arrived, reported, None):
+                _report(event, progress)
+            reported = len(self._arrived)
+            if self._cache is not None and scheduler.readings:
+                continue  # LongRoPE's switch: the cache has not read the last id yet
+            while self._arrived:
+                yield self._arrived.popleft()
+            reported = 0
+
+    def _arrive(self, row: int, event: Event) -> None:
+        self._arrived.append((row, event, self.jobs[row].logprobs if isinstance(event, Emitted) else None))
+
+    def _work(self, scheduler: Scheduler) -> None:
+        """Takes a round. If something raises, the caller's cache is as it was when the last id was yielded."""
+        state = None if self._cache is None else find_state(self._cache)
+        if state is not None and scheduler.groups and not scheduler.readings:
+            self._yielded = state.offset
+        try:
+            scheduler.work()
+            for job in self.jobs:
+                if job.error is not None:
+                    raise job.error
+        except BaseException:
+            if self._yielded is not None:
+                self._served.model.forget(self._cache, self._yielded)
+            raise
+
+
+class _CallersCache(NoSessions):
+    """In place of a store of sessions: gives the only request the caller's cache, which holds `ids` ids."""
+
+    def __init__(self, cache: Any, ids: int) -> None:
+        self._cache, self._ids = cache, ids
+
+    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:
+        """Returns the cache; the prompt does not repeat what it holds."""
+        return Checkout(self._cache, self._ids, 0, "")
+
+
+class _Sampler:
+    """A sampler for several requests, which draws from MLX's own random state. The names are those of `Draws`."""
+
+    state = None
+
+    def __init__(self, sampler: Sampler, greedy: bool) -> None:
+        self._sampler, self.greedy = sampler, greedy
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Returns ids [B] of log-probabilities [B, W]."""
+        return self._sampler(logprobs)
+
+
+def _report(event: Event, progress: Callable[[int, int], None] | None) -> None:
+    """Calls `progress` if an event tells of it."""
+    if progress is not None and isinstance(event, Started):
+        progress(0, event.prompt_ids)
+    elif progress is not None and isinstance(event, Progress):
+        progress(event.read, event.total)
+
+
+def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:
+    """Yields the responses, and keeps the model in wired memory on a Mac meanwhile, as mlx-lm does."""
+    streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to be waited for at the end
+    with wired_limit(model, streams):
+        yield from responses
+
+
+def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Unpack[GenerateOptions]) -> str:
+    """Generates text and returns it whole.
+
+    verbose: also print the text while it is generated, and figures at the end. options: those of `stream_generate`.
+    """
+    text, response = "", None
+    if verbose:
+        print(RULE)
+    for response in stream_generate(model, tokenizer, prompt, **options):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose and response is not None:
+        print(f"\n{RULE}\n{footer(response)}")
+    return text
+
+
+def batch_generate(
+    model: Any, tokenizer: Any, prompts: Sequence[Any], max_tokens: int = 256, **options: Unpack[BatchOptions]
+) -> list[str]:
+    """Generates texts for several prompts together, and returns one text per prompt.
+
+    options: those of `stream_batch`. Each prompt has a codebook of its own. With greedy decoding the texts equal those
+    of the prompts generated one by one, except that under LongRoPE the longest row chooses the factors for all (as in
+    transformers). Raises `GenerationError` before anything runs.
+    """
+    responses = stream_batch(model, tokenizer, prompts, max_tokens, **options)
+    texts = [""] * len(prompts)
+    for row, response in responses:
+        texts[row] += response.text
+    return texts
+
+
+def stream_batch(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    max_tokens: int = 256,
+    *,
+    stop: str | Sequence[str] | None = None,
+    sampler: Sampler | None = None,
+    pack: PackLike | Sequence[Any] | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    **sampling: Unpack[SamplingOptions],
+) -> Iterator[tuple[int, GenerationResponse]]:
+    """Generates texts for several prompts together; yields (index of the prompt, response) per emitted id.
+
+    Options are as in `stream_generate`, but pack may also be a list of one pack per prompt, None for the model's own.
+    """
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+        raise GenerationError("no prompts: give a list of at least one")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+        raise GenerationError("no prompts: give a list of at least one")
+    options = Sampling.of(sampling, signature(stream_batch).parameters)
+    _check_functions(sampler=sampler)
+    tokenizer = as_tokenizer(tokenizer)
+    start = _start_of(pack, tokenizer, model)
+    check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
+    served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_ahead(model)))
+    _check_limit(max_tokens)
+    options.check_biases(served.vocab_size)
+    run, answers = _Run(served, Inline(_draws(options, sampler, served), logprobs=True)), []
+    for prompt, own in zip(prompts, split_packs(start, len(prompts)), strict=True):
+        cache = served.new_cache(own)
+        turn = CacheTurn(tokenizer, prompt, cache)
+        check_prompt(served, cache, turn)
+        run.add(turn.base_ids, options, max_tokens, own)
+        answers.append(Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory))
+    facts = [job.submission.base_ids for job in run.jobs], max_tokens, stop, options
+    return _with_wired_memory(model, _in_batch(run, answers, options.seed, facts))
+
+
+def _in_batch(
+    run: _Run, answers: Sequence[Answer], seed: int | None, facts: object
+) -> Iterator[tuple[int, GenerationResponse]]:
+    """Yields (row, response) per emitted id until all rows have ended. facts: as in `_on_cache`."""
+    run.agree(facts)
+    _seed_random(seed)
+    yield from run.responses(answers)
+
+
+# ---- what requests are made of
+
+
+def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> list[Any]:
+    """Returns a caller's prompt cache. like: a new one. Raises `GenerationError` if it is not of this model."""
+    if (
+        not isinstance(given, Sequence)
+        or len(given) != len(like)
+        or (find_state(given) is None) != (find_state(like) is None)
+    ):
+        raise GenerationError("the prompt cache was not made for this model")
+    if is_zip(model):
+        state = model.check_cache(given)[1]
+        if len(state.books) > 1:
+            raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
+        state.begun_with([start])
+    return given  # type: ignore[return-value]
+
+
+def _start_of(pack: Any, tokenizer: Any, model: Any) -> Any:
+    """Returns what a new cache begins with. Raises `DataError` for a pack of another tokenizer, and `GenerationError`
+    if the model has no hypertokens.
+    """
+    if pack is not None and not is_zip(model):
+        raise GenerationError(
+            "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
+            "tuned for it (mlx_zip vocab pack tune)"
+        )
+    if isinstance(pack, list | tuple) and any(isinstance(one, PackLike) for one in pack):
+        return [_start_of(one, tokenizer, model) for one in pack]
+    if not isinstance(pack, PackLike):
+        return pack
+    found = as_pack(pack)
+    if found.tokenizer is not None:
+        found.check_tokenizer(tokenizer_fingerprint(tokenizer), found.name or "the pack (--pack)")
+    return found.start
+
+
+def _check_limit(max_tokens: Any) -> None:
+    """Raises `GenerationError` for a `max_tokens` that cannot be."""
+    if not isinstance(max_tokens, int | np.integer) or max_tokens == 0 or max_tokens < -1:
+        rule = "must be an integer of at least 1, or -1 for no limit"
+        raise GenerationError(f"max_tokens (--max-tokens) {rule}, got {max_tokens!r:.80}")
+
+
+def _stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Returns stop strings as a tuple. Raises `GenerationError` for what is neither text nor a list."""
+    if stop is None or isinstance(stop, str):
+        return () if stop is None else (stop,)
+    if not isinstance(stop, Iterable) or isinstance(stop, bytes):
+        raise GenerationError(f"stop (--stop) must be text or a list of texts, got {stop!r:.80}")
+    return tuple(stop)
+
+
+def _ahead(model: Any) -> bool | None:
+    """Returns `RunOptions.ahead`: a plain model's steps begin before the host has read their ids, as in mlx-lm."""
+    return None if is_zip(model) else True
+
+
+def _seed_random(seed: int | None) -> None:
+    """Seeds MLX's random numbers, unless seed is None."""
+    if seed is not None:
+        mx.random.seed(seed)
+
+
+def _draws(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
+    """Returns the given sampler, else one made from the options. Raises `GenerationError` if both are given."""
+    if sampler is not None:
+        if ignored := options.sampler_options():
+            raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
+        return _Sampler(sampler, False)
+    never_excluded = served.never_excluded if options.xtc_probability else ()
+    return _Sampler(make_sampler(options, served.width, never_excluded), options.temp == 0)
+
+
+def _check_functions(**given: Any) -> None:
+    """Raises `GenerationError` for an argument that is neither None, a function nor a list of functions."""
+    for name, value in given.items():
+        if value is not None and not all(map(callable, value if isinstance(value, list | tuple) else [value])):
+            raise GenerationError(f"{name}: {value!r:.80} is no function")

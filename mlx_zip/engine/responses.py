@@ -1,0 +1,198 @@
+"""`GenerationResponse`: one emitted id with its text and figures; what makes them of a request's events."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mlx_zip.engine.interface import Emitted, Engine, Event, Failed, Finished, Started, Submission
+from mlx_zip.text.stream import Piece, TextStream
+
+RULE = "=" * 10  # the line that `generate(verbose=True)` prints before and after the text, as mlx-lm does
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """One emitted id, and the figures up to and including it.
+
+    text: the next piece of text, possibly empty. token: the emitted id. base_ids: the base ids of `token`, without
+    those after an eos, a stop string or the limit. logprobs [W]: the log-probabilities that `token` was chosen from;
+    None from an engine.
+    prompt_tokens, generation_tokens: base tokens of the prompt and of the output so far; prompt_ids, steps: the same
+    counted in ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes: UTF-8 bytes of
+    text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length". cached_tokens: base
+    tokens of a conversation that the prompt cache held already; they are not among prompt_tokens.
+    """
+
+    text: str
+    token: int
+    base_ids: tuple[int, ...]
+    logprobs: Any
+    prompt_tokens: int
+    prompt_ids: int
+    prompt_tps: float
+    generation_tokens: int
+    steps: int
+    hypertokens: int
+    generation_tps: float
+    bytes: int
+    peak_memory: float
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+
+    @property
+    def base_tokens_per_step(self) -> float:
+        """Base tokens per emitted id."""
+        return self.generation_tokens / self.steps
+
+    @property
+    def hyper_share(self) -> float:
+        """Share of the emitted ids that are hypertokens."""
+        return self.hypertokens / self.steps
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures by name, with units. *_tokens count base tokens; steps and prompt_ids count ids."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_ids": self.prompt_ids,
+            "prompt_tokens_per_s": self.prompt_tps,
+            "generation_tokens": self.generation_tokens,
+            "steps": self.steps,
+            "hypertokens": self.hypertokens,
+            "base_tokens_per_step": self.base_tokens_per_step,
+            "hyper_share": self.hyper_share,
+            "generation_tokens_per_s": self.generation_tps,
+            "text_bytes": self.bytes,
+            "peak_memory_gb": self.peak_memory,
+        }
+
+
+def footer(response: GenerationResponse) -> str:
+    """Returns four lines of figures: mlx-lm's three, in base tokens, and one about hypertokens."""
+    last = response
+    return (
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {last.peak_memory:.3f} GB\n"
+        f"Hypertokens: {last.generation_tokens} base tokens in {last.steps} steps "
+        f"({last.base_tokens_per_step:.3f} per step), {last.hyper_share:.1%} of steps hypertokens; "
+        f"prompt {last.prompt_tokens} base tokens in {last.prompt_ids} ids"
+    )
+
+
+# ---- of a request's events
+
+
+class Answer:
+    """One answer that is being made. The clock of its figures begins with the object, or with `start`.
+
+    vocab_size: base ids are below it. stops: texts that end it. cached_tokens: see `GenerationResponse`. memory:
+    returns the bytes that were used at most.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        stops: Sequence[str],
+        memory: Callable[[], int],
+        cached_tokens: int = 0,
+    ) -> None:
+        self._text, self._vocab_size, self._memory = TextStream(tokenizer, None, stops), vocab_size, memory
+        self._first_s = 0.0
+        self._prompt_tokens = self._prompt_ids = self._tokens = self._steps = self._hypertokens = self._bytes = 0
+        self._cached_tokens, self._last = cached_tokens, 0
+        self.start()
+
+    def start(self) -> None:
+        """Starts the clock again."""
+        self._begun_s = time.perf_counter()
+
+    def take(self, event: Event, logprobs: Any = None) -> GenerationResponse | None:
+        """Returns the response that an event makes, None for none. Raises the error of a request that failed.
+
+        logprobs [W]: what an emitted id was chosen from.
+        """
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Started):
+            self._prompt_tokens = event.prompt_tokens - event.cached_tokens
+            self._prompt_ids, self._cached_tokens = event.prompt_ids, self._cached_tokens + event.cached_tokens
+        elif isinstance(event, Emitted):
+            return self._response(event.id, self._text.feed(event.base_ids, event.last), logprobs)
+        elif isinstance(event, Finished):  # although no id was the last one
+            return self._response(self._last, self._text.finish("length"), None, step=False)
+        return None
+
+    def _response(self, token: int, piece: Piece, logprobs: Any, step: bool = True) -> GenerationResponse:
+        """Returns the response for an emitted id. step: whether the id is one of a step."""
+        now = time.perf_counter()
+        self._first_s, self._last = self._first_s or now, token
+        self._steps += step
+        self._hypertokens += step and token >= self._vocab_size
+        self._tokens += len(piece.base_ids)
+        self._bytes += len(piece.text.encode("utf-8", "replace"))
+        return GenerationResponse(
+            text=piece.text,
+            token=token,
+            base_ids=piece.base_ids,
+            logprobs=logprobs,
+            prompt_tokens=self._prompt_tokens,
+            prompt_ids=self._prompt_ids,
+            prompt_tps=self._prompt_tokens / max(self._first_s - self._begun_s, 1e-9),
+            generation_tokens=self._tokens,
+            steps=self._steps,
+            hypertokens=self._hypertokens,
+            generation_tps=self._tokens / max(time.perf_counter() - self._first_s, 1e-9),
+            bytes=self._bytes,
+            peak_memory=self._memory() / 1e9,
+            finish_reason=piece.finish_reason,
+            cached_tokens=self._cached_tokens,
+        )
+
+
+def answers(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Mapping[str, Any]],
+    pack: Any,
+    max_tokens: int,
+    stop: str | Sequence[str] | None,
+) -> Iterator[tuple[int, GenerationResponse]]:
+    """Yields an engine's answers to prompts of base ids, id by id, with the index of the prompt, as it makes them.
+
+    A last response without text says why the engine ended an answer. samplings: of each prompt. sampling, pack,
+    max_tokens: as in `Submission`. stop: texts that end an answer. Raises a request's error, and what `Engine.submit`
+    raises; the other answers are cancelled then.
+    """
+    ends = frozenset(engine.tokenizer.eos_token_ids)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    arrived: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+    memory = lambda: engine.figures().peak_memory_bytes
+    running: dict[int, Answer] = {}
+    tickets = {}
+    try:
+        for at, (base_ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            submission = Submission(base_ids, max_tokens, ends, sampling, pack=pack, keep=False)
+            running[at] = Answer(engine.tokenizer, engine.info.vocab_size, stops, memory)
+            tickets[at] = engine.submit(submission, partial(_put, arrived, at))
+        while running:
+            at, event = arrived.get()
+            if at not in running:  # its text has ended, and the engine is told below
+                continue
+            if (response := running[at].take(event)) is not None:
+                yield at, response
+            if isinstance(event, Finished) or (response is not None and response.finish_reason is not None):
+                engine.cancel(tickets.pop(at))
+                del running[at]
+    finally:
+        for ticket in tickets.values():
+            engine.cancel(ticket)
+
+
+def _put(arrived: queue.SimpleQueue[tuple[int, Event]], at: int, event: Event) -> None:
+    arrived.put((at, event))

@@ -1,0 +1,108 @@
+"""What a model emits after ids as they are, below the text, for one request or several; and a cache's refill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.codec.ids import as_ids
+from mlx_zip.engine.generate import emit
+from mlx_zip.engine.group import Reading
+from mlx_zip.engine.interface import Emitted, Submission
+from mlx_zip.engine.job import Inline, Job
+from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.scheduler import Scheduler
+from mlx_zip.engine.served import Served
+from mlx_zip.engine.sessions.store import NoSessions
+from mlx_zip.engine.submissions import Checked
+from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.models.refill import factors_for
+
+ENDLESS = SimpleNamespace(eos_token_ids=(), encode=lambda text: [])
+
+
+def decode_steps(
+    model: Any,
+    prompt: Any,
+    cache: list[Any],
+    *,
+    sampler: Any,
+    max_steps: int | None = None,
+    processors: Sequence[Any] = (),
+    progress: Any = None,
+    **run: Any,
+) -> Iterator[tuple[int, mx.array]]:
+    """Yields up to `max_steps` emitted ids with their log-probabilities. run: fields of `RunOptions`."""
+    options = RunOptions(**run)
+    made = emit(model, ENDLESS, prompt, cache, sampler=sampler, processors=processors, progress=progress, run=options)
+    try:
+        yield from islice(made, max_steps)
+    finally:
+        made.close()  # type: ignore[attr-defined]
+
+
+class Together:
+    """Requests that take their steps together, greedily, each from ids as they are.
+
+    ids: what each has emitted. processors, sampling: further logits processors of each, and options of all.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Any],
+        ahead: bool,
+        chunk: int = 64,
+        processors: Sequence[Sequence[Any]] | None = None,
+        **sampling: Any,
+    ) -> None:
+        self.ids: list[list[int]] = [[] for _ in prompts]
+        served = Served(model, ENDLESS, RunOptions(prefill_step_size=chunk, ahead=ahead))
+        reading = partial(Reading, served)
+        self.scheduler = Scheduler(served, NoSessions(), len(prompts), None, lambda job: None, reading, raises=True)
+        self.jobs = []
+        for row, prompt in enumerate(prompts):
+            own = Inline(ids=prompt, processors=tuple(() if processors is None else processors[row]))
+            submission = Submission(prompt.tolist(), keep=False)
+            checked = Checked(submission, as_ids(prompt), Sampling(**sampling), None, "", 0)
+            self.jobs.append(Job(checked, self._taker(row), own))
+            self.scheduler.add(self.jobs[-1])
+
+    def _taker(self, row: int) -> Callable[[Any], None]:
+        return lambda event: self.ids[row].append(event.id) if isinstance(event, Emitted) else None
+
+    @property
+    def cache(self) -> list[Any]:
+        """The cache of the requests, which are in one group now."""
+        [group] = self.scheduler.groups
+        return group.cache
+
+    def run(self, steps: int, end: Iterable[tuple[int, int]] = ()) -> list[list[int]]:
+        """Runs until all that go on have emitted `steps` ids; returns the first of them. end: (ids, row) that ends."""
+        ends = {row: count for count, row in end}
+        while any(len(ids) < ends.get(row, steps) for row, ids in enumerate(self.ids)):
+            self.scheduler.work()
+            for job in self.jobs:
+                if job.error is not None:
+                    raise job.error
+            for row, count in ends.items():
+                if len(self.ids[row]) >= count:
+                    self.jobs[row].handle.cancelled = True
+        return [ids[: ends.get(row, steps)] for row, ids in enumerate(self.ids)]
+
+
+def read_again(model: Any, cache: list[Any], ids: np.ndarray, chunk: int) -> dict[str, bool]:
+    """Makes a cache ready for calls that read ids [B, L] next, in chunks; returns further arguments of the calls."""
+    factors, refill = factors_for(model, cache, ids)
+    if refill is not None:
+        while refill.left:
+            refill.read(chunk)
+            mx.eval([entry.state for entry in refill.filled])
+        refill.finish()
+    return factors
