@@ -14,7 +14,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -39,7 +38,7 @@ from .step_launches import PROMPT, step_launches
 
 SCHEMA = 2
 SIZES = ("512+128",)
-AHEAD = {"on": True, "off": False, "auto": None}  # --ahead: what `decode_steps` takes
+AHEAD = {"on": True, "off": False, "auto": None}  # --ahead: what `RunOptions.ahead` takes
 CLOCKS = ("host_us", "cpu_us", "apart_us")
 
 
@@ -228,7 +227,7 @@ class StepProfiler:
 def running_ahead(ahead: bool | None) -> Iterator[None]:
     """Inside, `mlx_zip.stream_generate` runs bodies ahead if `ahead` is true; None leaves that to the device."""
     generate = import_module("mlx_zip.engine.generate")
-    with patch.object(generate, "decode_steps", partial(generate.decode_steps, ahead=ahead)):
+    with patch.object(generate, "_ahead", lambda model: ahead):
         yield
 
 

@@ -83,7 +83,7 @@ MODEL, ROWS, AHEAD = (
     "mlx_zip.models.session:Session",
     "mlx_zip.models.ahead:Ahead",
 )
-STATE, REQUEST = "mlx_zip.state:ZipState", "mlx_zip.generation.request:Request"
+STATE = "mlx_zip.state:ZipState"
 PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
     Hook("sampling", mx, "argmax", _result),
@@ -100,10 +100,11 @@ ZIP_HOOKS = (
     *(Hook("rows", ROWS, name) for name in ("settle_submitted", "settle_unsubmitted")),
     Hook("blocks", MODEL, "run_layers", _result),
     Hook("head", MODEL, "joint_head", _result),
-    Hook("canonical", "mlx_zip.generation.canonical:CanonicalDecoding", "__call__", _result),
+    Hook("canonical", "mlx_zip.generation.exclusions:CanonicalIds", "excluded"),
+    Hook("canonical", "mlx_zip.engine.choosing", "without", _result),
     Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
-    Hook("response", REQUEST, "emit"),
-    Hook("codec", REQUEST, "_expand"),
+    Hook("response", "mlx_zip.engine.responses:Answer", "take"),
+    Hook("codec", "mlx_zip.engine.job:Job", "expand"),
     *(Hook("codec", STATE, name) for name in ("advance", "entries")),
     *(Hook("codec", STATE, f"missing_{name}") for name in ("outputs", "inputs", "installed_inputs")),
     Hook("codec", STATE, "only_missing_output"),

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.bench.engines.mlx_engines import Forced
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.engine.generate import emit
+from mlx_zip.engine.options import RunOptions
 from mlx_zip.errors import MlxZipError
-from mlx_zip.generation.decode import decode_steps
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import added_launches, gpu_forms, launches
@@ -125,8 +126,10 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
 
 def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
     """Generates `ids` after `prompt`, so that the model's row store holds the rows of all entries in prompt and ids."""
-    options: Any = {"sampler": Forced(ids), "prefill_step_size": PROMPT, "ahead": True}
-    deque(decode_steps(model, prompt, model.make_cache(), max_steps=len(ids), **options), maxlen=0)
+    sampler: Any = Forced(ids)
+    run = RunOptions(prefill_step_size=PROMPT, ahead=True)
+    made = emit(model, prompt, model.make_cache(), sampler=sampler, run=run)
+    deque(islice(made, len(ids)), maxlen=0)
     model.session.store.flush()
 
 

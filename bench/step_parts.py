@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import cycle, islice, pairwise
 from queue import SimpleQueue
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,13 +22,13 @@ from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.device import fastest
+from mlx_zip.engine.generate import emit
 from mlx_zip.engine.interface import Failed, Finished, Submission
 from mlx_zip.engine.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
-from mlx_zip.generation.decode import decode_steps
 
 from .profile import running_ahead
-from .profile_hooks import AHEAD, CPU, MODEL, REQUEST, Hook, Seconds, Tracer
+from .profile_hooks import AHEAD, CPU, MODEL, Hook, Seconds, Tracer
 
 PARTS = {  # name: what the host does; in a step's order
     "graph": "builds the body's graph",
@@ -39,6 +39,7 @@ PARTS = {  # name: what the host does; in a step's order
     "text": "makes text of the id; in the engine: counts and delivers the id",
     "rest": "does what is left",
 }
+JOB = "mlx_zip.engine.job:Job"
 HOOKS = (
     Hook("graph", AHEAD, "run"),
     Hook("graph", MODEL, "__call__"),
@@ -47,14 +48,10 @@ HOOKS = (
     Hook("follow", AHEAD, "follow"),
     Hook("head", MODEL, "joint_head"),
     Hook("head", mx, "logsumexp"),
-    Hook("text", REQUEST, "emit"),
-)
-JOB = "mlx_zip.engine.job:Job"
-ENGINE_HOOKS = (
-    *(hook for hook in HOOKS if hook.owner != REQUEST),
     Hook("id", "mlx_zip.engine.choosing:Choice", "read"),
     Hook("head", "mlx_zip.engine.group:Group", "choose"),
     Hook("text", JOB, "take"),
+    Hook("text", "mlx_zip.engine.responses:Answer", "take"),
 )
 DELIVERED = Hook("text", JOB, "send_emitted")
 BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a step stalls in a part that waits longer: share of a median step, seconds
@@ -140,7 +137,7 @@ def engine_marks(
     options = ServeOptions(run=RunOptions(ahead=True))
     with MlxEngine(lambda: (make(), models.tokenizer), models.name, options) as engine:
         for _ in range(2):  # the first one is a warm-up
-            with Tracer(ENGINE_HOOKS, mark=DELIVERED) as tracer:
+            with Tracer(HOOKS, mark=DELIVERED) as tracer:
                 engine.submit(Submission(prompt, tokens, sampling=sampling, keep=False), ids.put)
                 while not isinstance(event := ids.get(), Finished):
                     if isinstance(event, Failed):
@@ -195,7 +192,8 @@ def copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -
     prompt_ids, ids = zip_ids(cache[-1].books[0], prompt, text)
     sampler: Any = Forced(ids.tolist())
     count = min(steps, len(ids))
-    made = decode_steps(model, prompt_ids, cache, max_steps=count, sampler=sampler, prefill_step_size=512, ahead=True)
+    run = RunOptions(ahead=True)
+    made = islice(emit(model, prompt_ids, cache, sampler=sampler, run=run), count)
     next(made)
     before, lengths, windows = _places(cache), cycle(WINDOWS), 0
     found = {name: {"windows": 0, "bytes": 0} for name in before}

@@ -15,7 +15,6 @@ import torch
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.ceiling import step_weight_bytes
-from mlx_zip.cuda.generate import Steps, read_prompt
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
@@ -28,6 +27,7 @@ from .device_clock import read_bandwidth, torch_device, wait, yardstick
 from .random_folder import random_folder
 from .runs import Engine, Run, zip_ids
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, zip_config
+from .torch_steps import Steps, read_prompt
 
 NAMES = ("torch-zip", "torch-base")
 CHUNK = 2048  # ids of a prompt that are read at once

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from mlx_zip.bench.engines.cuda_engines import CHUNK, Replay, TorchEngine, installed_bytes, prompt_array
 from mlx_zip.bench.engines.device_clock import Clock, wait
 from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.torch_steps import read_prompt
 from mlx_zip.codec import compress_next
-from mlx_zip.cuda.generate import read_prompt
 from mlx_zip.cuda.kernels.dispatch import forced
 from mlx_zip.cuda.model import CudaModel
 

@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from mlx_zip import bundled
 from mlx_zip.cli import colours, engines, packs, rows
@@ -23,6 +24,22 @@ __all__ = ["REFUSED", "add_arguments", "read_prompt", "run"]
 PASSED_ON = ("max_tokens", "stop", "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 
+class _Opened(NamedTuple):
+    """A model that is ready. name: as it was asked for. answer: returns the responses to a prompt.
+
+    hyper: whether it has hypertokens. continues: whether a saved prompt cache precedes the prompt. store: its rows,
+    None for no counts. record: further fields for --json.
+    """
+
+    name: str
+    tokenizer: Any
+    hyper: bool
+    answer: Callable[[Any], Iterator[Any]]
+    record: dict[str, Any]
+    continues: bool = False
+    store: Any = None
+
+
 def run(args: argparse.Namespace) -> int:
     """Generates a text and prints it; returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     _check(args)
@@ -33,25 +50,41 @@ def run(args: argparse.Namespace) -> int:
     group = engines.machines_of(args)
     _check_machines(args, group)
     engines.choose(args, args.model, group=group)
+    prompt = read_prompt(args.prompt)
+    from mlx_zip.generation.sampling_options import as_logit_bias
+
+    sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": as_logit_bias(biases)}
     if engines.is_torch(args):
-        return _run_on_engine(args, biases, read_prompt(args.prompt))
+        with _on_torch(args, sampling) as opened:
+            return _print_answer(args, opened, prompt, None)
 
     from mlx_zip.cli.machine_watch import watched
-    from mlx_zip.models.machines import lost_machines_as_errors
+    from mlx_zip.models.machines import leave, lost_machines_as_errors
 
-    with lost_machines_as_errors(), watched(group):
-        return _run(args, biases, read_prompt(args.prompt), group)
+    with lost_machines_as_errors(), watched(group), _on_mlx(args, sampling, group) as opened:
+        status = _print_answer(args, opened, prompt, group)
+        if status == 0:
+            leave(group)
+        return status
 
 
-def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: Any) -> int:
-    """Does what `run` does after its checks. group: the machines of this run, None for one."""
-    from mlx_zip.engine.generate import load, stream_generate
-    from mlx_zip.generation.sampling_options import as_logit_bias
-    from mlx_zip.models.machines import leave
+def _print_answer(args: argparse.Namespace, opened: _Opened, prompt: str, group: Any) -> int:
+    """Generates a text and prints it, as `run`. group: the machines of this run, None for one."""
     from mlx_zip.text.tokenizer import add_eos_tokens
 
-    options = {name: getattr(args, name) for name in (*NUMBERS, *PASSED_ON)}
-    options["logit_bias"] = as_logit_bias(biases)
+    add_eos_tokens(opened.tokenizer, args.extra_eos_token)
+    responses = opened.answer(read_chat(opened.tokenizer, prompt, args, opened.continues))
+    with _output(group) as out:
+        if out.isatty() and args.verbose and not args.json:
+            print(*notes(args, opened.name, opened.hyper), sep="\n", file=sys.stderr)
+        return show(responses, args, out, opened.store, opened.record)
+
+
+@contextmanager
+def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_Opened]:
+    """Loads the model on MLX. sampling: fields of `Sampling`. group: as in `_print_answer`."""
+    from mlx_zip.engine.generate import load, stream_generate
+
     chosen, saved = packs.read(args), _saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
     check_kv_size(args, name)
@@ -73,33 +106,28 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
             from mlx_zip.engine.sessions.mlx_caches import positions_of
 
             saved.check_positions(positions_of(model))
-        add_eos_tokens(tokenizer, args.extra_eos_token)
-        responses = stream_generate(
+        answer = partial(
+            stream_generate,
             model,
             tokenizer,
-            read_chat(tokenizer, prompt, args, continues=saved is not None),
             prompt_cache=None if saved is None else saved.cache,
             pack=None if chosen is None else chosen.merged.start,
-            **options,
+            **sampling,
+            **{name: getattr(args, name) for name in PASSED_ON},
         )
-        with _output(group) as out:
-            if out.isatty() and args.verbose and not args.json:
-                print(*notes(args, name, is_zip(model)), sep="\n", file=sys.stderr)
-            status = show(responses, args, out, store if is_zip(model) else None, packs.record(chosen, model))
-        if status == 0:
-            leave(group)
-        return status
+        hyper = is_zip(model)
+        record = packs.record(chosen, model)
+        yield _Opened(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
 
 
-def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str) -> int:
-    """Does what `run` does after its checks, on PyTorch."""
+@contextmanager
+def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_Opened]:
+    """Opens an engine on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
-    from mlx_zip.generation.sampling_options import Sampling, as_logit_bias
+    from mlx_zip.generation.sampling_options import Sampling
     from mlx_zip.models.folders import model_folder
     from mlx_zip.text.prompts import encode_prompt
-    from mlx_zip.text.tokenizer import add_eos_tokens
 
-    sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": as_logit_bias(biases)}
     Sampling.of(sampling)
     chosen, folder = packs.read(args), model_folder(args.model, args.revision)
     plain = packs.is_plain(str(folder))
@@ -113,15 +141,15 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
         sessions=None,
         **_pack_options(args, chosen, str(folder)),
     ) as engine:
-        pack, tokenizer = request_pack(chosen, plain, engine), engine.tokenizer
-        add_eos_tokens(tokenizer, args.extra_eos_token)
-        base_ids = encode_prompt(tokenizer, read_chat(tokenizer, prompt, args, continues=False))
-        responses = (one for _, one in answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
+        pack = request_pack(chosen, plain, engine)
+
+        def answer(prompt: Any) -> Iterator[Any]:
+            base_ids = encode_prompt(engine.tokenizer, prompt)
+            return (one for _, one in answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
+
         hyper = bool(engine.info.codebook_size)
-        if sys.stdout.isatty() and args.verbose and not args.json:
-            print(*notes(args, args.model, hyper), sep="\n", file=sys.stderr)
         record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": _mark(chosen, folder)}
-        return show(responses, args, sys.stdout, None, record if hyper else {})
+        yield _Opened(args.model, engine.tokenizer, hyper, answer, record if hyper else {})
 
 
 def _mark(chosen: packs.Packs | None, folder: Path) -> str | None:
@@ -136,9 +164,7 @@ def _mark(chosen: packs.Packs | None, folder: Path) -> str | None:
 @contextmanager
 def _output(group: Any) -> Iterator[TextIO]:
     """Yields where text is printed: standard output on the first machine of a run, nowhere on the others."""
-    from mlx_zip.models.machines import is_first
-
-    if is_first(group):
+    if group is None or group.rank() == 0:
         yield sys.stdout
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere:

@@ -130,7 +130,7 @@ def stream_generate(
     draws = _draws(options, sampler, served)
     options.check_biases(served.vocab_size)
     run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
-    run.add(turn.base_ids, options, max_tokens)
+    run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
     answer = Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory, turn.cached_tokens)
     facts = turn.base_ids, turn.kept_ids, max_tokens, stop, options, how
     return _with_wired_memory(model, _on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
@@ -166,7 +166,6 @@ def _on_cache(
 
 def emit(
     model: Any,
-    tokenizer: Any,
     ids: np.ndarray,
     cache: list[Any],
     *,
@@ -180,10 +179,10 @@ def emit(
     There is no end but the context's; other options are those of `stream_generate`. What `stream_generate` does below
     its text, for measurements.
     """
-    served = Served(model, tokenizer, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
+    served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
     inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
     own = _Run(served, inline, cache, held_ids(cache))
-    own.add(ids.tolist(), Sampling(), -1)
+    own.add(ids.tolist(), Sampling(), -1, ())
     for _, event, logprobs in own.events(progress):
         if isinstance(event, Emitted):
             yield event.id, logprobs
@@ -202,11 +201,12 @@ class _Run:
         self._arrived: deque[tuple[int, Event, Any]] = deque()
         self._yielded: int | None = None  # ids that the caller's cache held when the last id was yielded
 
-    def add(self, base_ids: Sequence[int], options: Sampling, max_tokens: int, start: Any = None) -> None:
-        """Adds a request. start: what a new cache's codebook begins with."""
-        row = len(self.jobs)
-        ends = frozenset(self._served.tokenizer.eos_token_ids)
-        checked = Checked(Submission(base_ids, max_tokens, ends, keep=False), as_ids(base_ids), options, start, "", 0)
+    def add(
+        self, base_ids: Sequence[int], options: Sampling, max_tokens: int, ends: Iterable[int], start: Any = None
+    ) -> None:
+        """Adds a request. ends: ids that end it. start: what a new cache's codebook begins with."""
+        row, submission = len(self.jobs), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
+        checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
         self.jobs.append(Job(checked, lambda event: self._arrive(row, event), self._inline))
 
     def agree(self, facts: object) -> None:
@@ -380,7 +380,7 @@ def stream_batch(
         cache = served.new_cache(own)
         turn = CacheTurn(tokenizer, prompt, cache)
         check_prompt(served, cache, turn)
-        run.add(turn.base_ids, options, max_tokens, own)
+        run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids, own)
         answers.append(Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory))
     facts = [job.submission.base_ids for job in run.jobs], max_tokens, stop, options
     return _with_wired_memory(model, _in_batch(run, answers, options.seed, facts))

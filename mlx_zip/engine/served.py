@@ -54,7 +54,7 @@ class Served:
         config = base_config(model)
         self.context: int | None = config.get("max_position_embeddings")
         self.by_base = self.hyper and model.config.position_mode == "base_token_end"
-        self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size", len(tokenizer))
+        self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size") or len(tokenizer)
         self.width = model.layout.width if self.hyper else config.get("vocab_size")
         self.canonical = self.hyper and model.config.canonical
         self.long_context = model.traits.long_context if self.hyper else None

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
 from mlx_zip.cuda.kv import KV  # noqa: E402

@@ -18,12 +18,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("mlx.core")
 
+from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.ceiling import PRODUCTS, read_speed  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_store  # noqa: E402
-from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.gate import silu_gate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 import mlx_zip  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.errors import ConfigError, GenerationError, ModelError  # noqa: E402

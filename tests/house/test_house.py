@@ -22,11 +22,11 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
     {"hyper", "state"},
     {"models"},
     {"generation"},
-    {"engine", "evaluation"},
-    {"cuda", "vllm"},  # they stand on engine
+    {"engine"},
+    {"evaluation", "cuda", "vllm"},  # they stand on engine
     {"training"},  # on MLX or on PyTorch
 ]
-LOOPS = FLOORS[-1] | FLOORS[-3] | FLOORS[-4]
+LOOPS = {"generation", "engine", "evaluation", "training"}
 LEAVES = {"apps", "bench", "converters", "server", "golden", "recipes"}
 STANDS_ON = {("apps", "server")}  # the one leaf that another one may import
 NOT_INSTALLED = {  # package: folder, in a checkout only

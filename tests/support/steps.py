@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -24,8 +23,6 @@ from mlx_zip.engine.submissions import Checked
 from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.models.refill import factors_for
 
-ENDLESS = SimpleNamespace(eos_token_ids=(), encode=lambda text: [])
-
 
 def decode_steps(
     model: Any,
@@ -40,7 +37,7 @@ def decode_steps(
 ) -> Iterator[tuple[int, mx.array]]:
     """Yields up to `max_steps` emitted ids with their log-probabilities. run: fields of `RunOptions`."""
     options = RunOptions(**run)
-    made = emit(model, ENDLESS, prompt, cache, sampler=sampler, processors=processors, progress=progress, run=options)
+    made = emit(model, prompt, cache, sampler=sampler, processors=processors, progress=progress, run=options)
     try:
         yield from islice(made, max_steps)
     finally:
@@ -63,7 +60,7 @@ class Together:
         **sampling: Any,
     ) -> None:
         self.ids: list[list[int]] = [[] for _ in prompts]
-        served = Served(model, ENDLESS, RunOptions(prefill_step_size=chunk, ahead=ahead))
+        served = Served(model, None, RunOptions(prefill_step_size=chunk, ahead=ahead))
         reading = partial(Reading, served)
         self.scheduler = Scheduler(served, NoSessions(), len(prompts), None, lambda job: None, reading, raises=True)
         self.jobs = []

@@ -1,4 +1,4 @@
-"""Greedy generation on PyTorch: one prompt in, emitted ids and what they stand for out."""
+"""Steps of a batch of one sequence on PyTorch, without requests: what the engine adds can be measured against it."""
 
 from __future__ import annotations
 
