@@ -131,12 +131,12 @@ class Job:
         self.draws = self.inline.draws or served.make_draws(self.checked.sampling, found.random_state)
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
-        rest = base_ids[found.base_tokens :]
-        ids = rest if self._state is None or self.inline.ids is not None else compress_next(self.book, rest)
+        rest, book = base_ids[found.base_tokens :], self.book
+        ids = rest if book is None or self.inline.ids is not None else compress_next(book, rest)
         self.prompt_ids = self.next_ids = np.asarray(ids if self.inline.ids is None else self.inline.ids)
-        self._read = [] if self.book is not None else base_ids[: found.base_tokens].tolist()
-        self._begun_at = 0 if self.book is None else self.book.mark()
-        used = self.book.base_length + len(rest) if served.by_base else found.ids + len(self.prompt_ids)
+        self._read = base_ids[: found.base_tokens].tolist() if book is None else []
+        self._begun_at = 0 if book is None else book.mark()
+        used = book.base_length + len(rest) if book is not None and served.by_base else found.ids + len(self.prompt_ids)
         context = served.context
         room = math.inf if context is None else context - used
         if context is not None and room < 1:

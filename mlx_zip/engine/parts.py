@@ -1,4 +1,4 @@
-"""What an engine's thread needs of a loaded model, and of requests that run together; MLX and PyTorch each have theirs.
+"""What the scheduler needs of a loaded model, and of requests that run together; MLX and PyTorch each have theirs.
 
 A cache is what one request owns: its KV cache and its codebook. Only the classes behind these protocols look inside.
 """
@@ -77,10 +77,7 @@ class Served(Protocol):
     """
 
     options: RunOptions
-    facts: ModelFacts
-    info: EngineInfo
     hyper: bool
-    batches: bool
     machines: Any
     context: int | None
     by_base: bool
@@ -88,7 +85,12 @@ class Served(Protocol):
     canonical: bool
     long_context: int | None
     kv_bytes_per_id: int
-    weight_bytes: int
+
+    @property
+    def batches(self) -> bool: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
 
     def new_cache(self, start: Any) -> Any:
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
@@ -117,3 +119,10 @@ class Served(Protocol):
     def settle(self) -> None:
         """Finishes what only the engine's thread can finish; called before it ends."""
         ...
+
+
+class ServedByEngine(Served, Protocol):
+    """A loaded model that an engine serves: what its checks need to know of it, and what fronts do."""
+
+    facts: ModelFacts
+    info: EngineInfo

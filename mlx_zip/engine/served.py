@@ -63,12 +63,20 @@ class Served:
     def never_excluded(self) -> list[int]:
         return [*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids]
 
-    @cached_property
+    @property
     def batches(self) -> bool:
+        return self._batches
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
+
+    @cached_property
+    def _batches(self) -> bool:
         return self.options.kv_bits is None and batches(_kv_of(self.new_cache(None)))
 
     @cached_property
-    def weight_bytes(self) -> int:
+    def _weight_bytes(self) -> int:
         return sum(array.nbytes for _, array in cast(Any, tree_flatten(self.model.parameters())))
 
     @property

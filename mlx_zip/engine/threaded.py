@@ -35,7 +35,7 @@ from mlx_zip.engine.interface import (
 )
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.engine.parts import Reading, Served
+from mlx_zip.engine.parts import Reading, Served, ServedByEngine
 from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
@@ -247,7 +247,7 @@ class ThreadedEngine(Engine):
         self._counted()
 
     @abstractmethod
-    def _served(self, load: Load, name: str) -> Served:
+    def _served(self, load: Load, name: str) -> ServedByEngine:
         """Loads the model, sets `tokenizer`, and returns what serves requests. name: of the model."""
 
     @abstractmethod
