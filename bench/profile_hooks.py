@@ -83,7 +83,7 @@ MODEL, ROWS, AHEAD = (
     "mlx_zip.models.session:Session",
     "mlx_zip.models.ahead:Ahead",
 )
-STATE, REQUEST = "mlx_zip.state:ZipState", "mlx_zip.generation.request:Request"
+STATE, REQUEST = "mlx_zip.models.rows.zip_state:ZipState", "mlx_zip.generation.request:Request"
 PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
     Hook("sampling", mx, "argmax", _result),

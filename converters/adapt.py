@@ -26,8 +26,8 @@ from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
-from mlx_zip.hyper import Fingerprints
 from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.rows.fingerprints import Fingerprints
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted

@@ -18,8 +18,8 @@ from mlx_zip.generation import cache_notes
 from mlx_zip.generation.generate import stream_batch, stream_generate
 from mlx_zip.generation.response import GenerationResponse
 from mlx_zip.layout import is_zip
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.tuned import AnyStart
-from mlx_zip.state import find_state
 from mlx_zip.text.conversations import Conversation, Prompt
 
 GRAM = 4

@@ -25,7 +25,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_zip.device import on_gpu
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.refill import factors_for
-from mlx_zip.state import submitting
+from mlx_zip.models.rows.zip_state import submitting
 
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
 Step = tuple[int, mx.array]  # an emitted id, and the log-probabilities [W] that it was chosen from

@@ -24,7 +24,7 @@ from mlx_zip.generation.sampling import BasePenalties
 from mlx_zip.layout import is_zip
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import filter_cache, merge_caches
-from mlx_zip.state import submitting
+from mlx_zip.models.rows.zip_state import submitting
 
 
 class BatchLoop:

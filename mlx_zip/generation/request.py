@@ -18,7 +18,7 @@ from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.generation.response import GenerationResponse
 from mlx_zip.generation.sampling import Sampling, make_processors
 from mlx_zip.layout import is_zip
-from mlx_zip.state import find_state
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
 from mlx_zip.text.stream import TextStream
 

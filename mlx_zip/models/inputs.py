@@ -10,7 +10,7 @@ import numpy as np
 
 from mlx_zip.errors import ModelError
 from mlx_zip.models.rope import Positions
-from mlx_zip.state import HostIds, ZipState
+from mlx_zip.models.rows.zip_state import HostIds, ZipState
 
 
 def check_shape(ids: mx.array) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_zip.models.inputs import length_of
 from mlx_zip.models.rope import Positions
-from mlx_zip.state import HostIds, ZipState
+from mlx_zip.models.rows.zip_state import HostIds, ZipState
 
 
 def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) -> Positions:

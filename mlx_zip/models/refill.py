@@ -21,7 +21,7 @@ import numpy as np
 from mlx_zip.models.batching import all_or_nothing
 from mlx_zip.models.inputs import cut_offsets, kv_length
 from mlx_zip.models.positions import positions_of_log
-from mlx_zip.state import ZipState
+from mlx_zip.models.rows.zip_state import ZipState
 
 
 class Refill:

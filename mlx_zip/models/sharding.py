@@ -15,8 +15,8 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten
 
 from mlx_zip.errors import ModelError
-from mlx_zip.hyper import fingerprint_of, sampled
 from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.rows.fingerprints import fingerprint_of, sampled
 
 SHARDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # those of our model types that mlx-lm can split
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -24,9 +24,8 @@ import mlx_zip
 from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder
-from mlx_zip.hyper import Fingerprints, host_bytes
-from mlx_zip.hyper.model_fingerprint import model_fingerprint
 from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.rows.fingerprints import Fingerprints, host_bytes, model_fingerprint
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER, Pack, save_pack
 from mlx_zip.packs.tuned import TunedRows

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache, trim_prompt
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.generation.generate import batch_generate, generate, load, stream_batch, stream_generate
-from mlx_zip.state import find_state
+from mlx_zip.models.rows.zip_state import find_state
 from support import tiny
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
 from support.places import SHARED

@@ -17,7 +17,7 @@ from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.generation.decode import read_again
 from mlx_zip.generation.generate import PREFILL_STEP_SIZE, bounded_cache, check_kv
 from mlx_zip.generation.request import Request
-from mlx_zip.state import ZipState, find_state
+from mlx_zip.models.rows.zip_state import ZipState, find_state
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 
 

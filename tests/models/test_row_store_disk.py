@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_zip import RowStore
-from mlx_zip.hyper import row_folder
-from mlx_zip.hyper.row_files import files_in, number_of
+from mlx_zip.models.rows import row_folder
+from mlx_zip.models.rows.row_files import files_in, number_of
 from support.stored_rows import WIDTH, Encoder, N, check, entries, file_of, fill, kind, true_rows, warnings
 
 HEADER, STRIDE = 4096, 16 + 4 * WIDTH + 8

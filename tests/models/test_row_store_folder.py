@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from mlx_zip import RowStore
-from mlx_zip.hyper import row_folder
-from mlx_zip.hyper.row_files import disk_bytes, files_in
-from mlx_zip.hyper.row_folder import purge
+from mlx_zip.models.rows import row_folder
+from mlx_zip.models.rows.row_files import disk_bytes, files_in
+from mlx_zip.models.rows.row_folder import purge
 from support.places import TESTS
 from support.stored_rows import Encoder, N, check, entries, file_of, fill, kind, true_rows, warnings
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.files import sole_user
-from mlx_zip.hyper.row_files import (
+from mlx_zip.models.rows.row_files import (
     FILES_PER_SET,
     DamagedFileError,
     ForeignFileError,

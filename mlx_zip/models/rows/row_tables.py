@@ -1,58 +1,23 @@
-"""Encoding entries to hyper rows, and the tables in which a request keeps the rows."""
+"""The tables in which a request keeps its hyper rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
 CAPACITY_STEP = 256  # tables grow to multiples of this many places, so that shapes seldom change
-
-
-def matrix_rows(module: Any, ids: mx.array) -> mx.array:
-    """Returns rows [..., D] of an embedding's or a linear layer's weights for ids [...].
-
-    Of a quantized layer only these rows are dequantized. Source: zip2zip 0.2.0, which encodes output rows from rows of
-    the head matrix, not of the embedding.
-    """
-    if "scales" not in module:
-        return module["weight"][ids]
-    biases = module.get("biases")
-    return mx.dequantize(
-        module["weight"][ids],
-        scales=module["scales"][ids],
-        biases=None if biases is None else biases[ids],
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
-
-
-def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-    """Returns the hyper rows [N, D] of N entries, encoded `ENTRIES_PER_PASS` at a time.
-
-    matrix: the embedding or head whose rows the encoder reads. base_ids [N, S] uint32: padded with the pad id. lengths
-    [N]: how many of the S are real.
-    """
-    parts = []
-    for begin in range(0, len(base_ids), ENTRIES_PER_PASS):
-        block = slice(begin, begin + ENTRIES_PER_PASS)
-        x = matrix_rows(matrix, mx.array(base_ids[block]))
-        parts.append(encoder(x, mx.array(lengths[block].astype(np.int32))))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 class RowTable:
     """Rows of one side: the row at place p is `rows[0, p]`.
 
     Of a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
-    place (`mlx_zip.state.rows`). rows: [1, capacity, D], or None before the first row.
+    place (`mlx_zip.models.rows.sequence_rows`). rows: [1, capacity, D], or None before the first row.
     """
 
     PLACE_AXIS = 1  # of the array that holds the rows

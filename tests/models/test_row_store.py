@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_zip import RowStore, compress
-from mlx_zip.hyper import encode_entries
-from mlx_zip.hyper.store import ROW_OVERHEAD
+from mlx_zip.models.rows.encoders import encode_entries
+from mlx_zip.models.rows.row_store import ROW_OVERHEAD
 from support.stored_rows import WIDTH, Encoder, entries, kind, true_rows
 from support.tiny import ENCODERS, VOCAB, base_ids, last_logits, tiny_model
 
@@ -340,7 +340,7 @@ def test_rows_that_cannot_be_computed_fail_once_and_are_encoded_anew(submitted, 
     store.rows(kind(), ids, lengths, encoder)
     settle = store.settle_submitted if submitted and store.submit() else store.settle_unsubmitted
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_zip.hyper.store.host_bytes", broken)
+        patch.setattr("mlx_zip.models.rows.row_store.host_bytes", broken)
         with pytest.raises(RuntimeError):
             settle()
         settle()  # or each later call of any request would fail too

@@ -20,9 +20,8 @@ import numpy as np
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_from_json, params_to_json
 from mlx_zip.errors import CodecError, ModelError
+from mlx_zip.models.rows.sequence_rows import Evicted, SequenceRows, differ, evicted_in_call
 from mlx_zip.packs.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
-from mlx_zip.state.evictions import Evicted, differ, evicted_in_call
-from mlx_zip.state.rows import SequenceRows
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 from mlx_zip import DataError, ModelError, RowStore, ZipState
 from mlx_zip.evaluation.scoring import compress_row, score
 from mlx_zip.generation.generate import batch_generate, generate, stream_generate
-from mlx_zip.hyper import RowTable
+from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.packs.tuned import PlainCodec, TunedRows, TunedStart
 from support.generating import ENDLESS

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_zip.hyper import RowStore, encode_entries
-from mlx_zip.hyper import single as module
-from mlx_zip.hyper.single import SingleEncoder, is_supported
 from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.rows import encoders as module
+from mlx_zip.models.rows.encoders import SingleEncoder, encode_entries, is_supported
+from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.zip_model import Model
 from support import tiny
 
