@@ -20,7 +20,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.models.rope import Positions
+from mlx_zip.models.layers import Positions
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.whole import NoCache, Samples
 from mlx_zip.training.batches import Batch, make_batch

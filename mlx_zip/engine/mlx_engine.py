@@ -30,10 +30,9 @@ from mlx_zip.evaluation.scored import Compressed, Scored
 from mlx_zip.evaluation.scoring import score_in_parts
 from mlx_zip.generation.generate import PREFILL_STEP_SIZE
 from mlx_zip.models.base_only import BaseOnly
-from mlx_zip.models.loading import load
+from mlx_zip.models.loading import load, step_bytes
 from mlx_zip.models.machines import Group
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.models.step_bytes import step_bytes
 
 __all__ = ["DEFAULT_SESSIONS", "MlxEngine", "ServeOptions", "open_engine"]
 DEFAULT_SESSIONS = SessionOptions()

@@ -21,9 +21,9 @@ from mlx_zip.generation.sampling import make_processors
 from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.layout import is_zip
 from mlx_zip.models.batching import batches, entries_of
+from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import name_of
 from mlx_zip.models.rows.zip_state import ZipState, find_state
-from mlx_zip.models.sharding import machines_of
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 

@@ -24,8 +24,7 @@ from mlx_zip.evaluation.report import make_record
 from mlx_zip.evaluation.scoring import context_limit, scores_itself
 from mlx_zip.generation.sampling import Sampling
 from mlx_zip.layout import is_zip
-from mlx_zip.models.arguments import ModelArgs
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.folders import ModelArgs, is_plain
 from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
 from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.rows.fingerprints import model_fingerprint

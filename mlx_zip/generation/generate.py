@@ -29,9 +29,8 @@ from mlx_zip.generation.sampling import Sampling, SamplingOptions, make_sampler
 from mlx_zip.layout import is_zip
 from mlx_zip.models.batching import batches
 from mlx_zip.models.loading import load
-from mlx_zip.models.machines import check_equal
+from mlx_zip.models.machines import check_equal, chosen_by_first, machines_of
 from mlx_zip.models.rows.zip_state import find_state
-from mlx_zip.models.sharding import chosen_by_first, machines_of
 from mlx_zip.packs.pack import PackLike, as_pack
 from mlx_zip.packs.starts import split_packs
 from mlx_zip.text.tokenizer import as_tokenizer

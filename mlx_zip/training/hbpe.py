@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.models.patches.model import PatchModel, PlainModel, parameters_of
+from mlx_zip.models.patches.patch_model import PatchModel, PlainModel, parameters_of
 from mlx_zip.progress import counted
 from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
 from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar

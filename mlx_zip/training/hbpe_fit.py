@@ -14,8 +14,7 @@ import mlx.core as mx
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import remove_partials, sole_user
-from mlx_zip.models.patches.folder import SavedPatchModel, save_patch_model
-from mlx_zip.models.patches.model import PatchConfig, PatchModel, parameters_of
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, SavedPatchModel, parameters_of, save_patch_model
 from mlx_zip.training.hbpe import Corpus, check_run, evaluate, train, windows
 from mlx_zip.training.loop import stop_signals
 from mlx_zip.training.run_folder import open_run

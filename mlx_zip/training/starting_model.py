@@ -30,7 +30,7 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_line
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.loading import load_failures, read_config, rope_settings
 from mlx_zip.models.recompute import recomputed
 from mlx_zip.models.register import MODEL_TYPE

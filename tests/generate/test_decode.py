@@ -15,7 +15,7 @@ from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.generation.decode import decode_steps
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.session import Session
 from mlx_zip.models.zip_model import Model

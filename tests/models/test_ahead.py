@@ -13,7 +13,7 @@ from mlx_zip.codec import compress
 from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.generation.decode import decode_steps
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.launches import added_launches, gpu_forms
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.row_tables import HeadTable, RowTable, TurningTable

@@ -6,8 +6,15 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_zip.errors import CodecError, ConfigError, GenerationError
-from mlx_zip.models.patches.generation import filled, generate_patches, read_back
-from mlx_zip.models.patches.model import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of, patch_lengths
+from mlx_zip.models.patches.patch_generation import filled, generate_patches, read_back
+from mlx_zip.models.patches.patch_model import (
+    PatchConfig,
+    PatchModel,
+    PlainConfig,
+    PlainModel,
+    parameters_of,
+    patch_lengths,
+)
 from mlx_zip.vocab.hbpe.measures import LOCAL, MEDIUM, SMALL, Tower
 from mlx_zip.vocab.hbpe.merges import MARK, Merges
 from mlx_zip.vocab.hbpe.table import PatchTable

@@ -13,9 +13,8 @@ from tokenizers.normalizers import Lowercase
 
 from mlx_zip import cli
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
-from mlx_zip.models.patches.folder import SavedPatchModel, load_patch_model
-from mlx_zip.models.patches.generation import generate_patches, generate_text
-from mlx_zip.models.patches.model import PatchConfig, PatchModel
+from mlx_zip.models.patches.patch_generation import generate_patches, generate_text
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, SavedPatchModel, load_patch_model
 from mlx_zip.training import hbpe_fit
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.hbpe import Corpus, evaluate, train, windows

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.models.patches.model import PatchConfig, PatchModel, PlainConfig, PlainModel
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.hbpe import Corpus, _batches, byte_entropies, evaluate, nats, train, windows
 from mlx_zip.training.metrics import read_metrics

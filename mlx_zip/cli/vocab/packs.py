@@ -189,8 +189,7 @@ def _head_cost(args: argparse.Namespace) -> float:
     if args.head_cost == "model":
         if args.model is None:
             raise DataError("--head-cost model needs --model: a step reads the model's weights")
-        from mlx_zip.models.loading import model_folder
-        from mlx_zip.models.step_bytes import head_cost
+        from mlx_zip.models.loading import head_cost, model_folder
 
         return head_cost(model_folder(args.model))
     try:

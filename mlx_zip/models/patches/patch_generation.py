@@ -15,8 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.models.patches.folder import SavedPatchModel
-from mlx_zip.models.patches.model import PatchModel
+from mlx_zip.models.patches.patch_model import PatchModel, SavedPatchModel
 from mlx_zip.text.prompts import check_unicode
 from mlx_zip.vocab.hbpe.merges import MARK, Merges, check_mode
 

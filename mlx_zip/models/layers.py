@@ -1,8 +1,18 @@
-"""Rotary embeddings that take the positions as an argument, with every scaling rule of the supported models.
+"""The parts of mlx-lm's blocks that are ours: rotary embeddings, RMSNorm, and Gemma's MLP and attention.
 
-mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our `Model` gives them a view of the cache whose
-`offset` is a `Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of
-LongRoPE factors. A `Rope` keeps nothing between calls.
+mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our `Model` gives them a view of the cache whose `offset` is a
+`Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of LongRoPE
+factors. `Rope` has every scaling rule of the supported models and keeps nothing between calls.
+
+MLX's CPU backend has no kernels for RoPE and RMSNorm and runs 15 and 8 operations, each of which costs more than its
+arithmetic. So a step of one id in float32 has forms of its own here. A rotation as one product with a matrix was even
+faster for narrow heads, but it grows with the square of their width and spreads values that are not finite. A GPU has
+the kernels and uses them.
+
+Gemma 1 and 2 have parts of their own where mlx-lm's blocks differ from transformers or cannot take batches: its
+attention of Gemma 2 takes neither a padded batch (grouped KV heads against a mask of four dimensions) nor a quantized
+KV cache. The embedding's scale applies to hyper rows too: zip2zip 0.2.0 replaces the embedding layer by one without the
+scale on the newer Gemmas, but no Gemma checkpoint has been published with it.
 """
 
 from __future__ import annotations
@@ -10,14 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.decoders import original_context, rope_errors, rotated_columns
-from mlx_zip.models.norm import steps_on_cpu
 
 
 @dataclass(frozen=True)
@@ -197,3 +208,113 @@ _KINDS = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
+
+
+_CPU = mx.Device(mx.cpu)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, float32 inside."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns x [..., L, D] normalized, in the same shape and dtype."""
+        return _rms_norm(x, self.weight, self.eps) if steps_on_cpu(x) else super().__call__(x)
+
+
+@mx.compile
+def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """Returns RMSNorm of x, compiled to few operations."""
+    return x * mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def steps_on_cpu(x: mx.array) -> bool:
+    """Returns whether x [..., L, D] belongs to a step of generation (L is 1) on the CPU in float32.
+
+    MLX has no CPU kernels for norm and rotation: it runs 8 and 15 separate operations, and starting each costs more
+    than its arithmetic. Compiled, norm and rotation are 3 and 4 operations, and the layers share cosines and sines.
+    """
+    return x.shape[-2:-1] == (1,) and x.dtype == mx.float32 and mx.default_device() == _CPU
+
+
+def with_quick_norms(block: nn.Module) -> None:
+    """Replaces every `nn.RMSNorm` inside a block by this file's `RMSNorm`; weights and names stay."""
+    quick = []
+    for name, module in block.named_modules():
+        if type(module) is nn.RMSNorm:
+            made = RMSNorm(module.weight.size, module.eps)
+            made.weight = module.weight
+            quick.append((name, made))
+    block.update_modules(tree_unflatten(quick))
+
+
+class TanhGeluMLP(nn.Module):
+    """Gemma 1's MLP with the tanh form of GELU, which transformers uses whatever the config says; mlx-lm's is exact."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
+    """Returns tanh-GELU of gate, times up, both of one shape."""
+    return nn.gelu_approx(gate) * up
+
+
+class SoftCapAttention(nn.Module):
+    """Gemma 2's attention: scores become c * tanh(scores / c) before the mask.
+
+    Unlike mlx-lm's, this one also works with padded batches and quantized KV caches.
+    """
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
+        self.scale, self.cap = args.query_pre_attn_scalar**-0.5, args.attn_logit_softcapping
+        self.q_proj = nn.Linear(args.hidden_size, self.n_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(args.hidden_size, self.n_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(args.hidden_size, self.n_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.n_heads * self.head_dim, args.hidden_size, bias=False)
+        self.rope: Any = None  # set by make_decoder
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+        """Returns the attention's output [B, L, D] for x [B, L, D].
+
+        mask: bool, broadcastable to [B, 1, L, K] for K cached ids, true for keys to attend to; None hides nothing.
+        """
+        batch, length, _ = x.shape
+        queries, keys, values = (
+            proj(x).reshape(batch, length, heads, self.head_dim).transpose(0, 2, 1, 3)
+            for proj, heads in (
+                (self.q_proj, self.n_heads),
+                (self.k_proj, self.n_kv_heads),
+                (self.v_proj, self.n_kv_heads),
+            )
+        )
+        queries, keys = self.rope(queries, cache.offset), self.rope(keys, cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+        queries = queries.reshape(batch, self.n_kv_heads, -1, length, self.head_dim) * self.scale
+        scores = mx.tanh(_grouped_matmul(queries, keys, cache, transpose=True) / self.cap) * self.cap
+        if mask is not None:
+            mask = mask[:, :, None] if mask.ndim == 4 else mask
+            scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        out = _grouped_matmul(weights, values, cache, transpose=False).reshape(batch, self.n_heads, length, -1)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+def _grouped_matmul(a: mx.array, b: Any, cache: Any, transpose: bool) -> mx.array:
+    """Returns a [B, KV heads, query heads per KV head, L, .] times b, the cache's keys or values [B, KV heads, K, D].
+
+    A quantized cache returns b as a tuple (packed weights, scales, biases). transpose: swap b's last two axes first.
+    """
+    if hasattr(cache, "bits"):
+        parts = [part[:, :, None] for part in b]
+        return mx.quantized_matmul(a, *parts, transpose=transpose, group_size=cache.group_size, bits=cache.bits)
+    b = b[:, :, None]
+    return a @ (b.swapaxes(-1, -2) if transpose else b)
