@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_zip.errors import DataError, TrainingError, reason
 from mlx_zip.files import check_in, sole_user, write_json
-from mlx_zip.training.metrics import FILE
+from mlx_zip.training.run_metrics import FILE
 
 RECORD = "train.json"
 

@@ -32,12 +32,12 @@ from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.loading import load_failures, read_config, rope_settings
-from mlx_zip.models.recompute import recomputed
 from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import grows
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
+from mlx_zip.training.steps.whole import recomputed
 
 _SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
 _OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first

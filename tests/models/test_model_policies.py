@@ -15,7 +15,7 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.generation.decode import decode_steps
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.training.batches import make_batch
+from mlx_zip.training.steps.batches import make_batch
 from support import tiny
 from support.tiny import PAD, VOCAB, base_ids, last_logits, tiny_model
 

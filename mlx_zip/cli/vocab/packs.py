@@ -150,7 +150,7 @@ def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
 
 def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
-    from mlx_zip.training.prepare.texts import read_pieces
+    from mlx_zip.training.prepare.text_windows import read_pieces
 
     found = []
     with ProgressBar(args.most_ids, "id", "Reading") as count:

@@ -23,13 +23,13 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.progress import counted
-from mlx_zip.training.metrics import Metrics, read_metrics
-from mlx_zip.training.pack_rows import PackTrainee, encoded_rows
-from mlx_zip.training.prepare.texts import Texts
+from mlx_zip.training.prepare.text_windows import Texts
 from mlx_zip.training.run_folder import open_run
+from mlx_zip.training.run_metrics import Metrics, read_metrics
+from mlx_zip.training.run_summary import header
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.starting_model import start_model
-from mlx_zip.training.summary import header
+from mlx_zip.training.steps.objective import PackTrainee, encoded_rows
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 
 

@@ -22,9 +22,9 @@ from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError, reason
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
-from mlx_zip.training.prepare.folder import POOL, PreparedFolder
 from mlx_zip.training.prepare.mixture import kept_samples, next_sources
 from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
+from mlx_zip.training.prepare.prepared_folder import POOL, PreparedFolder
 from mlx_zip.training.prepare.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
 from mlx_zip.training.prepare.shards import codec_record
 

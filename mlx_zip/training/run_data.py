@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.hub import is_hub_id
-from mlx_zip.training.prepare.folder import STATE
+from mlx_zip.training.prepare.prepared_folder import STATE
 from mlx_zip.training.prepare.shards import Sample, Shards, grows, is_prepared
 from mlx_zip.training.settings import RunOptions
 

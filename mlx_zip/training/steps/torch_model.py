@@ -25,7 +25,7 @@ from mlx_zip.errors import TrainingError, first_line
 from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import ROWS
-from mlx_zip.training.objective import Trainee
+from mlx_zip.training.steps.objective import Trainee
 
 Tensors = dict[str, torch.Tensor]
 BODY, HEAD = "model.model.", "model.lm_head.weight"  # names in the MLX trainee

@@ -15,11 +15,11 @@ from mlx_lm.utils import get_total_parameters
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.layout import is_zip
 from mlx_zip.progress import clock, counted
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.checkpoint import Progress
-from mlx_zip.training.metrics import read_metrics
+from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.prepare.shards import Sample, grows
+from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import ADAPTER, RunOptions
+from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.trainer import Data, Trainer
 
 _FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet

@@ -74,7 +74,7 @@ CLOSE, FEW = Padding(), Padding(few=True)
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one step as arrays. `arrays` holds the arrays of `mlx_zip.models.whole.Samples`, and:
+    """The samples of one step as arrays. `arrays` holds the arrays of `mlx_zip.training.steps.whole.Samples`, and:
 
     targets [B, L] int32: the id each position should predict, a base id or vocab_size + slot. weights [B, L] float32:
     1 where the loss counts, else 0. available [B, L] int32: the number of slots that may be predicted there.

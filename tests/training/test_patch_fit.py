@@ -15,11 +15,10 @@ from mlx_zip import cli
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.models.patches.patch_generation import generate_patches, generate_text
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, SavedPatchModel, load_patch_model
-from mlx_zip.training import hbpe_fit
-from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.hbpe import Corpus, evaluate, train, windows
-from mlx_zip.training.hbpe_fit import FitOptions, evaluate_texts, fit
-from mlx_zip.training.metrics import Metrics, read_metrics
+from mlx_zip.training import patch_training as hbpe_fit
+from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.patch_training import Corpus, FitOptions, evaluate, evaluate_texts, fit, train, windows
+from mlx_zip.training.run_metrics import Metrics, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
 from mlx_zip.vocab.hbpe.text import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_of

@@ -7,6 +7,7 @@ can be differentiated and compiled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_zip.models.layers import Positions
-from mlx_zip.models.recompute import recomputed
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 
@@ -113,3 +113,24 @@ def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx
     decoder's activations, because every entry has several positions.
     """
     return recomputed(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))
+
+
+def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) -> Any:
+    """Returns `call(x)`, keeping only x and the module's weights for the backward pass, which runs `call` again.
+
+    `call` must use no trained weights but the module's, and must draw no random numbers, because the second run would
+    draw others. The second run uses the weights of the first, frozen ones included, and then restores the weights that
+    the module has by then.
+    """
+    first = module.parameters()
+
+    def again(parameters: Any, x: mx.array) -> Any:
+        """Returns `call(x)`, run with the first run's weights and these trained ones."""
+        own = module.parameters()
+        module.update(first)
+        module.update(parameters)
+        out = call(x)
+        module.update(own)
+        return out
+
+    return mx.checkpoint(again)(module.trainable_parameters(), x)

@@ -10,9 +10,9 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel
-from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.hbpe import Corpus, _batches, byte_entropies, evaluate, nats, train, windows
-from mlx_zip.training.metrics import read_metrics
+from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.patch_training import Corpus, _batches, byte_entropies, evaluate, nats, train, windows
+from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.merges import MARK

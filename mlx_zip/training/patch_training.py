@@ -1,15 +1,17 @@
 """Trains and measures models that read patches, and plain models to compare with, from random weights.
 
 A run's steps depend only on its seed, settings and data. On the CPU, a resumed run gives the numbers of an
-uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`.
+uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`. `fit` makes
+a patch model from texts: tokenizer, patch table, training, model folder.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -20,16 +22,35 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.models.patches.patch_model import PatchModel, PlainModel, parameters_of
+from mlx_zip.files import remove_partials, sole_user
+from mlx_zip.models.patches.patch_model import (
+    PatchConfig,
+    PatchModel,
+    PlainModel,
+    SavedPatchModel,
+    parameters_of,
+    save_patch_model,
+)
 from mlx_zip.progress import counted
-from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
-from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar
-from mlx_zip.training.metrics import Metrics
-from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
+from mlx_zip.training.checkpoints import Progress, checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar, stop_signals
+from mlx_zip.training.run_folder import open_run
+from mlx_zip.training.run_metrics import Metrics
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
-from mlx_zip.vocab.hbpe.measures import bits_per_byte
+from mlx_zip.training.steps.stepping import clip, learning_rate, make_optimizer
+from mlx_zip.vocab.hbpe.measures import (
+    FIT_LATENT,
+    FIT_LOCAL,
+    Tower,
+    bits_per_byte,
+    fertility,
+    hierarchical_flops,
+    words_of,
+)
 from mlx_zip.vocab.hbpe.merges import MARK
+from mlx_zip.vocab.hbpe.text import PatchText, learn_tokenizer, read_tokenizer
 
 Uint32s = NDArray[np.uint32]
 
@@ -110,7 +131,7 @@ def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
     return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")
 
 
-def check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
+def _check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
     """Raises `DataError` unless the model knows every id or symbol of the text, which MLX itself does not check."""
     if isinstance(model, PlainModel):
         units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
@@ -123,9 +144,9 @@ def check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
         raise DataError(f"the text has {units} different ids or symbols, the model knows {known}")
 
 
-def check_run(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> None:
+def _check_run(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> None:
     """Raises `DataError` if the model cannot read the text, `TrainingError` if the text does not fill one batch."""
-    check_fit(model, corpus)
+    _check_fit(model, corpus)
     if len(corpus.ids) < settings.batch_size:
         raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
 
@@ -135,7 +156,7 @@ def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 1
 
     Returns `bits_per_byte`, `nats`, `bytes`, and `units`, the number of patches or ids. batch_size: windows per call.
     """
-    check_fit(model, corpus)
+    _check_fit(model, corpus)
     total = 0.0
     for at in range(0, len(corpus.ids), batch_size):
         some: Any = nats(model, corpus, corpus.ids[at : at + batch_size]).item()
@@ -177,11 +198,11 @@ def train(
     stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
     steps_per_report, save_every, keep, and those of the optimizer.
 
-    Returns the progress. Raises as `check_run` does, `TrainingError` if the loss is not a number or the checkpoint is
+    Returns the progress. Raises as `_check_run` does, `TrainingError` if the loss is not a number or the checkpoint is
     another run's, and `Stopped` after a signal, when the last step is saved.
     """
-    check_run(model, corpus, settings)
-    job = PatchTrainer(model, corpus, settings, run)
+    _check_run(model, corpus, settings)
+    job = _PatchTrainer(model, corpus, settings, run)
     with steps_bar(settings, job.progress.step, quiet, until) as bar:
         bar.say(job.header())
         stopped = run_steps(job, settings, bar, asked, until)
@@ -190,7 +211,7 @@ def train(
     return job.progress
 
 
-class PatchTrainer:
+class _PatchTrainer:
     """Trains a patch model or a plain one as a `Job`: in one process, without validation during the run."""
 
     def __init__(self, model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path) -> None:
@@ -283,3 +304,121 @@ def _fingerprint(model: PatchModel | PlainModel, corpus: Corpus, settings: Train
     chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in left_out)
     facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()
     return sha256(repr(facts).encode()).hexdigest()
+
+
+# ---- from texts to a model's folder
+
+MODEL = "model"  # folder inside the run's folder that a finished run writes
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The patch model to train.
+
+    tokenizer: file of the tokenizer whose tokens become patches; None: a byte-level BPE of `vocab_size` tokens is
+    learned. patch_size: maximum symbols per patch. mode: "stop" or "full", see `Merges`. context: patches per window.
+    latent, local: sizes of the large transformer, and of the local encoder and decoder.
+    """
+
+    tokenizer: Path | None = None
+    vocab_size: int = 4096
+    patch_size: int = 10
+    mode: str = "stop"
+    context: int = 128
+    latent: Tower = FIT_LATENT
+    local: Tower = FIT_LOCAL
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise DataError(f"context must be at least 1, got {self.context}")
+
+
+def fit(
+    texts: Sequence[str], options: FitOptions, settings: TrainSettings, out: Path, quiet: bool = True
+) -> SavedPatchModel:
+    """Trains a patch model on documents, writes `out/model` and returns the saved model.
+
+    texts: the documents. out: the run's folder; a run found there is continued from its last checkpoint. The first
+    Ctrl-C or SIGTERM ends training after the current step, saves it and raises `Stopped`. Raises `DataError`,
+    `ConfigError`, and `TrainingError` as `hbpe.train` does, if the folder holds something else, or if another process
+    trains there.
+    """
+    text = _first_stage(texts, options)
+    ids = windows([text.ids(one) for one in texts], text.end, options.context)
+    corpus = Corpus(ids, text.unit_bytes, text.table.rows)
+    mx.random.seed(settings.seed)
+    merges = text.table.merges
+    model = PatchModel(PatchConfig(merges.symbols, merges.patch_size, options.latent, options.local))
+    _check_run(model, corpus, settings)
+    record = _record(texts, text, options, settings)
+    open_run(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
+    try:
+        with sole_user(out) as alone:
+            if not alone:
+                raise TrainingError(f"another process trains in {out}; wait for it, or choose another RUN")
+            remove_partials(out)
+            with stop_signals() as asked:
+                done = train(model, corpus, settings, out, quiet, asked=asked)
+            source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
+            saved = SavedPatchModel(model, text, options.context, source)
+            save_patch_model(out / MODEL, saved)
+    except OSError as error:
+        raise TrainingError(f"{out}: {error.strerror or error}") from error
+    return saved
+
+
+def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
+    """Measures a patch model on documents. Raises `DataError` for texts without bytes.
+
+    The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last is shorter.
+    Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches per word;
+    None without words), forward_flops_per_byte (counted as in the paper, for the mean symbols per patch of these
+    texts), parameters, and exact: whether the patches spell the texts byte by byte.
+    """
+    ids = windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
+    whole = len(ids) // saved.context * saved.context
+    parts = [part.reshape(-1, n) for part, n in ((ids[:whole], saved.context), (ids[whole:], len(ids) - whole)) if n]
+    corpora = [Corpus(part, saved.text.unit_bytes, saved.text.table.rows) for part in parts if part.size]
+    found = [evaluate(saved.model, corpus, batch_size) for corpus in corpora]
+    n_bytes, lengths = sum(one["bytes"] for one in found), saved.text.table.lengths[ids]
+    if not n_bytes:
+        raise DataError("the texts have no bytes: there is nothing to measure")
+    words, config, window = sum(map(words_of, texts)), saved.model.config, saved.context * n_bytes / len(ids)
+    symbols, spelled = float(lengths.mean()), saved.text.table.tokens
+    flops = hierarchical_flops(window, n_bytes / len(ids), config.latent, config.local, config.symbols, symbols)
+    return {
+        "bits_per_byte": bits_per_byte(sum(one["nats"] for one in found), n_bytes),
+        "bytes": n_bytes,
+        "documents": len(texts),
+        "patches": len(ids),
+        "bytes_per_patch": n_bytes / len(ids),
+        "symbols_per_patch": symbols,
+        "fertility": fertility(len(ids), words) if words else None,
+        "forward_flops_per_byte": flops / window,
+        "parameters": parameters_of(saved.model),
+        "exact": b"".join(spelled[i] for i in ids.tolist()) == "".join(texts).encode("utf-8"),
+    }
+
+
+def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
+    """Returns the tokenizer of the options, or one learned from the texts, with its table of patches."""
+    if options.tokenizer is None:
+        tokenizer = learn_tokenizer(texts, options.vocab_size)
+    else:
+        tokenizer = read_tokenizer(options.tokenizer)
+    return PatchText.learn(tokenizer, options.patch_size, options.mode)
+
+
+def _record(texts: Sequence[str], text: PatchText, options: FitOptions, settings: TrainSettings) -> dict[str, Any]:
+    """Returns the record by which `open_run` knows the run again: settings, options, and a digest of the texts."""
+    digest = sha256()
+    for one in texts:
+        digest.update(one.encode("utf-8") + b"\0")
+    fixed = settings.deciding()
+    tokenizer = None if options.tokenizer is None else text.table.fingerprint
+    return {
+        "fixed": {"settings": {**fixed, **asdict(options), "tokenizer": tokenizer}},
+        "data": digest.hexdigest(),
+        "encoder": None,
+        "mlx_zip": mlx_zip.__version__,
+    }
