@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
     from mlx_zip.generation.generate import load, stream_generate
     from mlx_zip.generation.sampling_options import as_logit_bias
     from mlx_zip.models.machines import leave
-    from mlx_zip.text.tokenizer import add_eos_tokens
+    from mlx_zip.text.tokenizers import add_eos_tokens
 
     options = {name: getattr(args, name) for name in (*NUMBERS, *PASSED_ON)}
     options["logit_bias"] = as_logit_bias(biases)
@@ -97,7 +97,7 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
     from mlx_zip.generation.sampling_options import Sampling, as_logit_bias
     from mlx_zip.models.folders import model_folder
     from mlx_zip.text.prompts import encode_prompt
-    from mlx_zip.text.tokenizer import add_eos_tokens
+    from mlx_zip.text.tokenizers import add_eos_tokens
 
     sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": as_logit_bias(biases)}
     Sampling.of(sampling)

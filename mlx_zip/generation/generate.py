@@ -33,7 +33,7 @@ from mlx_zip.models.machines import check_equal, chosen_by_first, machines_of
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.pack import PackLike, as_pack
 from mlx_zip.packs.starts import split_packs
-from mlx_zip.text.tokenizer import as_tokenizer
+from mlx_zip.text.tokenizers import as_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]

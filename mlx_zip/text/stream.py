@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.text.tokenizer import as_tokenizer
+from mlx_zip.text.tokenizers import as_tokenizer
 
 
 class StopMatcher:
