@@ -31,7 +31,7 @@ from mlx_zip.models.rows.fingerprints import Fingerprints
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
-from mlx_zip.vocab.adaptbpe.base import FILE, read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id

@@ -49,8 +49,8 @@ from mlx_zip.vocab.hbpe.measures import (
     hierarchical_flops,
     words_of,
 )
-from mlx_zip.vocab.hbpe.merges import MARK
-from mlx_zip.vocab.hbpe.text import PatchText, learn_tokenizer, read_tokenizer
+from mlx_zip.vocab.hbpe.patch_merges import MARK
+from mlx_zip.vocab.hbpe.patch_table import PatchText, learn_tokenizer, read_tokenizer
 
 Uint32s = NDArray[np.uint32]
 

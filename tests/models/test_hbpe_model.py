@@ -16,8 +16,8 @@ from mlx_zip.models.patches.patch_model import (
     patch_lengths,
 )
 from mlx_zip.vocab.hbpe.measures import LOCAL, MEDIUM, SMALL, Tower
-from mlx_zip.vocab.hbpe.merges import MARK, Merges
-from mlx_zip.vocab.hbpe.table import PatchTable
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
 WORDS = [b"banana", b" ban", b"nana nana", b"a", b"xy", b" is", b"and", b""]
 TABLE = PatchTable.learn(WORDS, 4)

@@ -21,7 +21,7 @@ from mlx_zip.training.patch_training import Corpus, FitOptions, evaluate, evalua
 from mlx_zip.training.run_metrics import Metrics, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
-from mlx_zip.vocab.hbpe.text import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_of
+from mlx_zip.vocab.hbpe.patch_table import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_of
 from support.tiny_vocabularies import write_folder, write_pair
 
 TEXTS = ["the cat and the dog: ¿qué?", "the dog and 12 cats", "a cat, a dog, 😀 and 123"] * 4

@@ -15,8 +15,8 @@ from mlx_zip.training.patch_training import Corpus, _batches, byte_entropies, ev
 from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower
-from mlx_zip.vocab.hbpe.merges import MARK
-from mlx_zip.vocab.hbpe.table import PatchTable, entropy_patches, number, space_patches
+from mlx_zip.vocab.hbpe.patch_merges import MARK
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, entropy_patches, number, space_patches
 from support.same_numbers import assert_same_losses, assert_same_weights
 
 WORDS = [b"the", b" cat", b" and", b" dog", b"ouse", b" a very long word", b""]

@@ -5,12 +5,11 @@ import json
 
 import pytest
 
-from mlx_zip.vocab.adaptbpe import twin
-from mlx_zip.vocab.adaptbpe.base import read_base
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.learn import adapt, count_pieces, top_k
-from mlx_zip.vocab.adaptbpe.merges import MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule
 from mlx_zip.vocab.first_stage import to_bytes
+from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import ADAPTBPE, GPT2, HEAD, corpus_of, golden_merges, needs_gpt2, symbols
 
 cases = pytest.mark.parametrize("case", ADAPTBPE["cases"], ids=[case["name"] for case in ADAPTBPE["cases"]])

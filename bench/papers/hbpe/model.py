@@ -37,7 +37,7 @@ from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainCon
 from mlx_zip.training.patch_training import Corpus, evaluate, train
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
-from mlx_zip.vocab.hbpe.table import PatchTable
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
 from .data import Data, Material, read_documents
 

@@ -160,7 +160,7 @@ def generate(args: argparse.Namespace) -> int:
     """Prints text as it is generated. Returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     from mlx_zip.models.patches.patch_generation import generate_text
     from mlx_zip.models.patches.patch_model import load_patch_model
-    from mlx_zip.vocab.hbpe.merges import MARK
+    from mlx_zip.vocab.hbpe.patch_merges import MARK
 
     prompt = "" if args.prompt is None else read_prompt(args.prompt)
     saved = load_patch_model(args.model)

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.patches.patch_model import PatchModel, SavedPatchModel
 from mlx_zip.text.prompts import check_unicode
-from mlx_zip.vocab.hbpe.merges import MARK, Merges, check_mode
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode
 
 COLDEST = 1e-30  # smallest temperature used: already greedy, and dividing by less would leave float32
 

@@ -46,9 +46,8 @@ from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.files import at_home, whole_folder, write_json
 from mlx_zip.vocab.hbpe.measures import Tower
-from mlx_zip.vocab.hbpe.merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
-from mlx_zip.vocab.hbpe.table import PatchTable
-from mlx_zip.vocab.hbpe.text import PatchText, read_tokenizer
+from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, PatchText, read_tokenizer
 
 NORM_EPS, ROPE_THETA = 1e-5, 10_000.0
 INIT = 0.02  # standard deviation of the start vector

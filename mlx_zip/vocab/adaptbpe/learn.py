@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.encoder import Encoder, cut
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, Encoder, MergeList, Schedule, cut
 
 TIES = ("high", "low")
 COUNTINGS = ("overlapping", "firing")

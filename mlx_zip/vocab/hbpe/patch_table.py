@@ -1,5 +1,8 @@
 """The patches of a whole vocabulary as one table: a text's patches are a lookup of its first-stage ids.
 
+`PatchText` is a first-stage tokenizer with its table. Files of all kinds that `mlx_zip.vocab.first_stage` lists can be
+read.
+
 A table file is a .npz archive without pickle; `version` is checked first, `checksum` covers everything else:
 
     version      1
@@ -18,7 +21,7 @@ one model reads all kinds; the published code has no end mark.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
@@ -32,8 +35,8 @@ from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import whole_file
-from mlx_zip.vocab.first_stage import fingerprint
-from mlx_zip.vocab.hbpe.merges import MARK, Merges, check_mode, learn
+from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, fingerprint, open_tokenizer
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode, learn
 
 VERSION = 1
 SUFFIX = ".npz"
@@ -232,3 +235,99 @@ def number(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tup
 def _parts(data: bytes, longest: int) -> list[bytes]:
     """Cuts bytes into parts of `longest` bytes; the last part may be shorter."""
     return [data[at : at + longest] for at in range(0, len(data), longest)]
+
+
+# ---- first-stage tokenizers
+
+END = "<|endofdocument|>"  # added to a tokenizer without a token for the end
+
+
+def read_tokens(path: str | Path) -> list[bytes]:
+    """Reads a tokenizer's file and returns the bytes of each id; b"" for special tokens and ids without a token.
+
+    Raises `DataError` naming the file, and the wrong token or line.
+    """
+    return open_tokenizer(path).tokens()
+
+
+def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
+    """Returns a function from text to the ids of the tokenizer in a file, without special tokens.
+
+    Errors as in `read_tokenizer`.
+    """
+    return encoder_of(read_tokenizer(path))
+
+
+def encoder_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Returns a function from text to the ids of a `tokenizers.Tokenizer`, without special tokens."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_tokenizer(path: str | Path) -> Any:
+    """Reads a tokenizer.json or a merge list -> `tokenizers.Tokenizer`.
+
+    Raises `DataError` for the other kinds of files, which do not say how text is split.
+    """
+    return open_tokenizer(path).library()
+
+
+def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """Learns a byte-level BPE tokenizer of at most `size` tokens, the 256 bytes included -> `tokenizers.Tokenizer`.
+
+    Raises `DataError` for a size below 256.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if size < len(BYTE_OF):
+        raise DataError(f"a byte-level tokenizer has 256 tokens or more, got {size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = list(texts)
+    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # the trainer allocates so many
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(BYTE_OF), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokens_of(tokenizer: Any) -> list[bytes]:
+    """Returns the bytes of each id of a `tokenizers.Tokenizer`; b"" for special tokens and ids without a token."""
+    return TokenizerFile(Path("tokenizer.json"), "tokenizer", tokenizer.to_str().encode("utf-8")).tokens()
+
+
+class PatchText:
+    """A `tokenizers.Tokenizer` with the patch table of its tokens: turns text into patches.
+
+    end: id of the first token without bytes, which ends a document. Raises `DataError` if the table was made for
+    another tokenizer, or if every token has bytes.
+    """
+
+    def __init__(self, tokenizer: Any, table: PatchTable) -> None:
+        table.check_tokens(tokens_of(tokenizer))
+        if b"" not in table.tokens:
+            raise DataError("the tokenizer has no token without bytes, such as a special token, to end a document with")
+        self.tokenizer, self.table = tokenizer, table
+        self.end = table.tokens.index(b"")
+        self._encode = encoder_of(tokenizer)
+
+    @classmethod
+    def learn(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
+        """Learns a tokenizer's patch table; adds the special token `END` if every token of the tokenizer has bytes."""
+        if b"" not in tokens_of(tokenizer):
+            tokenizer.add_special_tokens([END])
+        return cls(tokenizer, PatchTable.learn(tokens_of(tokenizer), patch_size, mode))
+
+    @cached_property
+    def unit_bytes(self) -> NDArray[np.int64]:
+        """Number of bytes of each token, int64 [V]."""
+        return np.fromiter(map(len, self.table.tokens), np.int64, len(self.table))
+
+    def ids(self, text: str) -> Sequence[int]:
+        """Returns the first-stage ids of a text, without special tokens."""
+        return self._encode(text)
+
+    def patches(self, text: str) -> list[list[int]]:
+        """Returns the patches of a text, each up to its end mark."""
+        ids = list(self.ids(text))
+        rows, lengths = self.table.rows[ids].tolist(), self.table.lengths[ids].tolist()
+        return [row[:n] for row, n in zip(rows, lengths, strict=True)]

@@ -43,7 +43,7 @@ class Merges:
     pairs: Pairs
 
     def __post_init__(self) -> None:
-        check_size(self.patch_size)
+        _check_size(self.patch_size)
         object.__setattr__(self, "pairs", tuple((int(a), int(b)) for a, b in self.pairs))
         if len(self.pairs) > MAX_MERGES:
             raise CodecError(f"{len(self.pairs)} merges are more than {MAX_MERGES}")
@@ -140,7 +140,7 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
     and their order does not matter. Raises `CodecError` for a size outside 2..256, `DataError` for tokens that are too
     long or need more than 65279 merges.
     """
-    check_size(patch_size)
+    _check_size(patch_size)
     pool = too_long(tokens, patch_size)
     data, offsets = _joined_with_offsets(pool)
     if len(data) > lib.MLXZIP_MAX_TOKENS_BYTES:
@@ -170,7 +170,7 @@ def too_long(tokens: Iterable[bytes], patch_size: int) -> list[bytes]:
     return [token for token in dict.fromkeys(tokens) if len(token) + 1 > patch_size]
 
 
-def check_size(patch_size: Any) -> None:
+def _check_size(patch_size: Any) -> None:
     """Raises `CodecError` unless the patch size is an integer in 2..256. (With 1 only the empty token would fit.)"""
     if isinstance(patch_size, bool) or not isinstance(patch_size, int) or not 2 <= patch_size <= MAX_PATCH:
         raise CodecError(f"the patch size must be an integer from 2 to {MAX_PATCH}, got {patch_size!r}")

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
-from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, Pair, is_text, live
-from mlx_zip.vocab.adaptbpe.text import BLANK, CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, is_text, live
+from mlx_zip.vocab.adaptbpe.pieces import BLANK, CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
 from mlx_zip.vocab.first_stage import (
     BYTE_OF,
     IDS_FILE_OF,
     AddedToken,
+    Pair,
     TokenizerFile,
     open_tokenizer,
     read_stored,

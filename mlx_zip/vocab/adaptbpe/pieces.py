@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
-from mlx_zip.vocab.adaptbpe.encoder import PIECES, cut
+from mlx_zip.vocab.adaptbpe.merge_list import PIECES, cut
 from mlx_zip.vocab.first_stage import AddedToken, to_bytes
 
 CHARACTERS, BLANK = "characters", "\u2581"  # byte fallback; the character that its vocabularies use for a blank

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, MergeList
 
 Word = list[int]
 

@@ -1,6 +1,6 @@
 """The second stage of hierarchical BPE in plain Python, slow and obvious, which the tests compare `hbpe` with.
 
-The rules are those of `mlx_zip.vocab.hbpe.merges`; pairs are recounted for every merge.
+The rules are those of `mlx_zip.vocab.hbpe.patch_merges`; pairs are recounted for every merge.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from mlx_zip.vocab.hbpe.merges import FIRST_MERGE, MARK
+from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK
 
 Pair = tuple[int, int]
 
