@@ -20,7 +20,7 @@ import numpy as np
 
 import mlx_zip
 from mlx_zip.config import config_of
-from mlx_zip.converters import hub, output
+from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
@@ -47,7 +47,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     tokenizer.json. vocabulary: the file that `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises
     `ConversionError`, `ConfigError` or `DataError` naming the file, tensor or key at fault.
     """
-    out, place = Path(mlx_path), hub.local(model)
+    out, place = Path(mlx_path), source.local(model)
     output.refuse_existing(out)
     if place is None:
         raise ConversionError(f"{model} is not a folder")

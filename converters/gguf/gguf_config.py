@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from mlx_zip.config import MAX_LAYERS
-from mlx_zip.converters.gguf_file import GgufFile
+from mlx_zip.converters.gguf.gguf_file import GgufFile
 from mlx_zip.converters.tensors import some
 from mlx_zip.errors import ConversionError
 from mlx_zip.models.decoders import head_width
