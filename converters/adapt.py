@@ -210,7 +210,6 @@ def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, in
 
 
 def _id_of(key: str) -> int | str:
-    """Returns a JSON key as an id if it is one, else the key itself."""
     return int(key) if key.isdecimal() else key
 
 

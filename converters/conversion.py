@@ -150,7 +150,6 @@ def _set_options(section: dict[str, Any], canonical: bool | None, policy: str | 
 
 
 def _quantize(prepared: Prepared, recipe: Recipe) -> None:
-    """Quantizes or dequantizes the prepared model in place, as the recipe says."""
     with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints what it did
         prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
     quantize_encoders(prepared.model, prepared.config, recipe)

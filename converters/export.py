@@ -155,7 +155,6 @@ def _about_gemma(soft_cap: float | None) -> str:
 
 
 def _dequantized(model: Any, folder: Path, quantized: bool) -> Any:
-    """Returns the model with its quantized layers dequantized, with a warning if there are any."""
     if not quantized:
         return model
     from mlx_lm.utils import dequantize_model

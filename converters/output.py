@@ -184,7 +184,6 @@ def write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) ->
 
 
 def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
-    """Writes the two files of an mlx-lm adapter into an existing folder."""
     weights, config = mlx_adapter(lora, dtype)
     write_tensors(folder / "adapters.safetensors", weights)
     write_json(folder / "adapter_config.json", config)

@@ -66,7 +66,6 @@ class Settings:
         return value
 
     def _single(self, key: str, value: Any) -> Any:
-        """Returns the value if it is not an array."""
         if isinstance(value, np.ndarray | list):
             raise self.error(f"{key} must be one value, got an array of {len(value)}")
         return value
@@ -140,7 +139,6 @@ def read_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _rows(take: Settings) -> int:
-    """Returns the number of rows of the embedding, which is the number of ids."""
     if EMBEDDING not in take.file.tensors:
         raise take.error(f"the tensor {EMBEDDING} is missing")
     rows = take.file.tensors[EMBEDDING].shape[0]

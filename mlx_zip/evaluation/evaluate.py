@@ -19,8 +19,8 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.errors import DataError, GenerationError, ModelError, reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
+from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import Settings, measure_rates
-from mlx_zip.evaluation.report import make_record
 from mlx_zip.evaluation.scoring import context_limit, scores_itself
 from mlx_zip.generation.sampling import Sampling
 from mlx_zip.layout import is_zip
@@ -218,7 +218,6 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None, codeb
 
 
 def _window_of(config: Mapping[str, Any]) -> int:
-    """Returns how many base ids per window a model with this config.json can read, at most `CONTEXT`."""
     inner = config.get("text_config")
     nested = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     positions = config.get("max_position_embeddings", nested)
@@ -336,7 +335,6 @@ def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: bo
 
 
 def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
-    """Generates the conversations with a model and returns the figures of its rates."""
     names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
     options = {option: getattr(what, option) for option in names}
     settings = Settings(**options, stop=tuple(what.stop), start=_start(inputs))
@@ -345,7 +343,6 @@ def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inp
 
 
 def _tasks(model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs) -> dict[str, Any]:
-    """Runs the benchmark tasks with a model and returns their results."""
     names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
     options = {name: getattr(what, name) for name in (*names, "batch_size", "border")}
     options |= {"manager": inputs.manager, "start": _start(inputs), "context": inputs.task_context}

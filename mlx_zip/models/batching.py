@@ -156,7 +156,6 @@ def _parts(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
 
 
 def _size(layer: Any) -> int:
-    """Returns the number of sequences of one entry of a batch's cache."""
     return layer.batch_size if isinstance(layer, ArraysCache) else layer.left_padding.size
 
 

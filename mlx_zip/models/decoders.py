@@ -103,7 +103,6 @@ def _check_size(key: str, value: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value of config.json is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -156,5 +156,4 @@ def _compressed(state: ZipState, begin: int, end: int, context: int | None) -> P
 
 
 def _is_long(last: int, context: int | None) -> bool:
-    """Returns whether a call whose last id has position `last` uses the long factors."""
     return context is not None and last >= context

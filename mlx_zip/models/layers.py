@@ -96,7 +96,6 @@ class Rope(nn.Module):
         return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=start, freqs=freqs)
 
     def _scaled(self, x: mx.array) -> mx.array:
-        """Returns x with its first `dims` dimensions times `magnitude`."""
         if self.dims == x.shape[-1]:
             return x * self.magnitude
         return mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
@@ -138,7 +137,6 @@ def _default(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: 
 
 
 def _linear(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns a `Rope` with all wavelengths multiplied by `factor`."""
     return Rope(dims, waves * parameters["factor"])
 
 
@@ -262,7 +260,6 @@ class TanhGeluMLP(nn.Module):
 
 @partial(mx.compile, shapeless=True)
 def _gated(gate: mx.array, up: mx.array) -> mx.array:
-    """Returns tanh-GELU of gate, times up, both of one shape."""
     return nn.gelu_approx(gate) * up
 
 

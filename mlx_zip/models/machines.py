@@ -198,7 +198,6 @@ def split(model: Any, group: mx.distributed.Group) -> str:
 
 
 def _shard(model: Any, group: mx.distributed.Group) -> None:
-    """Calls the model's own `shard`. mlx-lm raises `ValueError` for what it cannot divide."""
     try:
         model.shard(group)
     except ValueError as error:

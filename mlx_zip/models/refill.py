@@ -84,7 +84,6 @@ def factors_for(model: Any, cache: Sequence[Any], ids: np.ndarray) -> tuple[dict
 
 
 def _emptied(cache: Any) -> Any:
-    """Returns a KV cache of the same kind that holds nothing."""
     twin = copy.copy(cache)
     twin.trim(kv_length(twin))
     twin.keys = twin.values = None

@@ -112,7 +112,6 @@ def _give_texts(generate_module: Any) -> None:
 
 
 def _is_ours(model: Any) -> bool:
-    """Returns whether a model is one of ours with a codebook."""
     models = sys.modules.get("mlx_zip.models.zip_model")
     return models is not None and isinstance(model, models.Model)
 

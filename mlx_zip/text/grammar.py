@@ -162,13 +162,11 @@ class GrammarConstraint:
         self._ended = self._ended or ends
 
     def _up_to_eos(self, base_ids: Sequence[int]) -> tuple[list[int], bool]:
-        """Returns the ids before the first eos, and whether there is one."""
         ids = [int(i) for i in base_ids]
         at = next((n for n, i in enumerate(ids) if i in self._eos), None)
         return ids[:at], at is not None
 
     def _may_end_after(self, base_ids: list[int]) -> bool:
-        """Returns whether the answer is complete after these ids, which are accepted."""
         if not base_ids:
             return self.may_end
         ahead = self._matcher.deep_copy()

@@ -107,7 +107,6 @@ def as_chat(prompt: Any) -> Chat | None:
 
 
 def _are_messages(value: Any) -> bool:
-    """Returns whether a value is a list of maps."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(m, Mapping) for m in value)
 
 
@@ -248,7 +247,6 @@ def known_answers(
 
 
 def _is_answer(turn: Mapping[str, Any]) -> bool:
-    """Returns whether a message is an assistant's, with text or nothing as its content."""
     return turn.get("role") == "assistant" and isinstance(turn.get("content"), str | None)
 
 
@@ -293,7 +291,6 @@ def _found(
 
 
 def _with_marks(turns: Turns, marks: Mapping[int, str]) -> Turns:
-    """Returns the messages with a mark for everything that was emitted in some of them."""
     return [
         {**{key: value for key, value in turn.items() if key not in _PARTS}, "content": marks[i]}
         if i in marks

@@ -230,7 +230,6 @@ def is_local(name: str) -> bool:
 
 
 def _is_source(files: list[str]) -> bool:
-    """Returns whether a folder with these files is a folder of source files, without data files."""
     return any(file.endswith(CODE) for file in files) and not any(map(_is_data, files))
 
 

@@ -125,7 +125,6 @@ class TextStream:
         return self._close("", (), reason)
 
     def _segment(self, base_id: int) -> str:
-        """Returns the text that one more base id completes; "" for an id without a token."""
         if base_id >= self._tokens:
             return ""
         self._detokenizer.add_token(base_id)

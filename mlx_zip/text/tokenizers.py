@@ -103,7 +103,6 @@ def _lone_file(path: Path) -> Path | None:
 
 
 def _wrapped(library: Any) -> Any:
-    """Returns a `tokenizers.Tokenizer` as a transformers tokenizer, with the special tokens of its vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=library, **special_names(library))
@@ -175,7 +174,6 @@ def chat_template(tokenizer: Any) -> str:
 
 
 def _thinking_tokens(tokenizer: Any) -> tuple[str, str] | None:
-    """Returns the pair of tokens that mark thinking, None for a vocabulary without one."""
     has = lambda text: token_id(tokenizer, text) is not None
     return next((pair for pair in _THINKING if has(pair[0]) and has(pair[1])), None)
 
@@ -295,6 +293,5 @@ class Detokenizer:
         self._begin, self._shown = self._shown, len(self.tokens)
 
     def _decode(self, end: int) -> str:
-        """Returns the text of the ids from `_begin` up to the index `end`."""
         ids = self.tokens[self._begin : end]
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -401,7 +401,6 @@ def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int
 
 
 def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
-    """Returns the tokenizer of the options, or one learned from the texts, with its table of patches."""
     if options.tokenizer is None:
         tokenizer = learn_tokenizer(texts, options.vocab_size)
     else:

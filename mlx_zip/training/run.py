@@ -96,7 +96,6 @@ def _run(
 
 
 def _trainee(start: _Start, settings: TrainSettings) -> Trainee:
-    """Returns the model with the heads or the pack's rows that are trained beside it."""
     if settings.pack_rows:
         return PackAndModelTrainee(start.model, len(start.data.params.start or ()))
     return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
@@ -230,7 +229,6 @@ def _may_raise(out: Path, begun: Begun, iters: int) -> bool:
 
 
 def _with_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
-    """Returns a run's record with another number of steps."""
     fixed = record["fixed"]
     return {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": iters}}}
 

@@ -50,7 +50,6 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 
 
 def _command(options: RunOptions, data: str, out: str) -> str:
-    """Returns the `mlx_zip prepare` command that prepares the texts `data` in the folder `out`."""
     origin = ["--model", options.model] if options.model else ["--tokenizer", str(options.tokenizer or "FOLDER")]
     context = ["--context", str(options.max_seq_length)] if options.max_seq_length else []
     counted = ["--train-on", "all"] if options.mask_prompt is False else []

@@ -111,7 +111,6 @@ def _remove(out: Path, advice: str) -> None:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns the names of the settings and other facts that differ between two records, separated by commas."""
     fixed, new = before.get("fixed"), now["fixed"]["settings"]
     old = fixed.get("settings") if isinstance(fixed, dict) else None
     old = old if isinstance(old, dict) else {}

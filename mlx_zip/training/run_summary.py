@@ -50,7 +50,6 @@ def header(trainer: Trainer, what: str) -> list[str]:
 
 
 def _counts(data: Data) -> str:
-    """Returns the number of usable samples and of their base ids, in words."""
     usable = data.lengths >= 2
     base_ids, ids = int(data.base_ids[usable].sum()), int(data.lengths[usable].sum())
     return (

@@ -101,7 +101,6 @@ def save_trained(
 
 
 def _save_pack(file: Path, model: Model, tokenizer: Any, rows: Mapping[str, mx.array], dtype: str) -> None:
-    """Writes the pack that the model begins with, with its trained rows."""
     kept = {
         name: np.array(value).astype("float32" if dtype == "float32" else "float16") for name, value in rows.items()
     }
@@ -187,7 +186,6 @@ def quantization(model: nn.Module, config: Config) -> dict[str, Any]:
 
 
 def _sizes(module: Any) -> dict[str, Any]:
-    """Returns how a layer is quantized, as config.json has it."""
     return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
 
 

@@ -133,7 +133,6 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
 
 
 def _difference(data: CodecParams, model: CodecParams) -> str:
-    """Returns the parameters in which two codecs differ, in words."""
     differ = [one.name for one in fields(data) if getattr(data, one.name) != getattr(model, one.name)]
     lists = [f"other {name}" for name in differ if name == "disabled_ids"]
     numbers = [name for name in differ if name not in ("disabled_ids", "start")]

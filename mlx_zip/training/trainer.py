@@ -190,7 +190,6 @@ class Trainer:
         return out
 
     def _order(self, epoch: int) -> list[np.ndarray]:
-        """Returns the batches of an epoch as arrays of sample numbers, see `batch_order`."""
         if epoch not in self._orders:
             order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}

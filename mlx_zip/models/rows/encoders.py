@@ -375,7 +375,6 @@ def _post_norm(block: Any, as_float: bool) -> Dense:
 
 
 def _only_attention(module: Any, as_float: bool) -> Dense:
-    """Returns the function of a `SelfAttention` over real positions."""
     return _attention([module.q_proj, module.k_proj, module.v_proj], module.o_proj, module.num_heads, as_float, False)
 
 
@@ -446,7 +445,6 @@ def is_supported(encoder: nn.Module) -> bool:
 
 
 def _is_known(module: Any) -> bool:
-    """Returns whether a module is one without weights of its own, or of a kind that the functions above use."""
     if "weight" not in module and "lora_a" not in module:
         return True
     matrix = type(module) in (nn.Linear, nn.QuantizedLinear) and "bias" not in module
@@ -459,18 +457,15 @@ def _float_bytes(encoder: nn.Module) -> int:
 
 
 def _values(module: Any) -> int:
-    """Returns the number of values of a linear layer's matrix."""
     weight = module["weight"]
     return weight.size * (32 // module.bits if "scales" in module else 1)
 
 
 def _linear_layers(encoder: nn.Module) -> Iterator[Any]:
-    """Yields the linear layers of an encoder, quantized or not."""
     for _, module in encoder.named_modules():
         if isinstance(module, nn.Linear | nn.QuantizedLinear):
             yield module
 
 
 def _same(x: mx.array) -> mx.array:
-    """Returns x."""
     return x

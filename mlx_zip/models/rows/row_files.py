@@ -253,7 +253,6 @@ def _shape(rows: RowSet, cells: int) -> Any:
 
 
 def _words(array: NDArray[np.uint32]) -> Any:
-    """Returns an array of ids in C's form, sharing its memory."""
     return ffi.from_buffer("uint32_t[]", array)
 
 

@@ -118,7 +118,6 @@ class RowFolder:
             self._forget_new()
 
     def _forget_new(self) -> None:
-        """Forgets the new rows, because they were written or cannot be."""
         self._new.clear()
         self._new_rows, self._new_bytes, self._flush_at = 0, 0, FLUSH_ROWS
 
@@ -258,5 +257,4 @@ def purge(folder: Path) -> tuple[int, int]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the error in words for the log."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -53,12 +53,10 @@ class SequenceRows:
         self.bound = [one is None for one in self.tuned]
 
     def _begin_batch(self, codebook_size: int) -> None:
-        """Sets the rows of a batch of no sequences, which others can join."""
         self._forget_rows(shared=True)
         self.places = Places(0, codebook_size)
 
     def _copy_rows(self, twin: SequenceRows) -> None:
-        """Gives `twin`, which has copies of the books, a copy of the rows."""
         twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
         twin.places = None if self.places is None else self.places.copy()
         twin.encoded_inputs = self.encoded_inputs.copy()
@@ -89,7 +87,6 @@ class SequenceRows:
         return np.repeat(np.arange(len(missing)), [len(slots) for slots in missing]), np.concatenate(missing)
 
     def _missing_slots(self) -> list[list[int]]:
-        """Returns per sequence the slots whose entries have no output row yet."""
         done = zip(self.encoded_outputs, self.replaced, self.books, strict=True)
         return [[*sorted(replaced), *range(n, len(book))] for n, replaced, book in done]
 
@@ -111,7 +108,6 @@ class SequenceRows:
             self.replaced = [set() for _ in self.books]
 
     def _mark_rows_missing(self, b: int, slots: np.ndarray) -> None:
-        """Marks both rows of these slots of sequence b as missing, because the slots hold other entries than before."""
         if self.places is None:
             self.encoded_inputs[0, slots] = False
         self.replaced[b].update(slots[slots < self.encoded_outputs[b]].tolist())
@@ -284,7 +280,6 @@ class SequenceRows:
         return every[np.sort(np.unique(every, return_index=True)[1])]
 
     def _placed(self, b: int) -> np.ndarray:
-        """Returns the slots of sequence b whose entries have their output rows."""
         slots = np.arange(self.encoded_outputs[b])
         return slots[~np.isin(slots, list(self.replaced[b]))] if self.replaced[b] else slots
 

@@ -172,7 +172,6 @@ class _Run:
         return kept_samples(self.shares, [self._base_ids(done) for done in self.records], limit)
 
     def _base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
-        """Returns the base ids of each sample in some shards, given the shards' records."""
         return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
 
     def finish(self, settings: dict[str, Any]) -> dict[str, Any]:

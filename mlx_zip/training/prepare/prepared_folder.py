@@ -154,7 +154,6 @@ class PreparedFolder:
             self.discard()
 
     def _has_shards(self) -> bool:
-        """Returns whether a shard is finished."""
         return any(self.folder.glob("shard-*.json"))
 
     def discard(self) -> None:
@@ -174,7 +173,6 @@ class PreparedFolder:
 
 
 def _difference(begun: Any, settings: Mapping[str, Any]) -> str:
-    """Returns the first setting that differs, with both values, in words; "" if none does."""
     old, new = dict(_flat(begun)), dict(_flat(settings))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):

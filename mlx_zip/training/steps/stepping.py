@@ -129,7 +129,6 @@ class Stepper:
 
 
 def _split_gradients(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
-    """Returns the decoder's gradients and the hyper-encoders'."""
     flat: Any = tree_flatten(gradients)
     return (
         [value for name, value in flat if not name.removeprefix("model.").startswith(SIDES)],
@@ -160,7 +159,6 @@ def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
 
 
 def _own_rates(settings: TrainSettings) -> list[tuple[Callable[[str, Any], bool], float]]:
-    """Returns which weights have a peak learning rate of their own, and that rate."""
     rates = [(_is_encoders, settings.encoder_learning_rate), (_is_pack_row, settings.pack_learning_rate)]
     return [(which, peak) for which, peak in rates if peak]
 

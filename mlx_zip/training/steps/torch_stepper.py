@@ -115,7 +115,6 @@ class TorchStepper:
             return float(plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
 
     def _total(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the weighted sum of the losses, as `Trainee.total`."""
         added = [name for name in ("reconstruction", "token_type") if name in sums]
         return sum((getattr(self.weights, name) * sums[name] for name in added), sums["nats"])
 
@@ -168,7 +167,6 @@ def _make_optimizer(settings: TrainSettings, parameters: Mapping[str, torch.Tens
 
 
 def _at(tree: Any, name: str) -> dict[str, Any]:
-    """Returns the branch of a tree of dicts and lists that a name with dots leads to."""
     for part in name.split("."):
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]
     return tree

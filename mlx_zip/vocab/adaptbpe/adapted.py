@@ -150,7 +150,6 @@ class AdaptedVocabulary:
 
     @cached_property
     def _id_of(self) -> Uint32s:
-        """The adapted id of each base id, uint32; `NO_ID` for a base id that is not in the vocabulary."""
         known = self.token_ids[self.token_ids != NO_ID]
         table = np.full(int(max(self.ids.max(), known.max())) + 1, NO_ID, np.uint32)
         table[self.ids] = np.arange(len(self.ids), dtype=np.uint32)

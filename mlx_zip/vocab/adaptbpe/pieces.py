@@ -81,7 +81,6 @@ class Front:
         return [spelled(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
 
     def _normalized(self, text: str) -> str:
-        """Returns a text after the normalizer, or unchanged if there is none."""
         return self._library.normalizer.normalize_str(text) if self.normalizer else text
 
     @cached_property

@@ -17,6 +17,9 @@ from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import CodecError, DataError
 
+MAX_PHRASES: int = lib.MLXZIP_MAX_PHRASES
+NO_ID = (1 << 32) - 1  # id of a run that is only the beginning of phrases
+PRUNINGS = ("published", "single", "parent", "reencode")
 Ends = NDArray[np.uint64]
 UNKNOWN = "�"  # shown for an unknown word
 
@@ -163,11 +166,6 @@ def units_from_dict(data: Any) -> Units:
             raise DataError("units must have a size of at least 1 and a fingerprint")
         return Tokens(size, fingerprint)
     raise DataError(f"units.kind must be words or tokens, got {kind!r:.40}")
-
-
-MAX_PHRASES: int = lib.MLXZIP_MAX_PHRASES
-NO_ID = (1 << 32) - 1  # id of a run that is only the beginning of phrases
-PRUNINGS = ("published", "single", "parent", "reencode")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ Format = Callable[[Any], str]
 
 
 def _number(digits: int) -> Format:
-    """Returns a function that formats a number with so many digits after the point."""
     return lambda value: f"{value:.{digits}f}"
 
 
@@ -152,14 +151,12 @@ def _task_rows(parts: Sequence[Mapping[str, Any] | None]) -> list[list[str]]:
 
 
 def _with_error(value: float | None, error: float | None) -> str:
-    """Returns a value with its standard error as text; "-" if there is no value."""
     if value is None:
         return "-"
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
 def _legend(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines below the table that explain its rows."""
     shown = [part for part in _MEANINGS if any(model.get(part) for model in models)]
     lines = [f"- {line}" for part in shown for line in _MEANINGS[part]]
     return ["", *lines] if lines else []
