@@ -53,6 +53,7 @@ from mlx_zip.vocab.hbpe.patch_merges import MARK
 from mlx_zip.vocab.hbpe.patch_table import PatchText, learn_tokenizer, read_tokenizer
 
 Uint32s = NDArray[np.uint32]
+_WINDOWS = 16  # read in one call of a model
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,15 +170,15 @@ def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 1
     }
 
 
-def byte_entropies(model: PlainModel, data: bytes, window: int, batch_size: int = 16) -> NDArray[np.float32]:
+def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
     """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
 
-    window: bytes that the model reads at a time; each window begins anew. batch_size: windows per call.
+    window: bytes that the model reads at a time; each window begins anew.
     """
     filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
     out = []
-    for at in range(0, len(filled), batch_size):
-        logits = model(mx.array(filled[at : at + batch_size]))
+    for at in range(0, len(filled), _WINDOWS):
+        logits = model(mx.array(filled[at : at + _WINDOWS]))
         logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         out.append(np.array(-(mx.exp(logs) * logs).sum(axis=-1)).reshape(-1))
     return np.concatenate(out)[: len(data)] if out else np.zeros(0, np.float32)

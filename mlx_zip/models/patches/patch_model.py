@@ -98,12 +98,6 @@ class PlainConfig:
         _check("vocab_size", self.vocab_size, 1, (1 << 31) - 1)
         _check_tower("tower", self.tower)
 
-    @classmethod
-    def from_dict(cls, values: Any) -> PlainConfig:
-        """Returns the config that `to_dict` wrote. Raises `ConfigError` for a key that is unknown or missing."""
-        values = _object("config", values, cls)
-        return cls(values["vocab_size"], Tower(**_object("tower", values["tower"], Tower)))
-
     def to_dict(self) -> dict[str, Any]:
         """Returns all sizes as plain JSON values."""
         return asdict(self)

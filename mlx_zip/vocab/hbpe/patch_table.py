@@ -203,23 +203,23 @@ def _checksum(fields: dict[str, NDArray[Any]]) -> str:
     return digest.hexdigest()
 
 
-def space_patches(data: bytes, longest: int = _LONGEST) -> list[bytes]:
+def space_patches(data: bytes) -> list[bytes]:
     """Cuts bytes into patches: each word with the blank before it, and each other white-space byte.
 
-    A word of more than `longest` bytes becomes several patches. Joined, the patches are `data`.
+    A word of more than `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
     """
-    return [piece for word in _WORD.findall(data) for piece in _parts(word, longest)]
+    return [piece for word in _WORD.findall(data) for piece in _parts(word)]
 
 
-def entropy_patches(data: bytes, entropies: Any, threshold: float, longest: int = _LONGEST) -> list[bytes]:
+def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes]:
     """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
 
-    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `longest` bytes
+    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `_LONGEST` bytes
     becomes several patches. Joined, the patches are `data`.
     """
     starts = np.flatnonzero(np.asarray(entropies) > threshold)
     cuts = sorted({0, *starts.tolist(), len(data)})
-    return [piece for a, b in pairwise(cuts) for piece in _parts(data[a:b], longest)]
+    return [piece for a, b in pairwise(cuts) for piece in _parts(data[a:b])]
 
 
 def number(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
@@ -232,9 +232,9 @@ def number(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tup
     return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
 
 
-def _parts(data: bytes, longest: int) -> list[bytes]:
-    """Cuts bytes into parts of `longest` bytes; the last part may be shorter."""
-    return [data[at : at + longest] for at in range(0, len(data), longest)]
+def _parts(data: bytes) -> list[bytes]:
+    """Cuts bytes into parts of `_LONGEST` bytes; the last part may be shorter."""
+    return [data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST)]
 
 
 # ---- first-stage tokenizers
