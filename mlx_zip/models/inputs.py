@@ -87,6 +87,9 @@ def cut_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
             cache.offset = offset
 
 
+# ---- positions
+
+
 def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) -> Positions:
     """Returns the positions of ids [B, L], which are the last L ids that the state has read."""
     if mode == "compressed":

@@ -208,6 +208,8 @@ _KINDS = {
 }
 
 
+# ---- RMSNorm
+
 _CPU = mx.Device(mx.cpu)
 
 
@@ -243,6 +245,9 @@ def with_quick_norms(block: nn.Module) -> None:
             made.weight = module.weight
             quick.append((name, made))
     block.update_modules(tree_unflatten(quick))
+
+
+# ---- Gemma
 
 
 class TanhGeluMLP(nn.Module):

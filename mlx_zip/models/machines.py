@@ -132,6 +132,8 @@ def check_equal(group: Group, digest: str, what: str) -> None:
         raise MachineError(f"the machines of this run differ in {what}; give all the same")
 
 
+# ---- a model that is split
+
 SHARDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # those of our model types that mlx-lm can split
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 

@@ -422,6 +422,9 @@ def entries_of(keys: Sequence[Key], merge_size: int, pad_id: int) -> tuple[np.nd
     return base_ids, lengths
 
 
+# ---- entries that are evicted within one call, under a policy other than freeze
+
+
 @dataclass(frozen=True)
 class Evicted:
     """An entry that was evicted within a call of L ids.
