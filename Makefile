@@ -20,7 +20,7 @@ LEAVES := converters bench apps
 NATIVE := $(wildcard setup.py native/*.c native/*.h native/*.py)
 # What `make check` runs: the house, the codec, golden cases, text, state, canonical decoding
 # and the documented flags. No training, no PyTorch.
-CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests/text tests/state tests/cli/test_cli_docs.py \
+CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests/text tests/models/rows/test_state.py tests/cli/test_cli_docs.py \
   tests/generate/test_canonical.py tests/models/test_golden_models.py tests/vocab/test_multitok_golden.py \
   tests/vocab/test_adaptbpe_golden.py tests/vocab/test_hbpe.py
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal

@@ -47,7 +47,7 @@ class Replayed(Ticket):
 class ReplayEngine(Engine):
     """Answers every request with `text`, `tokens_per_s` base tokens per second, one thread per request.
 
-    tokenizer: has the names of `mlx_zip.text.tokenizer.Tokenizer`.
+    tokenizer: has the names of `mlx_zip.text.tokenizers.Tokenizer`.
     """
 
     def __init__(self, tokenizer: Any, text: str, tokens_per_s: float, name: str = "replay") -> None:

@@ -83,7 +83,7 @@ MODEL, ROWS, AHEAD = (
     "mlx_zip.models.session:Session",
     "mlx_zip.models.ahead:Ahead",
 )
-STATE = "mlx_zip.state:ZipState"
+STATE = "mlx_zip.models.rows.zip_state:ZipState"
 PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
     Hook("sampling", mx, "argmax", _result),

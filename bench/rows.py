@@ -19,10 +19,9 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
-from mlx_zip.hyper import RowStore
-from mlx_zip.hyper.row_files import RowSet, files_in, total_bytes
-from mlx_zip.hyper.row_folder import RowFolder
-from mlx_zip.hyper.store import RowKind
+from mlx_zip.models.rows.row_files import RowSet, files_in, total_bytes
+from mlx_zip.models.rows.row_folder import RowFolder
+from mlx_zip.models.rows.row_store import RowKind, RowStore
 from mlx_zip.progress import ProgressBar
 
 from .machine import rss_bytes

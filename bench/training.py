@@ -202,8 +202,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from mlx_zip.models.loading import model_folder, read_config
-        from mlx_zip.training.batches import grows
         from mlx_zip.training.prepare.shards import Shards
+        from mlx_zip.training.steps.batches import grows
 
         self.args, self.folder = args, folder
         self.base = model_folder(args.model) if args.model else None
@@ -249,7 +249,7 @@ class Bench:
 
     def step(self) -> dict[str, Any]:
         """Measures a step and its parts; returns the record that `training_step` describes."""
-        from mlx_zip.training.batches import batch_order
+        from mlx_zip.training.steps.batches import batch_order
 
         from .training_step import measure_steps
 
@@ -261,9 +261,9 @@ class Bench:
 
     def torch(self) -> dict[str, Any]:
         """Measures steps of both engines; returns the record that `training_step` describes."""
-        from mlx_zip.training.batches import batch_order
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import start_model
+        from mlx_zip.training.steps.batches import batch_order
 
         from .training_step import measure_engines
 
@@ -387,9 +387,9 @@ class Bench:
 
     def _ours(self) -> int:
         """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
-        from mlx_zip.training.data import Joined
-        from mlx_zip.training.objective import LossWeights, Trainee
+        from mlx_zip.training.run_data import Joined
         from mlx_zip.training.starting_model import freeze
+        from mlx_zip.training.steps.objective import LossWeights, Trainee
         from mlx_zip.training.trainer import Trainer
 
         settings, model = self._settings("lora"), self._model(self.shards.params)

@@ -20,17 +20,16 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.hyper import matrix_rows
-from mlx_zip.models.rope import Positions
-from mlx_zip.models.whole import NoCache, Samples
-from mlx_zip.training.batches import Batch, make_batch
-from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples_of
-from mlx_zip.training.optimizer import clip, make_optimizer
+from mlx_zip.models.layers import Positions
+from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.run import make_stepper
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.starting_model import freeze
-from mlx_zip.training.stepping import LOW, Stepper, is_compiled, to_device
+from mlx_zip.training.steps.batches import Batch, make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats, samples_of
+from mlx_zip.training.steps.stepping import LOW, Stepper, clip, is_compiled, make_optimizer, to_device
+from mlx_zip.training.steps.whole import NoCache, Samples
 
 from .record import summary
 
@@ -146,7 +145,7 @@ class TrainedModel:
 
 
 def rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
-    """Returns what `mlx_zip.models.whole.encode_rows` does, in one forward pass that keeps its activations.
+    """Returns what `mlx_zip.training.steps.whole.encode_rows` does, in one forward pass that keeps its activations.
 
     That is the least that the encoders can cost.
     """

@@ -20,18 +20,18 @@ import numpy as np
 
 import mlx_zip
 from mlx_zip.config import config_of
-from mlx_zip.converters import hub, output
+from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
-from mlx_zip.hyper import Fingerprints
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.rows.fingerprints import Fingerprints
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
-from mlx_zip.vocab.adaptbpe.base import FILE, read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
@@ -47,7 +47,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     tokenizer.json. vocabulary: the file that `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises
     `ConversionError`, `ConfigError` or `DataError` naming the file, tensor or key at fault.
     """
-    out, place = Path(mlx_path), hub.local(model)
+    out, place = Path(mlx_path), source.local(model)
     output.refuse_existing(out)
     if place is None:
         raise ConversionError(f"{model} is not a folder")
@@ -210,7 +210,6 @@ def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, in
 
 
 def _id_of(key: str) -> int | str:
-    """Returns a JSON key as an id if it is one, else the key itself."""
     return int(key) if key.isdecimal() else key
 
 

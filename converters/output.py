@@ -14,17 +14,18 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlx_zip.converters.hub import Place
 from mlx_zip.converters.lora import Lora, mlx_adapter, read_lora
 from mlx_zip.converters.prepared import DTYPES, Prepared, parameters_of
+from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, first_line
 from mlx_zip.files import whole_folder, write_json
-from mlx_zip.hyper import Fingerprints, host_bytes
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.rows.fingerprints import Fingerprints, host_bytes
 from mlx_zip.packs.pack import IN_FOLDER, save_pack
 from mlx_zip.progress import ProgressBar
+from mlx_zip.text import hub
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
@@ -183,7 +184,39 @@ def write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) ->
 
 
 def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
-    """Writes the two files of an mlx-lm adapter into an existing folder."""
     weights, config = mlx_adapter(lora, dtype)
     write_tensors(folder / "adapters.safetensors", weights)
     write_json(folder / "adapter_config.json", config)
+
+
+# ---- the hub
+
+
+def check_repository(name: str) -> None:
+    """Raises `ConversionError` when a repository to upload to cannot have this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_line(error)}") from error
+    if not name:
+        raise ConversionError("--upload-repo is empty; name a hub id, owner/name")
+
+
+def upload(folder: Path, repository: str) -> None:
+    """Creates the repository if needed and uploads the folder to it in one commit.
+
+    Raises `ConversionError` when the hub refuses or cannot be reached; the folder stays as it is.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model converted by mlx_zip")
+    except hub.hub_errors() as error:
+        raise ConversionError(
+            f"{folder} is converted, but could not be uploaded to {repository}: {first_line(error)}"
+        ) from error

@@ -14,16 +14,16 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 import mlx_zip
 from mlx_zip.config import SIDES, ZipConfig
-from mlx_zip.converters import hub, source
-from mlx_zip.converters.hub import Place
+from mlx_zip.converters import source
 from mlx_zip.converters.lora import Lora, check_targets, merge, read_lora
 from mlx_zip.converters.meta_pt import encoder_overrides
+from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import FLOATS, Table, Tensor, load, read_model_files, some
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import check_config
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
@@ -92,7 +92,7 @@ def _prepare_checkpoint(
     cast_floats(model, DTYPES[stored])
     adapter = None if lora is None else "kept" if keep_adapter else "merged"
     _record_source(config, checkpoint, stored, overrides, adapter, plan, encoders)
-    card = hub.model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
+    card = _model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
     return Prepared(model, config, checkpoint.base.folder, facts, card, lora if keep_adapter else None)
 
 
@@ -219,7 +219,7 @@ def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool)
         config["torch_dtype"] = record["dtype"] = dtype
     record["mlx_zip"] = mlx_zip.__version__
     facts = read_tokenizer(place.folder, trust_remote_code)
-    card = hub.model_card(place, place, mlx_zip.__version__)
+    card = _model_card(place, place, mlx_zip.__version__)
     return Prepared(model, config, place.folder, facts, card)
 
 
@@ -333,3 +333,21 @@ def check(found: Table, expected: Shapes, what: str) -> None:
         raise ConversionError(f"{what} tensors do not match the config; {'; '.join(problems)}")
     if odd := [f"{n} {found[n].dtype}" for n in both if found[n].dtype not in FLOATS]:
         raise ConversionError(f"{what} tensors that are not {', '.join(FLOATS)}: {some(odd)}")
+
+
+def _model_card(source: Place, base: Place, version: str) -> str:
+    """Returns the text of README.md for a converted model. source: the checkpoint. base: its base model."""
+    names = dict.fromkeys(place.name for place in (source, base) if place.revision)
+    based_on = "".join(f"- {name}\n" for name in names)
+    return (
+        "---\nlibrary_name: mlx\npipeline_tag: text-generation\ntags:\n- mlx\n- mlx_zip\n- zip2zip\n"
+        + (f"base_model:\n{based_on}" if based_on else "")
+        + f"---\n\n# {source.name}, converted for mlx_zip\n\n"
+        "A zip2zip model: while it reads and writes, recurring token runs become hypertokens, so the same text takes\n"
+        "fewer steps. This folder was made by `mlx_zip convert` "
+        f"{version}; what it was made from is recorded in the `zip2zip`\nsection of `config.json`.\n\n"
+        "```bash\npip install .  # in a clone of mlx_zip\n"
+        'mlx_zip generate --model <this folder or repository> --prompt "Hello"\n```\n\n'
+        "It runs with mlx_zip; `mlx_lm.generate`, `chat` and `server` cannot turn hypertokens into text.\n"
+        "The licence is that of the models above.\n"
+    )

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bundled import here_or_bundled
 from mlx_zip.config import SELF_CONTAINED
-from mlx_zip.converters import hub
-from mlx_zip.converters.gguf_file import is_gguf
-from mlx_zip.converters.hub import Place
+from mlx_zip.converters.gguf.gguf_file import is_gguf
 from mlx_zip.converters.tensors import Table, read_header, read_model_files, read_object, some
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, first_line
 from mlx_zip.files import at_home
+from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
+from mlx_zip.text import hub
 
 ENCODER_FILES = ("zip2zip_encoders.safetensors", "encoders.safetensors")  # the first that exists, as upstream
 CONFIG, ADAPTER_CONFIG, META = "zip2zip_config.json", "adapter_config.json", "meta.pt"
 PARTIAL = "model.safetensors"
+CONFIG_FILES = ["zip2zip_config.json", "config.json", "adapter_config.json"]
+BASE_FILES = [*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS]
+CHECKPOINT_FILES = [
+    *BASE_FILES,
+    "zip2zip_encoders.safetensors",
+    "encoders.safetensors",
+    "adapter_model.safetensors",
+    "meta.pt",
+    "*/model*.safetensors",
+    IN_FOLDER,
+    IN_ADAPTER,
+]
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder on disk and where it came from. name: hub id, or the local folder's name; revision: hub commit."""
+
+    folder: Path
+    name: str
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +71,7 @@ def locate(path: str, revision: str | None) -> Place:
     For a GGUF file, and for a folder or repository that holds one and no other model, that file takes the folder's
     place. Raises `ConversionError`, also for a folder or file with a `revision`.
     """
-    place = hub.local(path)
+    place = local(path)
     if place is None and not os.path.isfile(at_home(path)):
         return _on_hub(path, revision)
     if revision is not None:
@@ -64,6 +88,34 @@ def locate(path: str, revision: str | None) -> Place:
     return place if name is None else Place(place.folder / name, name)
 
 
+def local(path: str | Path) -> Place | None:
+    """Returns the folder at `path`, or else the bundled model of that name, or None if there is neither."""
+    folder = here_or_bundled(path)
+    return Place(folder, folder.resolve().name) if os.path.isdir(folder) else None
+
+
+def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
+    """Returns the local copy of a hub repository's files that match `patterns`; downloads those not in the cache.
+
+    name: the repository's hub id. revision: branch, tag or commit, None for the main branch.
+    Raises `ConversionError` when `name` is neither a folder nor a repository that can be reached.
+    """
+    if not _REPOSITORY.fullmatch(name) or set(name) == {"."}:
+        raise ConversionError(f"{name} is neither a folder nor a hub id")
+    folder = hub.download(name, patterns, revision, ConversionError)
+    return Place(folder, name, folder.name)
+
+
+def list_files(place: Place) -> list[str]:
+    """Returns the names of all files of a hub repository at the place's commit. Raises `ConversionError`."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(place.name, revision=place.revision)
+    except hub.hub_errors() as error:
+        raise ConversionError(f"the hub does not list the files of {place.name}: {first_line(error)}") from error
+
+
 def _is_checkpoint(place: Place) -> bool:
     """Returns whether a folder is a zip2zip checkpoint, an adapter or a converted model, whatever else it holds."""
     return (place.folder / CONFIG).is_file() or (place.folder / ADAPTER_CONFIG).is_file() or is_converted(place)
@@ -77,12 +129,12 @@ def _on_hub(name: str, revision: str | None) -> Place:
     if _is_named_gguf(file):
         if repository.count("/") != 1 or name.startswith((".", "/", "~")):
             raise ConversionError(f"{name}: no such file; on the hub, a GGUF file is owner/name/FILE.gguf")
-        return _gguf_on_hub(hub.fetch(repository, revision, [file]), file)
-    place = hub.fetch(name, revision, hub.CONFIGS)
+        return _gguf_on_hub(fetch(repository, revision, [file]), file)
+    place = fetch(name, revision, CONFIG_FILES)
     if _is_checkpoint(place):
         return place
-    found = _only_gguf(name, hub.list_files(place))
-    return place if found is None else _gguf_on_hub(hub.fetch(name, place.revision, [found]), found)
+    found = _only_gguf(name, list_files(place))
+    return place if found is None else _gguf_on_hub(fetch(name, place.revision, [found]), found)
 
 
 def _gguf_on_hub(place: Place, file: str) -> Place:
@@ -115,7 +167,7 @@ def complete(place: Place) -> Place:
     """Returns the place with all files of a checkpoint; those of a hub repository are downloaded at its commit."""
     if place.revision is None:
         return place
-    return hub.fetch(place.name, place.revision, hub.CHECKPOINT)
+    return fetch(place.name, place.revision, CHECKPOINT_FILES)
 
 
 def is_converted(place: Place) -> bool:
@@ -183,11 +235,11 @@ def _base(place: Place, zip_config: dict[str, Any]) -> Place:
         raise ConversionError(f"{CONFIG}: base_model_name_or_path must be a string, got {name!r}")
     if name == SELF_CONTAINED:
         return place
-    if (relative := hub.local(place.folder / name)) is not None:
+    if (relative := local(place.folder / name)) is not None:
         return relative
-    if (elsewhere := hub.local(name)) is not None:
+    if (elsewhere := local(name)) is not None:
         return elsewhere
-    return hub.fetch(name, None, hub.BASE)
+    return fetch(name, None, BASE_FILES)
 
 
 def _base_config(base: Place) -> dict[str, Any]:

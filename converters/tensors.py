@@ -129,7 +129,6 @@ def _check_extents(path: Path, header: Mapping[str, Any], data_bytes: int) -> No
 
 
 def _entry_fields(entry: Any) -> tuple[Any, Any, Any]:
-    """Returns dtype, shape and byte range of a header entry, unchecked; three times None if it has no dtype."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return None, None, None
     return entry["dtype"], entry.get("shape"), entry.get("data_offsets")

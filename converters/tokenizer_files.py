@@ -13,7 +13,7 @@ from typing import Any
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.files import write_json
-from mlx_zip.vocab.adaptbpe.base import FILE as ADAPTED
+from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE as ADAPTED
 
 CONFIG = "tokenizer_config.json"
 FILES = (

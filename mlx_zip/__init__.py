@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.errors import MlxZipError as MlxZipError
     from mlx_zip.errors import ModelError as ModelError
     from mlx_zip.errors import TrainingError as TrainingError
-    from mlx_zip.hyper import RowStore as RowStore
     from mlx_zip.layout import Layout as Layout
     from mlx_zip.models.loading import load as load
+    from mlx_zip.models.rows.row_store import RowStore as RowStore
+    from mlx_zip.models.rows.zip_state import ZipState as ZipState
     from mlx_zip.packs.pack import Pack as Pack
     from mlx_zip.packs.pack import load_pack as load_pack
-    from mlx_zip.state import ZipState as ZipState
     from mlx_zip.text.prompts import Chat as Chat
 
     convert: Any  # it lives in a leaf, which nothing imports
@@ -47,8 +47,8 @@ _HOMES = {
     "compress": "mlx_zip.codec",
     "ZipConfig": "mlx_zip.config",
     "Layout": "mlx_zip.layout",
-    "ZipState": "mlx_zip.state",
-    "RowStore": "mlx_zip.hyper",
+    "ZipState": "mlx_zip.models.rows.zip_state",
+    "RowStore": "mlx_zip.models.rows.row_store",
     "Chat": "mlx_zip.text.prompts",
     "Pack": "mlx_zip.packs.pack",
     "load_pack": "mlx_zip.packs.pack",

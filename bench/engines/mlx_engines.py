@@ -129,7 +129,7 @@ class MlxZip(MlxEngine):
 
 def _with_store(model: Any) -> Any:
     """Gives a model a row store in memory if it has none, as `mlx_zip.load` does, and returns the model."""
-    from mlx_zip.hyper import RowStore
+    from mlx_zip.models.rows.row_store import RowStore
 
     model.session.store = model.session.store or RowStore()
     return model

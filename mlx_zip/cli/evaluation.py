@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures the models, prints the table and writes the record; returns 0. Raises `MlxZipError`."""
     from dataclasses import fields
 
-    from mlx_zip.evaluation import report
+    from mlx_zip.evaluation import evaluation_report
     from mlx_zip.evaluation.evaluate import Evaluation, evaluate
     from mlx_zip.files import write_json
 
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
             announce=lambda line: print(line, file=sys.stderr),
             runner=_runner(args.engine) if engines.is_torch(args) else None,
         )
-    print(report.table(record))
+    print(evaluation_report.table(record))
     if out is not None:  # last: the table has been printed if this fails
         write_json(out, record)
     return 0

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_answer(args: argparse.Namespace, opened: _Opened, prompt: str, group: Any) -> int:
     """Generates a text and prints it, as `run`. group: the machines of this run, None for one."""
-    from mlx_zip.text.tokenizer import add_eos_tokens
+    from mlx_zip.text.tokenizers import add_eos_tokens
 
     add_eos_tokens(opened.tokenizer, args.extra_eos_token)
     responses = opened.answer(read_chat(opened.tokenizer, prompt, args, opened.continues))

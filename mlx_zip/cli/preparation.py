@@ -167,7 +167,7 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
     from mlx_zip.training.prepare.plan import PrepareOptions
-    from mlx_zip.training.prepare.run import prepare
+    from mlx_zip.training.prepare.preparation import prepare
 
     if not args.out:
         raise DataError("--out is empty: name the folder to write")

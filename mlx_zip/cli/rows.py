@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `GenerationError` without a folder.
     """
-    from mlx_zip.hyper.row_files import disk_bytes, files_in
-    from mlx_zip.hyper.row_folder import purge
+    from mlx_zip.models.rows.row_files import disk_bytes, files_in
+    from mlx_zip.models.rows.row_folder import purge
 
     folder = _folder(args.folder)
     if folder is None:
@@ -79,7 +79,7 @@ def add_flags(add: Any) -> None:
 
 def open_store(args: argparse.Namespace) -> Any:
     """Returns the store of hypertoken rows that the flags ask for: in memory, and in the folder if one is given."""
-    from mlx_zip.hyper.store import FOLDER_BYTES, RowStore
+    from mlx_zip.models.rows.row_store import FOLDER_BYTES, RowStore
 
     return RowStore(_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
 

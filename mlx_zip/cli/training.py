@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
     values = _merged(_read_yaml(args.config), given)
     options, settings = _run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
     if values.get("plot"):
-        from mlx_zip.training.metrics import load_matplotlib
+        from mlx_zip.training.run_metrics import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     from mlx_zip.models.machines import is_first
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = train(options, settings)
     if values.get("plot") and is_first():
-        from mlx_zip.training.metrics import plot
+        from mlx_zip.training.run_metrics import plot
 
         plot(options.out)
     if outcome.stopped_by is not None:

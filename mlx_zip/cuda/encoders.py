@@ -1,4 +1,4 @@
-"""The hyper-encoders in PyTorch, which make one hyper row of each entry (`mlx_zip.hyper.encoders` in MLX).
+"""The hyper-encoders in PyTorch, which make one hyper row of each entry (`mlx_zip.models.rows.encoders` in MLX).
 
 An encoder is a function of entries [N, S] int64, padded with the pad id, of lengths [N] int64 (real ids of each), and
 of a matrix [R, D], dense or `Packed`: the embedding on the input side, the head on the output side. It returns rows

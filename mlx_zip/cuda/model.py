@@ -30,8 +30,7 @@ from mlx_zip.layout import Layout
 from mlx_zip.packs.pack import pack_in_folder
 from mlx_zip.packs.starts import start_of
 from mlx_zip.packs.tuned import TunedStart
-from mlx_zip.text.tokenizer import Tokenizer
-from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
 NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"

@@ -14,7 +14,7 @@ from mlx_zip.engine import searching
 from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.generation.canonical import without, without_in_rows
 from mlx_zip.generation.penalty_terms import PenaltyTerms
-from mlx_zip.models.sharding import chosen_by_first
+from mlx_zip.models.machines import chosen_by_first
 
 
 @dataclass(frozen=True)

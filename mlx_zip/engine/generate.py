@@ -35,9 +35,10 @@ from mlx_zip.generation.sampling import Sampling, SamplingOptions, make_sampler
 from mlx_zip.layout import is_zip
 from mlx_zip.models.loading import load
 from mlx_zip.models.machines import check_equal
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.pack import PackLike, as_pack
-from mlx_zip.state import find_state, split_packs
-from mlx_zip.text.tokenizer import as_tokenizer
+from mlx_zip.packs.starts import split_packs
+from mlx_zip.text.tokenizers import as_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]

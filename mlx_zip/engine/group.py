@@ -27,7 +27,7 @@ from mlx_zip.errors import MachineError
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.models.refill import Refill, factors_for
-from mlx_zip.state import find_state, submitting
+from mlx_zip.models.rows.zip_state import find_state, submitting
 
 
 class Group:

@@ -276,8 +276,9 @@ Deliver = Callable[[Event], None]
 class Engine(ABC):
     """A model that serves requests, any number at a time. All methods may be called from any thread.
 
-    tokenizer: has the names of `mlx_zip.text.tokenizer.Tokenizer`. info: what the model is. The `with` statement closes
-    the engine at its end. Methods on answers and sessions raise `EngineStoppedError` after that, or after a fault.
+    tokenizer: has the names of `mlx_zip.text.tokenizers.Tokenizer`. info: what the model is. The `with` statement
+    closes the engine at its end. Methods on answers and sessions raise `EngineStoppedError` after that, or after a
+    fault.
     """
 
     tokenizer: Any

@@ -28,11 +28,10 @@ from mlx_zip.engine.served import PREFILL_STEP_SIZE, Served, ServedByEngine
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
-from mlx_zip.hyper import RowStore
 from mlx_zip.models.base_only import BaseOnly
-from mlx_zip.models.loading import load
+from mlx_zip.models.loading import load, step_bytes
 from mlx_zip.models.machines import Group
-from mlx_zip.models.step_bytes import step_bytes
+from mlx_zip.models.rows.row_store import RowStore
 
 __all__ = ["DEFAULT_SESSIONS", "MlxEngine", "ServeOptions", "open_engine"]
 DEFAULT_SESSIONS = SessionOptions()

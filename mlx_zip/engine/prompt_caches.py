@@ -25,7 +25,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.batching import entries_of
-from mlx_zip.state import find_state
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
 
 

@@ -23,11 +23,11 @@ from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, 
 from mlx_zip.errors import GenerationError
 from mlx_zip.generation.sampling import make_processors
 from mlx_zip.generation.sampling_options import Sampling
-from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import base_config, is_zip
 from mlx_zip.models.batching import batches, entries_of
-from mlx_zip.models.sharding import machines_of
-from mlx_zip.state import ZipState, find_state
+from mlx_zip.models.machines import machines_of
+from mlx_zip.models.rows.fingerprints import name_of
+from mlx_zip.models.rows.zip_state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 PREFILL_STEP_SIZE = 2048

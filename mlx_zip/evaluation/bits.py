@@ -64,7 +64,6 @@ class Windows:
 
 
 def _all_equal(a: Sequence[Window], b: Sequence[Window]) -> bool:
-    """Returns whether two lists of windows hold the same base ids."""
     return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
 
 
@@ -121,7 +120,6 @@ def _cut(ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], co
 
 
 def _decoded(tokenizer: Any, ids: Uint32s) -> str:
-    """Returns the text of base ids, special tokens included."""
     return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -20,15 +20,15 @@ from mlx_zip.engine.scoring import context_limit, scores_itself
 from mlx_zip.errors import DataError, GenerationError, ModelError, reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
+from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import Settings, measure_rates
-from mlx_zip.evaluation.report import make_record
 from mlx_zip.generation.sampling import Sampling
-from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
-from mlx_zip.models.arguments import ModelArgs
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.folders import ModelArgs, is_plain
 from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
 from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.rows.fingerprints import model_fingerprint
+from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.chosen import Packs
 from mlx_zip.progress import ProgressBar, counted
@@ -218,7 +218,6 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None, codeb
 
 
 def _window_of(config: Mapping[str, Any]) -> int:
-    """Returns how many base ids per window a model with this config.json can read, at most `CONTEXT`."""
     inner = config.get("text_config")
     nested = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     positions = config.get("max_position_embeddings", nested)
@@ -336,7 +335,6 @@ def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: bo
 
 
 def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
-    """Generates the conversations with a model and returns the figures of its rates."""
     names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
     options = {option: getattr(what, option) for option in names}
     settings = Settings(**options, stop=tuple(what.stop), start=_start(inputs))
@@ -345,7 +343,6 @@ def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inp
 
 
 def _tasks(model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs) -> dict[str, Any]:
-    """Runs the benchmark tasks with a model and returns their results."""
     names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
     options = {name: getattr(what, name) for name in (*names, "batch_size", "border")}
     options |= {"manager": inputs.manager, "start": _start(inputs), "context": inputs.task_context}

@@ -92,7 +92,6 @@ class ZipLM(TemplateLM):
 
     @property
     def _adds_bos(self) -> bool:
-        """Whether the tokenizer begins every text with a bos."""
         return self.tokenizer.encode("")[:1] == [self.tokenizer.bos_token_id]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

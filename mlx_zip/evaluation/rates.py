@@ -18,8 +18,8 @@ from mlx_zip.engine.responses import GenerationResponse
 from mlx_zip.engine.scoring import codec, scores_itself
 from mlx_zip.errors import DataError
 from mlx_zip.layout import is_zip
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.tuned import AnyStart
-from mlx_zip.state import find_state
 from mlx_zip.text.conversations import Conversation, Prompt
 
 GRAM = 4
@@ -240,9 +240,9 @@ def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
     return invalid
 
 
-def repeated_grams(base_ids: Sequence[int], size: int = GRAM) -> tuple[int, int]:
-    """Returns how many runs of `size` base ids a text has, and how many of these had occurred earlier in the text."""
-    grams = Counter(tuple(base_ids[i : i + size]) for i in range(len(base_ids) - size + 1))
+def repeated_grams(base_ids: Sequence[int]) -> tuple[int, int]:
+    """Returns how many runs of `GRAM` base ids a text has, and how many of these had occurred earlier in the text."""
+    grams = Counter(tuple(base_ids[i : i + GRAM]) for i in range(len(base_ids) - GRAM + 1))
     return grams.total(), grams.total() - len(grams)
 
 

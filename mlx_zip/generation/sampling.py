@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 from mlx_zip.generation.penalty_terms import PenaltyTerms
 from mlx_zip.generation.sampling_options import MOST_BIAS, Sampling, SamplingOptions, as_logit_bias
-from mlx_zip.state import ZipState
+from mlx_zip.models.rows.zip_state import ZipState
 
 __all__ = [
     "MOST_BIAS",

@@ -13,10 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.models.inputs import cut_offsets, read_ids
-from mlx_zip.models.positions import positions_ahead
+from mlx_zip.models.inputs import cut_offsets, positions_ahead, read_ids
+from mlx_zip.models.rows.zip_state import HostIds, ZipState
 from mlx_zip.models.zip_model import Model
-from mlx_zip.state import HostIds, ZipState
 
 # Encoded one by one, input rows would have the encoder's weights read in every step that installs an entry. In real
 # text 19 to 33 % of the steps read a hypertoken for the first time, and an 8-bit encoder of two layers reads 11 to 15 %

@@ -26,9 +26,7 @@ from mlx_zip.models.decoders import (
     original_context,
     sliding_window,
 )
-from mlx_zip.models.gemma import SoftCapAttention, TanhGeluMLP
-from mlx_zip.models.norm import RMSNorm, with_quick_norms
-from mlx_zip.models.rope import make_rope
+from mlx_zip.models.layers import RMSNorm, SoftCapAttention, TanhGeluMLP, make_rope, with_quick_norms
 
 
 @dataclass(frozen=True)

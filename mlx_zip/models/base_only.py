@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_zip.models.rope import Positions
+from mlx_zip.models.layers import Positions
 from mlx_zip.models.zip_model import Model
 
 

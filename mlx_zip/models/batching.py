@@ -30,7 +30,7 @@ from mlx_lm.models.cache import (
 from mlx_zip.errors import ModelError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.inputs import kv_length
-from mlx_zip.state import ZipState, find_state
+from mlx_zip.models.rows.zip_state import ZipState, find_state
 
 _SINGLE = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
 _BATCH = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
@@ -156,7 +156,6 @@ def _parts(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
 
 
 def _size(layer: Any) -> int:
-    """Returns the number of sequences of one entry of a batch's cache."""
     return layer.batch_size if isinstance(layer, ArraysCache) else layer.left_padding.size
 
 

@@ -46,11 +46,6 @@ TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # those that `m
 TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # packings in MLX's mode "affine" that it reads
 
 
-def supported_types() -> tuple[str, ...]:
-    """Returns the base model types (`model_type` in config.json) that can be made or converted."""
-    return tuple(FAMILIES)
-
-
 def refused_by_torch(config: Mapping[str, Any]) -> str | None:
     """Returns what of a config.json `mlx_zip.cuda` does not run, in words; None for nothing that is easily seen."""
     section = config.get("zip2zip")
@@ -103,7 +98,6 @@ def _check_size(key: str, value: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value of config.json is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,17 +1,22 @@
-"""Where a model's folder is, and its config.json; needs neither MLX nor mlx-lm."""
+"""A model's folder: where it is, and its config.json; needs neither MLX nor mlx-lm."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import KNOWN, here_or_bundled
-from mlx_zip.errors import DataError, ModelError, first_line
+from mlx_zip.codec import CodecParams
+from mlx_zip.config import ZipConfig, config_of
+from mlx_zip.errors import ConfigError, DataError, ModelError, first_line
 from mlx_zip.files import check_in
 from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.packs.pack import IN_FOLDER
+from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
@@ -66,3 +71,53 @@ def read_config(folder: Path) -> dict[str, Any]:
 def is_plain(name: str, revision: str | None = None) -> bool:
     """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
     return read_config(model_folder(name, revision))["model_type"] != MODEL_TYPE
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """config.json of a converted model: the base model's keys plus a `zip2zip` section."""
+
+    config: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
+        """Returns the arguments for a parsed config.json. mlx-lm's loader calls this method by this name."""
+        return cls(config)
+
+    @property
+    def zip_config(self) -> ZipConfig:
+        """The `zip2zip` section, checked. Raises `ConfigError`."""
+        section = self.config.get("zip2zip")
+        if not isinstance(section, dict):
+            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
+        return config_of(section)
+
+    @property
+    def decoder_config(self) -> dict[str, Any]:
+        """The base model's own config."""
+        return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
+
+
+def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Returns the keys of config.json that change so that a plain model reads these entries as hypertokens.
+
+    The model has no hyper-encoder; tuning the pack starts each entry's row from the mean of the rows of its base ids.
+    base: the plain model's config.json. plain: the codec's settings that the pack was tuned with. entries: base ids of
+    each entry. Raises `ConfigError`.
+    """
+    width = base.get("hidden_size")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
+    config = plain.config(entries, width)
+    section = {**config.to_dict(), "base_model_type": base["model_type"], "plain": True}
+    return {"model_type": MODEL_TYPE, "zip2zip": section}
+
+
+def plain_codec(params: CodecParams, position_mode: str) -> PlainCodec:
+    """Returns the codec settings that a pack tuned for a plain model records, to be used again with that pack.
+
+    position_mode: "compressed" or "base_token_end". Raises `ConfigError` for a codec without a pad id.
+    """
+    if params.pad_id is None:
+        raise ConfigError("the tokenizer has neither a pad nor an eos token, and a codebook needs one of them")
+    return PlainCodec(params.vocab_size, params.disabled_ids, params.pad_id, position_mode)

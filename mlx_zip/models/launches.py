@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from mlx_zip.models import norm, rope
+from mlx_zip.models import layers
 
 VIEWS = {"AsStrided", "Broadcast", "Depends", "DynamicSlice", "ExpandDims", "Flatten", "Reshape", "Slice", "Split"}
 VIEWS |= {"Squeeze", "StopGradient", "Transpose", "Unflatten", "View"}
@@ -53,8 +53,7 @@ def added_launches(steps: Iterable[mx.array]) -> list[int]:
 def gpu_forms() -> Iterator[None]:
     """Inside, models build the graphs that they build on a GPU, with one operation for each call of `mx.fast`."""
     with ExitStack() as patches:
-        for module in (norm, rope):
-            patches.enter_context(patch.object(module, "steps_on_cpu", lambda x: False))
+        patches.enter_context(patch.object(layers, "steps_on_cpu", lambda x: False))
         for name, stand_in in _STAND_INS.items():
             patches.enter_context(patch.object(mx.fast, name, stand_in))
         patches.enter_context(patch.object(mx, "dequantize", _dequantized))

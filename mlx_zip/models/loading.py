@@ -1,4 +1,7 @@
-"""`load`: loads a model and its tokenizer through mlx-lm's own loader, with the checks that mlx-lm's lacks."""
+"""`load`: loads a model and its tokenizer through mlx-lm's own loader, with the checks that mlx-lm's lacks.
+
+Also counts the bytes of a model's weights that a step reads, and the share that one more hypertoken adds to them.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
+from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.files import at_home
-from mlx_zip.hyper import RowStore
 from mlx_zip.layout import is_zip
-from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, read_config
-from mlx_zip.models.machines import Group, check_equal, together
-from mlx_zip.models.packed import packed_config
+from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, packed_config, read_config
+from mlx_zip.models.machines import Group, check_equal, check_sharding, split, together
 from mlx_zip.models.register import MODEL_TYPE
-from mlx_zip.models.sharding import check_sharding, split
+from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs.pack import IN_FOLDER, Pack, as_pack, pack_in_folder
 from mlx_zip.packs.tuned import TunedStart
 from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
@@ -278,3 +281,35 @@ def _ropes_of_gemma3(rope: Mapping[str, Any]) -> dict[str, Any]:
     if sliding is None or full is None or len(rope) != 2 or sliding.get("rope_type", "default") != "default":
         raise ModelError(f"config.json: rope_parameters for {', '.join(map(str, rope))} are not supported")
     return {**_rope_for_all_layers(full), "rope_local_base_freq": sliding.get("rope_theta")}
+
+
+# ---- what a step reads of the weights
+
+_EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
+
+
+def step_bytes(arrays: Mapping[str, mx.array]) -> int:
+    """Returns the bytes of a model's tensors that a step reads without hypertokens. arrays: the tensors by name.
+
+    A step reads all weights but the encoders'; of an embedding that is not also the head it reads one row, which is not
+    counted. KV caches and hyper rows depend on the text and are not counted either.
+    """
+    untied = any(name.startswith(_HEAD) for name in arrays)
+    unread = (*SIDES, _EMBEDDING) if untied else SIDES
+    return sum(value.nbytes for name, value in arrays.items() if not name.startswith(unread))
+
+
+def head_cost(folder: Path) -> float:
+    """Returns the bytes of one hypertoken's output row, as a share of the bytes that a step reads without hypertokens.
+
+    What `step_bytes` leaves out makes the result an upper bound. Only headers of the folder's weight files are read.
+    Raises `ModelError` when they cannot be read.
+    """
+    arrays: dict[str, mx.array] = {}
+    try:
+        for file in sorted(folder.glob("model*.safetensors")):
+            arrays |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names, types and shapes are read
+        norm = arrays["model.norm.weight"]  # as wide as a row, and never quantized
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: cannot read the sizes of its weights: {error}") from error
+    return norm.nbytes / step_bytes(arrays)

@@ -19,9 +19,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.models.batching import all_or_nothing
-from mlx_zip.models.inputs import cut_offsets, kv_length
-from mlx_zip.models.positions import positions_of_log
-from mlx_zip.state import ZipState
+from mlx_zip.models.inputs import cut_offsets, kv_length, positions_of_log
+from mlx_zip.models.rows.zip_state import ZipState
 
 
 class Refill:
@@ -85,7 +84,6 @@ def factors_for(model: Any, cache: Sequence[Any], ids: np.ndarray) -> tuple[dict
 
 
 def _emptied(cache: Any) -> Any:
-    """Returns a KV cache of the same kind that holds nothing."""
     twin = copy.copy(cache)
     twin.trim(kv_length(twin))
     twin.keys = twin.values = None

@@ -66,7 +66,7 @@ class _Loader(importlib.abc.Loader):
 
 def _add_zip_state(cache_module: Any) -> None:
     """Adds `ZipState` to mlx_lm's cache module, where mlx_lm looks for the classes of saved cache entries."""
-    cache_module.ZipState = import_module("mlx_zip.state").ZipState
+    cache_module.ZipState = import_module("mlx_zip.models.rows.zip_state").ZipState
 
 
 def _give_texts(generate_module: Any) -> None:
@@ -112,14 +112,13 @@ def _give_texts(generate_module: Any) -> None:
 
 
 def _is_ours(model: Any) -> bool:
-    """Returns whether a model is one of ours with a codebook."""
     models = sys.modules.get("mlx_zip.models.zip_model")
     return models is not None and isinstance(model, models.Model)
 
 
 def _base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """Yields (base id, log-probabilities of its step) for each base id of each step's id. prompt: base ids [L]."""
-    state = import_module("mlx_zip.state").find_state(kwargs["prompt_cache"])
+    state = import_module("mlx_zip.models.rows.zip_state").find_state(kwargs["prompt_cache"])
     if state is None:
         yield from steps(prompt, model, *args, **kwargs)
         return

@@ -12,9 +12,12 @@ import numpy as np
 
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ModelError
-from mlx_zip.hyper import ModelName, RowKind, RowKinds, RowStore, RowTable, encode_entries
+from mlx_zip.models.rows.encoders import encode_entries
+from mlx_zip.models.rows.fingerprints import ModelName
+from mlx_zip.models.rows.row_store import RowKind, RowKinds, RowStore
+from mlx_zip.models.rows.row_tables import RowTable
+from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.tuned import TunedStart
-from mlx_zip.state import ZipState
 
 
 class Side(NamedTuple):
@@ -72,7 +75,7 @@ class Session:
         self._name.forget()
 
     def fingerprint(self, model: nn.Module) -> str:
-        """Returns the fingerprint of the model as it is now (`mlx_zip.hyper.model_fingerprint`)."""
+        """Returns the fingerprint of the model as it is now (`mlx_zip.models.rows.fingerprints`)."""
         return self._name.of(model)
 
     def keep_fingerprint(self, model: nn.Module, found: str) -> None:

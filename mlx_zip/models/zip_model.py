@@ -17,19 +17,30 @@ import numpy as np
 
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
-from mlx_zip.models.arguments import ModelArgs
-from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_length, length_of, read_ids
-from mlx_zip.models.positions import needs_long, positions_of
+from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.inputs import (
+    PositionedCache,
+    check_shape,
+    cut_offsets,
+    kv_length,
+    length_of,
+    needs_long,
+    positions_of,
+    read_ids,
+)
+from mlx_zip.models.layers import Positions
+from mlx_zip.models.machines import check_sharding, shard_layers
 from mlx_zip.models.refill import Refill
-from mlx_zip.models.rope import Positions
+from mlx_zip.models.rows.encoders import encode_entries, make_encoder
+from mlx_zip.models.rows.row_tables import RowTable
+from mlx_zip.models.rows.sequence_rows import Evicted
+from mlx_zip.models.rows.zip_state import Advance, HostIds, ZipState
 from mlx_zip.models.session import Session, Side
-from mlx_zip.models.sharding import check_sharding, shard_layers
 from mlx_zip.packs.pack import PackLike
+from mlx_zip.packs.starts import split_packs, start_of, with_starts
 from mlx_zip.packs.tuned import TunedStart, check_tuned
-from mlx_zip.state import Advance, Evicted, HostIds, ZipState, split_packs, start_of, with_starts
 
 
 class Body(nn.Module):
@@ -424,7 +435,7 @@ class Model(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is a plain model with a pack tuned for it (`mlx_zip.models.packed`): it has no hyper-encoder."""
+        """Whether this is a plain model with a pack tuned for it (`packed_config`), which has no hyper-encoder."""
         return bool(self.args.config["zip2zip"].get("plain"))
 
     @property

@@ -9,8 +9,7 @@ import numpy as np
 from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack
 from mlx_zip.vocab.multitok.dictionary import Dictionary
-from mlx_zip.vocab.multitok.settings import NO_ID
-from mlx_zip.vocab.multitok.units import Samples, Words
+from mlx_zip.vocab.multitok.units import NO_ID, Samples, Words
 
 
 def pack_of_phrases(

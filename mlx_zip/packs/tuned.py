@@ -72,8 +72,8 @@ class TunedRows:
     """The rows of a pack's entries in slot order: input and output, each [P, D] float16 or float32.
 
     For a model with tied embeddings and one encoder, input and output are one array. model: fingerprint of the model
-    (`mlx_zip.hyper.model_fingerprint`). plain: the codec of a plain model, None for a zip2zip model. Raises `DataError`
-    for arrays of other shapes or dtypes, or with values that are not finite.
+    (`mlx_zip.models.rows.fingerprints`). plain: the codec of a plain model, None for a zip2zip model. Raises
+    `DataError` for arrays of other shapes or dtypes, or with values that are not finite.
     """
 
     input: NDArray[Any]

@@ -13,9 +13,9 @@ from mlx_zip.engine import Counted, Counts, Differing, Emitted, Event, Failed, F
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.turn import Delta, Differs, Done, Learned, Live, ShownToken, TokenLogprob, Turn, Waiting
-from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import Piece, TextStream
-from mlx_zip.text.token_texts import TokenTexts
+from mlx_zip.text.token_facts import TokenTexts
+from mlx_zip.text.tokenizers import REPLACEMENT
 
 log = logging.getLogger(__name__)
 _LETTER, _DIGIT = re.compile(r"[^\W\d_]|[^\x00-\x7f]"), re.compile(r"[0-9]")

@@ -30,7 +30,7 @@ from mlx_zip.server.tools import make_constraint
 from mlx_zip.server.turn import Delta, Done, Turn, Waiting
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
 from mlx_zip.text.prompts import Chat, encode_prompt
-from mlx_zip.text.token_texts import TokenTexts
+from mlx_zip.text.token_facts import TokenTexts
 
 log = logging.getLogger(__name__)
 Some = TypeVar("Some")

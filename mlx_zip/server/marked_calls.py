@@ -13,7 +13,7 @@ from typing import Any
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.turn import Tool
 from mlx_zip.text.grammar import json_by, literal, mark, vocabulary_of, without
-from mlx_zip.text.tokenizer import token_id
+from mlx_zip.text.tokenizers import token_id
 
 MOST_LENGTH = 10_000  # characters of a text that a schema bounds
 _NAME = re.compile(r"[^\s<>\"'&]+")

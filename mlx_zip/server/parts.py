@@ -10,7 +10,7 @@ from typing import Any
 from mlx_zip.server.reasoning import Reasons, reasoning_at
 from mlx_zip.server.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.turn import Delta, Reasoning, ShownToken, Text, TokenLogprob, Turn
-from mlx_zip.text.tokenizer import think_marks
+from mlx_zip.text.tokenizers import think_marks
 
 MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
 MOST_SPACE = 64  # characters of white space that are dropped at a mark, and so held back

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from mlx_zip.server.turn import Turn
-from mlx_zip.text.tokenizer import think_marks
+from mlx_zip.text.tokenizers import think_marks
 
 _TAIL_IDS = 64  # base ids of the prompt's end in which a mark is looked for
 

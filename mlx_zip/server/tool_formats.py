@@ -17,7 +17,7 @@ from uuid import uuid4
 from mlx_zip.errors import GenerationError
 from mlx_zip.server import marked_calls
 from mlx_zip.server.turn import Tool, ToolCall
-from mlx_zip.text.tokenizer import chat_template
+from mlx_zip.text.tokenizers import chat_template
 
 Parser = Callable[[str, Sequence[Mapping[str, Any]]], Any]
 _FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError)

@@ -13,7 +13,7 @@ from mlx_zip.server.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.turn import Tool, Turn
 from mlx_zip.text.grammar import GrammarConstraint, json_by, literal, mark, until, without
 from mlx_zip.text.prompts import encode_text
-from mlx_zip.text.tokenizer import think_marks
+from mlx_zip.text.tokenizers import think_marks
 
 MOST_CALLS = 16  # in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

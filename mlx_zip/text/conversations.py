@@ -53,7 +53,6 @@ def _prompt(where: str, line: bytes) -> Prompt:
 
 
 def _are_messages(value: Any) -> bool:
-    """Returns whether a value is a list of objects whose role and content are text."""
     return isinstance(value, list) and all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
     )
@@ -71,7 +70,6 @@ def openings(tokenizer: Any, documents: Sequence[Document], base_ids: int) -> li
 
 
 def _opening(tokenizer: Any, text: str, base_ids: int) -> str:
-    """Returns the beginning of a text that its first `base_ids` base ids stand for."""
     n_bytes = encode_with_bytes(tokenizer, text)[1][:base_ids].sum()
     return text.encode("utf-8")[:n_bytes].decode("utf-8", "ignore")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.text.sentencepiece_file import read_pieces
-from mlx_zip.vocab.adaptbpe import text
+from mlx_zip.vocab.adaptbpe import pieces as text
 from mlx_zip.vocab.first_stage import IDS_FILE_OF, TokenizerFile, open_tokenizer, read_stored, to_text, vocabulary_of
 
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"

@@ -7,9 +7,10 @@ literals and marks. `GrammarConstraint` follows one answer; it is what an engine
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import GenerationError, first_line, missing_library
-from mlx_zip.text.schema_costs import check_costs, keywords
 from mlx_zip.text.token_facts import bytes_by_id, special_ids
-from mlx_zip.text.tokenizer import token_id
+from mlx_zip.text.tokenizers import token_id
 
 MOST_SCHEMA_BYTES = 256 * 1024
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as chat templates write JSON
@@ -162,13 +162,11 @@ class GrammarConstraint:
         self._ended = self._ended or ends
 
     def _up_to_eos(self, base_ids: Sequence[int]) -> tuple[list[int], bool]:
-        """Returns the ids before the first eos, and whether there is one."""
         ids = [int(i) for i in base_ids]
         at = next((n for n, i in enumerate(ids) if i in self._eos), None)
         return ids[:at], at is not None
 
     def _may_end_after(self, base_ids: list[int]) -> bool:
-        """Returns whether the answer is complete after these ids, which are accepted."""
         if not base_ids:
             return self.may_end
         ahead = self._matcher.deep_copy()
@@ -277,3 +275,51 @@ def _library() -> Any:
     except ImportError as error:
         raise missing_library("an answer by a schema", "llguidance", extra="serve") from error
     return llguidance
+
+
+# ---- schemas whose patterns would keep the library busy for seconds at every step
+
+MOST_REPEATED = 20_000  # characters of a pattern, with everything written out that is repeated a given number of times
+MOST_MULTIPLE = 10_000
+_ITEMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+
+
+def check_costs(schema: Any) -> None:
+    """Raises `GenerationError` for a pattern that repeats too much, and for a `multipleOf` that is too large."""
+    for key, value in keywords(schema):
+        patterns = [value] if key == "pattern" else list(value) if key == "patternProperties" else []
+        if any(isinstance(pattern, str) and _length(pattern) > MOST_REPEATED for pattern in patterns):
+            raise GenerationError(f"the schema cannot be followed: a {key} repeats too much")
+        if key == "multipleOf" and isinstance(value, int | float) and abs(value) > MOST_MULTIPLE:
+            raise GenerationError(f"the schema cannot be followed: multipleOf is above {MOST_MULTIPLE}")
+
+
+def keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yields all keys and values in a schema, at any depth."""
+    left = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            yield from value.items()
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+
+
+def _length(pattern: str) -> int:
+    """Returns about how many characters a pattern has with its counted repetitions written out."""
+    sums, last = [0], 0  # of the open groups, and what a repetition after the last item would repeat
+    for item in _ITEMS.finditer(pattern):
+        if item[1]:
+            times = max(int(item[1][:9]), int((item[2] or "0")[:9]))
+            sums[-1] += last * (times - 1) if times else 0
+            last *= max(times, 1)
+        elif item[0] == "(":
+            sums.append(0)
+        elif item[0] == ")" and len(sums) > 1:
+            last = sums.pop()
+            sums[-1] += last
+        else:
+            last = 1
+            sums[-1] += 1
+    return sum(sums)

@@ -1,15 +1,20 @@
-"""The model hub: which files are fetched, what is a hub id, and one line when it fails.
+"""The hub: which files of a model are fetched, what is a hub id, rows of data sets, and one line when it fails.
 
 Downloads follow the usual environment: HF_ENDPOINT, HF_HUB_OFFLINE and the cache folders.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from mlx_zip.errors import MlxZipError, ModelError, first_line
+from mlx_zip.errors import DataError, MlxZipError, ModelError, first_line, missing_library
+from mlx_zip.files import check_in
 
 TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # file patterns of a tokenizer
 CODE = ("*.py",)  # of a tokenizer or model that runs code of its own
@@ -46,3 +51,75 @@ def hub_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     return (OSError, HFValidationError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
+
+
+# ---- rows of data sets, through the `datasets` library: saved folders, parquet files, names on the hub
+
+PARQUET = ".parquet"
+_FAILURES = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+
+
+def rows(
+    name: str, subsets: tuple[str, ...] = (), split: str = "train", revision: str | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields (place, row) for each row of a data set, in its order; of several subsets one row from each in turn.
+
+    place: name, subset and number of the row, for messages. A data set on the hub is streamed, not stored. Raises
+    `DataError` naming the data set, and `InstallationError` without the `datasets` library.
+    """
+    library = _library()
+    with _explained(name, library):
+        opened = {subset: enumerate(_open(library, name, subset, split, revision)) for subset in subsets or (None,)}
+        while opened:
+            for subset, numbered in list(opened.items()):
+                row = next(numbered, None)
+                if row is None:
+                    del opened[subset]
+                    continue
+                yield f"{name}{f' ({subset})' if subset else ''} row {row[0]}", row[1]
+
+
+def _open(library: ModuleType, name: str, subset: str | None, split: str, revision: str | None) -> Any:
+    """Returns the rows of one subset of a data set, as an iterable of mappings; None: the only or default subset."""
+    folder = Path(name)
+    _check_files(folder)
+    if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
+        saved = library.load_from_disk(name)
+        if not isinstance(saved, dict):
+            return saved
+        if split not in saved:
+            raise DataError(f"{name} has no split {split!r}; it has {', '.join(saved)}")
+        return saved[split]
+    if name.endswith(PARQUET):
+        return library.load_dataset("parquet", data_files=name, split="train", streaming=True)
+    place = str(folder.resolve()) if folder.is_dir() else name  # the library finds no data set called "."
+    return library.load_dataset(place, subset, split=split, revision=revision, streaming=True)
+
+
+def _check_files(folder: Path) -> None:
+    """Raises `DataError` for a device or pipe in a folder, from which the library would read without end."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = [one for one in folders if not one.startswith((".", "__"))]  # which the library leaves out
+        for one in files:
+            if not one.startswith("."):
+                check_in(Path(root, one))
+
+
+def _library() -> ModuleType:
+    """Returns the module `datasets`. Raises `InstallationError` if it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_library("a data set", "datasets", extra="data") from error
+    return datasets
+
+
+@contextmanager
+def _explained(name: str, library: ModuleType) -> Iterator[None]:
+    """Turns the library's errors on a data set (not found, bad files, lost connection) into a `DataError`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (library.exceptions.DatasetsError, *hub_errors(), *_FAILURES) as error:
+        raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error

@@ -139,7 +139,6 @@ class LongEncoding:
         return ids + after
 
     def _counted(self, ids: list[int]) -> list[int]:
-        """Returns base ids, and counts them."""
         self._tokens += len(ids)
         return ids
 

@@ -76,7 +76,6 @@ class Pieces:
         return models.BPE(ids, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=self._has_bytes)
 
     def _unigram(self) -> Any:
-        """Returns the unigram model."""
         from tokenizers import models
 
         unknown = next((i for i, piece in enumerate(self.pieces) if piece[2] == _UNKNOWN), None)
@@ -95,7 +94,6 @@ class Pieces:
         return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
     def _decoder(self) -> Any:
-        """Returns the steps that make a text of pieces."""
         from tokenizers import decoders
 
         steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

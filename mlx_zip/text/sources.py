@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import check_in
-from mlx_zip.text import hub_data
+from mlx_zip.text import hub
 
 TEXT, JSONL = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
 CODE = (
@@ -26,7 +26,7 @@ CODE = (
     *(".java", ".kt", ".scala", ".swift", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r"),
     *(".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".cs", ".fs", ".dart", ".zig", ".nim", ".sql", ".sh"),
 )
-DATA = (*JSONL, ".csv", ".tsv", ".arrow", hub_data.PARQUET)  # of the files in a folder that is a data set
+DATA = (*JSONL, ".csv", ".tsv", ".arrow", hub.PARQUET)  # of the files in a folder that is a data set
 KEYS = ("text", "messages", "prompt", "completion", "tools")
 LONGEST = 1 << 22  # bytes after which a document is cut at the next line into items that are tokenized one by one
 _BOM = b"\xef\xbb\xbf"
@@ -134,7 +134,7 @@ class Reader:
     def __iter__(self) -> Iterator[Item]:
         for name in self.source.data:
             if kind_of(name) == "data set":
-                rows = hub_data.rows(name, self.source.subsets, self.source.split, self.source.revision)
+                rows = hub.rows(name, self.source.subsets, self.source.split, self.source.revision)
                 yield from (Item(where, "row", row) for where, row in rows)
             elif kind_of(name) == "json":
                 lines = enumerate(self._lines(name), start=1)
@@ -198,14 +198,14 @@ def kind_of(name: str) -> str:
         if not path.is_file():
             raise DataError(f"{name}: no such file")
         return "json" if plain.endswith(JSONL) else "text"
-    if path.is_file() and name.endswith(hub_data.PARQUET):
+    if path.is_file() and name.endswith(hub.PARQUET):
         return "data set"
     if path.exists():
         kinds = ", ".join(TEXT[:1] + JSONL[:1] + CODE[:1])
         raise DataError(
             f"{name}: a data file is named {kinds} or another source file's suffix (or with .gz) or .parquet"
         )
-    if name.endswith(hub_data.PARQUET) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.endswith(hub.PARQUET) or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise DataError(f"{name}: no such file or folder, and no name of a data set of the form owner/name")
     return "data set"
 
@@ -230,7 +230,6 @@ def is_local(name: str) -> bool:
 
 
 def _is_source(files: list[str]) -> bool:
-    """Returns whether a folder with these files is a folder of source files, without data files."""
     return any(file.endswith(CODE) for file in files) and not any(map(_is_data, files))
 
 

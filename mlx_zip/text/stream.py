@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.text.tokenizer import as_tokenizer
+from mlx_zip.text.tokenizers import as_tokenizer
 
 
 class StopMatcher:
@@ -125,7 +125,6 @@ class TextStream:
         return self._close("", (), reason)
 
     def _segment(self, base_id: int) -> str:
-        """Returns the text that one more base id completes; "" for an id without a token."""
         if base_id >= self._tokens:
             return ""
         self._detokenizer.add_token(base_id)

@@ -1,22 +1,24 @@
-"""One loader of tokenizers: any published format, a model's folder, a bundled model's name or a hub id."""
+"""Tokenizers: one loader for any published format, a model's folder, a bundled model's name or a hub id.
+
+What is loaded is a tokenizer as every engine needs it: one of transformers, with its chat template, ends of text and
+streamed text.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import KNOWN, here_or_bundled
-from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_line
+from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.text import hub
 from mlx_zip.text.formats import KINDS, is_tokenizer_file, pair_in, read_library, special_names
-from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
-from mlx_zip.vocab.first_stage import open_tokenizer
 
 _SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # a folder for transformers has one of these
 
@@ -90,18 +92,6 @@ def names_a_file(name: str) -> bool:
     return not hub.is_hub_id(name)
 
 
-def token_bytes(name: str | Path) -> list[bytes]:
-    """Returns the bytes of each id of a byte-level tokenizer; b"" for special ids and ids without a token.
-
-    name: as of `load_tokenizer`, or a .json list of tokens in hex. Raises `DataError`.
-    """
-    path = here_or_bundled(name)
-    if path.is_dir() or not path.exists():
-        path = tokenizer_folder(name)
-        path = path / "tokenizer.json" if (path / "tokenizer.json").is_file() else pair_in(path) or path
-    return open_tokenizer(path).tokens()
-
-
 def _lone_file(path: Path) -> Path | None:
     """Returns the tokenizer file to read without transformers' settings, None if transformers should read `path`.
 
@@ -113,7 +103,6 @@ def _lone_file(path: Path) -> Path | None:
 
 
 def _wrapped(library: Any) -> Any:
-    """Returns a `tokenizers.Tokenizer` as a transformers tokenizer, with the special tokens of its vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=library, **special_names(library))
@@ -131,3 +120,178 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+# ---- a tokenizer as every engine needs it
+
+_THINKING = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+)
+_FULL_MARKS = {"<|channel>": "<|channel>thought"}  # where the mark is more than its token
+
+
+def as_tokenizer(tokenizer: Any) -> Any:
+    """Returns our `Tokenizer` or mlx-lm's `TokenizerWrapper` as given, and a bare tokenizer of transformers wrapped.
+
+    Raises `GenerationError` for anything else.
+    """
+    if hasattr(tokenizer, "detokenizer"):
+        return tokenizer
+    if not hasattr(tokenizer, "eos_token_id") or not hasattr(tokenizer, "encode"):
+        raise GenerationError(f"tokenizer must be the one that load returns, not {type(tokenizer).__name__}")
+    return Tokenizer(tokenizer)
+
+
+def think_marks(tokenizer: Any) -> tuple[str, str] | None:
+    """Returns the texts that mark the beginning and end of a model's reasoning, None for a model without such marks.
+
+    tokenizer: our `Tokenizer`, or mlx-lm's wrapper, whose own marks come first. Else a pair of marks counts if both are
+    tokens, or if both stand in the chat template.
+    """
+    begin, end = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
+    if isinstance(begin, str) and isinstance(end, str):
+        return begin, end
+    template = chat_template(tokenizer)
+    pair = _thinking_tokens(tokenizer) or next((p for p in _THINKING if p[0] in template and p[1] in template), None)
+    return pair and (_FULL_MARKS.get(pair[0], pair[0]), pair[1])
+
+
+def token_id(tokenizer: Any, text: str) -> int | None:
+    """Returns the id of the token that is exactly this text, None if there is none."""
+    found = tokenizer.convert_tokens_to_ids(text)
+    return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == text else None
+
+
+def chat_template(tokenizer: Any) -> str:
+    """Returns the text of a tokenizer's chat template, "" without one; of several, the one for tools or the default."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _thinking_tokens(tokenizer: Any) -> tuple[str, str] | None:
+    has = lambda text: token_id(tokenizer, text) is not None
+    return next((pair for pair in _THINKING if has(pair[0]) and has(pair[1])), None)
+
+
+class Tokenizer:
+    """Wraps a tokenizer of the transformers library; every other attribute is that tokenizer's.
+
+    It has the names of mlx-lm's `TokenizerWrapper`, so code that is given either works with both.
+
+    eos_token_ids: ids that end a text, the tokenizer's own eos included.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.eos_token_ids = {*eos_token_ids, *own}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be rendered."""
+        return self._tokenizer.chat_template is not None
+
+    @property
+    def has_thinking(self) -> bool:
+        """Whether the vocabulary has tokens that mark the beginning and end of thinking."""
+        return _thinking_tokens(self._tokenizer) is not None
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        """A new streaming detokenizer."""
+        return Detokenizer(self._tokenizer)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], tokenize: bool = True, **options: Any) -> Any:
+        """Renders chat messages to ids, or to text with tokenize=False. options: further arguments of the template.
+
+        As in mlx-lm, `enable_thinking` is `has_thinking` unless `options` has it.
+        """
+        options = {"enable_thinking": self.has_thinking, "return_dict": False} | options
+        return self._tokenizer.apply_chat_template(list(messages), tokenize=tokenize, **options)
+
+    def add_eos_token(self, token: str) -> None:
+        """Adds a token, or an id in digits, to `eos_token_ids`."""
+        token_id = int(token) if token.isdecimal() else self._tokenizer.convert_tokens_to_ids(token)
+        if token_id is None:
+            raise ValueError(f"{token!r} is not a token of this tokenizer")
+        self.eos_token_ids.add(token_id)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self._tokenizer.name_or_path or type(self._tokenizer).__name__}, {len(self)} tokens)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+
+def add_eos_tokens(tokenizer: Any, tokens: Iterable[str]) -> None:
+    """Makes further tokens end a text: each a token's text, or an id in digits.
+
+    tokenizer: a `Tokenizer`, or mlx-lm's wrapper. Raises `GenerationError` for one that is no token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary and not (token.isdecimal() and len(token) < 10 and int(token) < len(tokenizer)):
+            raise GenerationError(f"--extra-eos-token {token!r} is not a token of this tokenizer")
+        tokenizer.add_eos_token(token)
+
+
+# ---- ids to text, one at a time
+
+REPLACEMENT = "\ufffd"  # stands for bytes that are no complete character (yet)
+
+
+class Detokenizer:
+    """Streams the text of ids with mlx-lm's interface: `add_token`, `text`, `last_segment`, `finalize`, `reset`.
+
+    `text` is the text so far and only grows; an incomplete character is held back until `finalize`. Each id costs one
+    `decode` of the few ids since the last but one piece of text: a decoder may drop a space at the beginning of a text,
+    so the ids of the piece before are decoded too.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all ids."""
+        self.tokens: list[int] = []
+        self.text = ""
+        self.offset = 0
+        self._begin = self._shown = 0  # ids from `_begin` are decoded; those before `_shown` are in the text
+
+    def add_token(self, token: int) -> None:
+        """Adds the next id, and its text to `text` unless the text ends within a character."""
+        self.tokens.append(token)
+        self._extend(final=False)
+
+    def finalize(self) -> None:
+        """Adds the text that was held back to `text`."""
+        self._extend(final=True)
+
+    @property
+    def last_segment(self) -> str:
+        """The text since this property was last read."""
+        segment, self.offset = self.text[self.offset :], len(self.text)
+        return segment
+
+    def _extend(self, final: bool) -> None:
+        """Adds the text of new ids to `text`. final: add incomplete characters too."""
+        known, whole = (self._decode(end) for end in (self._shown, len(self.tokens)))
+        if len(whole) <= len(known) or (whole.endswith(REPLACEMENT) and not final):
+            return
+        self.text += whole[len(known) :]
+        self._begin, self._shown = self._shown, len(self.tokens)
+
+    def _decode(self, end: int) -> str:
+        ids = self.tokens[self._begin : end]
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_zip.progress import ProgressBar
-from mlx_zip.training.checkpoint import Progress
+from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.settings import TrainSettings
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

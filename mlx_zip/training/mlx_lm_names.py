@@ -150,7 +150,6 @@ def _lr_schedule(value: Any, found: Values, iters: int) -> Values:
 
 
 def _number(value: Any) -> Any:
-    """Returns a number given as text as a float, any other value as it is: YAML reads 1e-5 as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

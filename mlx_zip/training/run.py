@@ -23,19 +23,17 @@ from mlx_zip.models.machines import check_equal, summed, together
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.adapter import check_savable, save_adapter
-from mlx_zip.training.checkpoint import checkpoints, digest_of_trained, take_trained
-from mlx_zip.training.data import Chosen, Joined, check_as_asked, check_prepared, held_out_count, split
-from mlx_zip.training.metrics import Services, check_services
-from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.pack_rows import PackAndModelTrainee
+from mlx_zip.training.checkpoints import checkpoints, digest_of_trained, take_trained
 from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.run_data import Chosen, Joined, check_as_asked, check_prepared, held_out_count, split
 from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters, read_object
-from mlx_zip.training.saving import save_trained, type_to_save
+from mlx_zip.training.run_metrics import Services, check_services
+from mlx_zip.training.run_summary import base_bits_per_byte, closing, header
+from mlx_zip.training.saving import check_savable, save_adapter, save_trained, type_to_save
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
 from mlx_zip.training.starting_model import fingerprint, freeze, recompute_activations, start_model
-from mlx_zip.training.stepping import Stepper
-from mlx_zip.training.summary import base_bits_per_byte, closing, header
+from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
+from mlx_zip.training.steps.stepping import Stepper
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -98,7 +96,6 @@ def _run(
 
 
 def _trainee(start: _Start, settings: TrainSettings) -> Trainee:
-    """Returns the model with the heads or the pack's rows that are trained beside it."""
     if settings.pack_rows:
         return PackAndModelTrainee(start.model, len(start.data.params.start or ()))
     return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
@@ -121,7 +118,7 @@ def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise missing_library("--engine torch", *missing, extra="torch")
-    from mlx_zip.training.pytorch.stepping import TorchStepper
+    from mlx_zip.training.steps.torch_stepper import TorchStepper
 
     return partial(TorchStepper, config=config)
 
@@ -232,7 +229,6 @@ def _may_raise(out: Path, begun: Begun, iters: int) -> bool:
 
 
 def _with_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
-    """Returns a run's record with another number of steps."""
     fixed = record["fixed"]
     return {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": iters}}}
 

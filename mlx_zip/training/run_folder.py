@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_zip.errors import DataError, TrainingError, reason
 from mlx_zip.files import check_in, sole_user, write_json
-from mlx_zip.training.metrics import FILE
+from mlx_zip.training.run_metrics import FILE
 
 RECORD = "train.json"
 
@@ -111,7 +111,6 @@ def _remove(out: Path, advice: str) -> None:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns the names of the settings and other facts that differ between two records, separated by commas."""
     fixed, new = before.get("fixed"), now["fixed"]["settings"]
     old = fixed.get("settings") if isinstance(fixed, dict) else None
     old = old if isinstance(old, dict) else {}

@@ -30,14 +30,14 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_line
-from mlx_zip.hyper import matrix_rows
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.loading import load_failures, read_config, rope_settings
-from mlx_zip.models.recompute import recomputed
 from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import grows
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
+from mlx_zip.training.steps.whole import recomputed
 
 _SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
 _OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first
@@ -133,7 +133,6 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
 
 
 def _difference(data: CodecParams, model: CodecParams) -> str:
-    """Returns the parameters in which two codecs differ, in words."""
     differ = [one.name for one in fields(data) if getattr(data, one.name) != getattr(model, one.name)]
     lists = [f"other {name}" for name in differ if name == "disabled_ids"]
     numbers = [name for name in differ if name not in ("disabled_ids", "start")]

@@ -19,8 +19,7 @@ from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.machines import from_first, together
 from mlx_zip.models.zip_model import Model
 from mlx_zip.progress import ProgressBar
-from mlx_zip.training.batches import CLOSE, FEW, Batch, batch_order, make_batch
-from mlx_zip.training.checkpoint import (
+from mlx_zip.training.checkpoints import (
     Progress,
     checkpoints,
     load_checkpoint,
@@ -29,15 +28,15 @@ from mlx_zip.training.checkpoint import (
     set_random_key,
     steps_of,
 )
-from mlx_zip.training.data import Chosen, Joined
 from mlx_zip.training.loop import give_back, run_steps, steps_bar, stop_signals
-from mlx_zip.training.metrics import Metrics, read_metrics
-from mlx_zip.training.objective import Trainee
-from mlx_zip.training.optimizer import learning_rate, make_optimizer
 from mlx_zip.training.prepare.shards import Sample
-from mlx_zip.training.prepare.texts import Texts
+from mlx_zip.training.prepare.text_windows import Texts
+from mlx_zip.training.run_data import Chosen, Joined
+from mlx_zip.training.run_metrics import Metrics, read_metrics
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.stepping import Stepper, is_compiled
+from mlx_zip.training.steps.batches import CLOSE, FEW, Batch, batch_order, make_batch
+from mlx_zip.training.steps.objective import Trainee
+from mlx_zip.training.steps.stepping import Stepper, is_compiled, learning_rate, make_optimizer
 
 Data = Joined | Chosen | Texts
 
@@ -191,7 +190,6 @@ class Trainer:
         return out
 
     def _order(self, epoch: int) -> list[np.ndarray]:
-        """Returns the batches of an epoch as arrays of sample numbers, see `batch_order`."""
         if epoch not in self._orders:
             order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}

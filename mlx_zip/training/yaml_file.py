@@ -31,7 +31,6 @@ def read_yaml(path: Path) -> Any:
 
 
 def _words(error: yaml.YAMLError | RecursionError) -> str:
-    """Returns line and problem of an error on one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {' '.join(str(error.problem).split())}"
     return " ".join(str(error).split())

@@ -215,14 +215,12 @@ class TokenizerFile:
         return [*(bytes([byte]) for byte in BYTE_OF.values()), *(left + right for left, right in self.pairs())]
 
     def _tokens_of_ranks(self) -> list[bytes]:
-        """Returns `tokens` of a .tiktoken file, whose ranks are the ids."""
         ranks = self.ranks()
         if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
             raise DataError(f"{self.path}: the ranks are not 0, 1, 2 and so on")
         return sorted(ranks, key=ranks.__getitem__)
 
     def _tokens_of_hex(self) -> list[bytes]:
-        """Returns `tokens` of a .json list of tokens in hex."""
         try:
             return [bytes.fromhex(token) for token in self.json]
         except (TypeError, ValueError) as error:

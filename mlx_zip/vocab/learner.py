@@ -72,7 +72,7 @@ def learn(
 
     params: the codec of the pack; its start entries are ignored, and its codebook_size limits the pack and the codec's
     own entries together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed
-    together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.step_bytes`);
+    together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.loading`);
     entries that cost more than they save are left out. allowed: says whether an entry may be in the pack. progress is
     called with (stage, number of entries, ids of the compressed corpus or -1 if not counted). The pack is smaller than
     `size` if not enough runs recur. Raises `DataError` for an empty corpus, a size beyond the codebook, a window below

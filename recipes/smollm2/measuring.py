@@ -18,9 +18,9 @@ from mlx_zip import named
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.adapter import CONFIG, ZIP_CONFIG
-from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.run_folder import read_object
+from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.saving import CONFIG, ZIP_CONFIG
 
 from .settings import Measure
 from .texts import laid_out

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlx_zip.cuda.cpu_products import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
-from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.checkpoints import checkpoints
 
 from .settings import Leg, Packs
 

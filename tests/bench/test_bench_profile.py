@@ -118,7 +118,7 @@ def test_every_clock_is_around_something_that_is_there(hook):
 
 def test_a_clock_around_nothing_is_an_error():
     before = PLAIN_HOOKS[0].home().logsumexp
-    lost = Hook("codec", "mlx_zip.state:ZipState", "retreat")
+    lost = Hook("codec", "mlx_zip.models.rows.zip_state:ZipState", "retreat")
     with pytest.raises(MlxZipError, match="ZipState has no retreat"), Tracer((*PLAIN_HOOKS, lost)):
         pass
     assert PLAIN_HOOKS[0].home().logsumexp is before

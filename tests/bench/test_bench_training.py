@@ -15,10 +15,10 @@ from mlx_zip.bench.training import Bench, read_back, synthetic_documents, write_
 from mlx_zip.bench.training_step import Parts, TrainedModel, without_hypertokens
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.whole import encode_rows
-from mlx_zip.training.batches import make_batch
 from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.whole import encode_rows
 from support import tiny_training
 
 TINY = [

@@ -12,7 +12,7 @@ from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.profile_hooks import CPU
 from mlx_zip.bench.step_parts import PARTS
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.state import ZipState
+from mlx_zip.models.rows.zip_state import ZipState
 from support import tiny_bench
 
 PROMPT, TEXT = tuple(range(5, 25)), (5, 6, 7, 8) * 10

@@ -6,8 +6,8 @@ import stat
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.hyper.row_files import disk_bytes, files_in
-from mlx_zip.hyper.row_folder import RowFolder
+from mlx_zip.models.rows.row_files import disk_bytes, files_in
+from mlx_zip.models.rows.row_folder import RowFolder
 from support import tiny_text
 
 pytestmark = pytest.mark.usefixtures("home")

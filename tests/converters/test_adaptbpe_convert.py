@@ -15,7 +15,7 @@ from mlx_zip.converters.tensors import read_model_files
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
-from mlx_zip.vocab.adaptbpe.base import read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from support import tiny_text
 from support.adaptbpe_cases import ADAPTBPE
 from support.adapting import logits_of, quantized

@@ -18,7 +18,7 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.converters import export as module
 from mlx_zip.converters import output
 from mlx_zip.errors import ConfigError, ConversionError
-from mlx_zip.models.decoders import supported_types
+from mlx_zip.models.decoders import FAMILIES
 from support.checkpoints import (
     BASE,
     HEAD_DIM,
@@ -172,7 +172,7 @@ def test_encoders_and_decoder_lie_in_files_of_their_own_that_torch_accepts(tmp_p
         assert header["__metadata__"] == {"format": "pt"}
 
 
-@pytest.mark.parametrize("kind", supported_types())
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_every_supported_decoder_has_its_name_in_transformers(kind: str) -> None:
     config = {**BASE, "zip2zip": {"base_model_type": kind}}
     made = module._decoder_config(config, "float32")

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.converters import hub
+from mlx_zip.converters import source
 from mlx_zip.errors import ConversionError, MlxZipError
 from mlx_zip.models.loading import load
 from support import gguf_files as files
@@ -381,8 +381,8 @@ def repository(tmp_path, monkeypatch) -> dict[str, Any]:
             written(folder / file)
         return folder
 
-    monkeypatch.setattr(hub.hub, "download", download)
-    monkeypatch.setattr(hub, "list_files", lambda place: state["files"])
+    monkeypatch.setattr(source.hub, "download", download)
+    monkeypatch.setattr(source, "list_files", lambda place: state["files"])
     return state
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_zip.converters.gguf_file import read_gguf
+from mlx_zip.converters.gguf.gguf_file import read_gguf
 from mlx_zip.errors import ConversionError, ModelError
 from mlx_zip.models.folders import model_folder
 from support import gguf_files as files

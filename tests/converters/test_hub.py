@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from mlx_zip.converters import hub
+from mlx_zip.converters import source
 from support.checkpoints import edit_json, write_adapter, write_base, write_checkpoint
 from support.command_line import WITHOUT_TORCH
 from support.converting import config_of, convert
@@ -310,4 +310,4 @@ def test_a_name_that_is_no_repository_is_not_asked_for(name: str) -> None:
     from mlx_zip.errors import ConversionError
 
     with pytest.raises(ConversionError, match="neither a folder nor a hub id"):
-        hub.fetch(name, None, hub.CONFIGS)
+        source.fetch(name, None, source.CONFIG_FILES)

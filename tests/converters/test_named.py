@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_zip import bundled, named
-from mlx_zip.converters import make_named
 from mlx_zip.converters import named as making
+from mlx_zip.converters.named import make_named
 from mlx_zip.errors import ConversionError, ModelError
 from mlx_zip.files import sole_user
 from mlx_zip.models.folders import model_folder

@@ -21,8 +21,8 @@ import mlx.core as mx
 import torch
 
 from mlx_zip.config import EncoderConfig
-from mlx_zip.hyper import make_encoder
-from mlx_zip.state import find_state
+from mlx_zip.models.rows.encoders import make_encoder
+from mlx_zip.models.rows.zip_state import find_state
 from support import upstream
 from support.published import (
     LEAST_MARGIN,

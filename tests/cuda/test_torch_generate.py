@@ -286,8 +286,7 @@ def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
     import mlx.core as mx
     import mlx.utils
 
-    from mlx_zip.models.arguments import ModelArgs
-    from mlx_zip.models.packed import packed_config
+    from mlx_zip.models.folders import ModelArgs, packed_config
     from mlx_zip.models.zip_model import Model
 
     hypertokens = tiny_model(encoder=ENCODER)

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_zip.engine import Emitted, Failed, Finished, Submission
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import EngineError, ModelError, PromptTooLongError
-from mlx_zip.models.step_bytes import step_bytes
+from mlx_zip.models.loading import step_bytes
 from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.serving import MISSING, WAIT_S, Watch, alone, ask, prompts, same_until_a_tie, tiny_engine

@@ -25,8 +25,8 @@ from mlx_zip.engine.sessions.folder import purge
 from mlx_zip.engine.sessions.kept import Slot
 from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.tuned import TunedRows, TunedStart
-from mlx_zip.state import find_state
 from support import keeping, tiny
 from support.keeping import OWN
 from support.serving import NEEDS_TORCH

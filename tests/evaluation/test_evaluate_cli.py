@@ -10,7 +10,7 @@ import pytest
 
 from mlx_zip import GenerationError, cli
 from mlx_zip.engine.generate import load
-from mlx_zip.evaluation import report
+from mlx_zip.evaluation import evaluation_report
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.evaluate import Evaluation, check_prompts, evaluate
 from mlx_zip.text.conversations import Prompt
@@ -93,7 +93,7 @@ def test_the_record_is_what_the_library_measures(run, zipped, text):
 
 def test_the_record_says_how_it_came_about(run, zipped, text):
     record = run("--model", zipped, "--data", text, "--limit-bytes", 30)[3]
-    assert record["version"] == report.VERSION
+    assert record["version"] == evaluation_report.VERSION
     assert record["versions"]["mlx"]
     assert record["models"][0]["model"] == zipped
     assert (record["settings"]["context"], record["settings"]["availability"]) == (1024, "causal")

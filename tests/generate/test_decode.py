@@ -12,9 +12,9 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.generation.canonical import CanonicalDecoding
-from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.session import Session
 from mlx_zip.models.zip_model import Model
 from support import tiny
@@ -287,7 +287,7 @@ def test_an_interrupt_after_the_codebook_has_read_the_ids_leaves_the_cache_of_a_
     cache = model.make_cache()
     model(mx.array([[3, 4, 5]]), cache=cache)
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_zip.state.zip_state.Advance", interrupted)
+        patch.setattr("mlx_zip.models.rows.zip_state.Advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(mx.array([ids]), cache=cache)
     assert cache[-1].books[0].ids.tolist() == [3, 4, 5]

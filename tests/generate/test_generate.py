@@ -14,7 +14,7 @@ from mlx_zip.codec import Codebook, compress
 from mlx_zip.engine.generate import batch_generate, generate, load, stream_batch, stream_generate
 from mlx_zip.engine.group import Group
 from mlx_zip.errors import GenerationError, MlxZipError
-from mlx_zip.state import find_state
+from mlx_zip.models.rows.zip_state import find_state
 from support import tiny
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
 from support.places import SHARED

@@ -3,8 +3,8 @@
 import pytest
 
 from mlx_zip import DataError, GenerationError, Pack, batch_generate, generate, load_pack, stream_generate
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.pack import save_pack
-from mlx_zip.state import find_state
 from support.generating import ENDLESS, MODEL, PROMPT
 
 PACK = Pack(((5, 6), (7, 8, 9)))

@@ -15,7 +15,7 @@ import pytest
 
 from mlx_zip.errors import ModelError
 from mlx_zip.models.decoders import FAMILIES
-from mlx_zip.models.sharding import SHARDED_TYPES, check_sharding
+from mlx_zip.models.machines import SHARDED_TYPES, check_sharding
 from support import tiny
 from support.command_line import runner
 from support.places import REPO

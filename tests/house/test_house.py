@@ -19,7 +19,6 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
     {"layout", "config", "codec"},
     {"vocab"},
     {"text", "packs"},
-    {"hyper", "state"},
     {"models"},
     {"generation"},
     {"engine"},
@@ -48,7 +47,7 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
     "transformers": {"text", "training", "converters", "bench", "recipes", *DOORS},
-    "mlx": {"device", "hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
+    "mlx": {"device", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"models", *LOOPS, "converters", "bench", *DOORS},
 }
 DISTRIBUTIONS = {

@@ -11,12 +11,13 @@ from mlx_lm.utils import _get_classes
 
 from mlx_zip.codec import compress
 from mlx_zip.generation.canonical import CanonicalDecoding
-from mlx_zip.hyper import HeadTable, RowStore, RowTable, TurningTable
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.launches import added_launches, gpu_forms
+from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.rows.row_tables import HeadTable, RowTable, TurningTable
+from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.zip_model import Model
-from mlx_zip.state import ZipState
 from support import tiny
 from support.steps import decode_steps
 

@@ -10,11 +10,12 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_zip.codec import compress_next
 from mlx_zip.errors import ModelError
 from mlx_zip.generation.canonical import CanonicalDecoding
-from mlx_zip.hyper import RowStore, rows
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
-from mlx_zip.state import rows as state_rows
-from mlx_zip.state.rows import SequenceRows
+from mlx_zip.models.rows import row_tables as rows
+from mlx_zip.models.rows import sequence_rows as state_rows
+from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.rows.sequence_rows import SequenceRows
 from support import tiny
 
 PACKS = [None, [[5, 6], [7, 8, 9], [5, 6, 7]], [[7, 8, 9], [10, 11]], ()]

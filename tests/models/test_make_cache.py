@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from mlx_zip import DataError, ModelError, RowStore
+from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.pack import Pack, save_pack
 from mlx_zip.packs.tuned import TunedRows, TunedStart
-from mlx_zip.state import ZipState
 from support.starting import MODEL, OTHER, START
 from support.tiny import PAD, SLOTS, VOCAB, tiny_model
 

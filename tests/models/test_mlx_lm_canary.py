@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache
 
 import mlx_zip  # registers the model type and the cache class, before mlx_lm is imported  # noqa: F401
 from mlx_zip.models.decoders import FAMILIES
-from mlx_zip.state import ZipState
+from mlx_zip.models.rows.zip_state import ZipState
 from support.places import GOLDEN
 
 SIZES = {

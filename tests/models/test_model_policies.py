@@ -13,8 +13,8 @@ from mlx_zip import ZipState
 from mlx_zip.codec import Codebook, CodecParams, twin
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, DataError, ModelError
-from mlx_zip.hyper import RowStore
-from mlx_zip.training.batches import make_batch
+from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.training.steps.batches import make_batch
 from support import tiny
 from support.steps import decode_steps
 from support.tiny import PAD, VOCAB, base_ids, last_logits, tiny_model

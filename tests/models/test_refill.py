@@ -9,12 +9,12 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache, trim_prompt_cache
 
 from mlx_zip.codec import compress
-from mlx_zip.hyper import RowStore
 from mlx_zip.models.inputs import kv_length
 from mlx_zip.models.refill import Refill
+from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.tuned import TunedRows, TunedStart
-from mlx_zip.state import ZipState
 from support import tiny
 from support.steps import read_again
 

@@ -14,7 +14,7 @@ from mlx_zip import CodecError, DataError, GenerationError, ModelError, ZipState
 from mlx_zip.codec import CodecParams, twin
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.engine.generate import batch_generate, load, stream_batch
-from mlx_zip.models.rope import Positions
+from mlx_zip.models.layers import Positions
 from support import tiny_text
 from support.generating import ENDLESS, plain_model
 from support.starting import MODEL, OTHER, START, TEXT, assert_close, codec, compressed, run

@@ -13,7 +13,7 @@ from mlx_zip.codec.pack import read_pack, write_pack
 from mlx_zip.config import ZipConfig
 from mlx_zip.converters import convert
 from mlx_zip.errors import ConfigError, DataError
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from support.checkpoints import write_checkpoint
 from support.tiny import tiny_config
 

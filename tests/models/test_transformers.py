@@ -20,9 +20,9 @@ pytest.importorskip("transformers", reason="parity with transformers needs trans
 import mlx.core as mx
 import torch
 
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.models.zip_model import Model
-from mlx_zip.state import find_state
 from support import upstream
 
 TOLERANCE = 2e-4

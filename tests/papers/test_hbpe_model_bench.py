@@ -10,10 +10,10 @@ from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.papers.hbpe import data as hbpe_data
 from mlx_zip.bench.papers.hbpe import model as bench
 from mlx_zip.bench.papers.hbpe.data import Data, read_documents
-from mlx_zip.models.patches.model import PatchConfig, PatchModel, parameters_of
-from mlx_zip.training.hbpe import train
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, parameters_of
+from mlx_zip.training.patch_training import train
 from mlx_zip.vocab.hbpe.measures import Tower
-from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
 from support.tiny_vocabularies import write_folder
 
 STORY = "Once there was a small cat who sat on a mat. The cat saw a dog.\n\nThe dog said hello, and they sat down."

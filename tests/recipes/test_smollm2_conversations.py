@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[to
 
 from safetensors.torch import load_file  # noqa: E402
 
-from mlx_zip.training.checkpoint import digest_of_trained  # noqa: E402
+from mlx_zip.training.checkpoints import digest_of_trained  # noqa: E402
 from mlx_zip.training.run_folder import read_object  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_zip.engine import Likely, PromptId
 from mlx_zip.server.openai.completions import echoed_tokens
-from mlx_zip.text.token_texts import TokenTexts
+from mlx_zip.text.token_facts import TokenTexts
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, serving
 

@@ -12,8 +12,8 @@ from mlx_zip.server.answering import Answering
 from mlx_zip.server.options import Options
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, Tool, ToolCall, Turn
-from mlx_zip.text.detokenizer import REPLACEMENT
-from mlx_zip.text.token_texts import TokenTexts
+from mlx_zip.text.token_facts import TokenTexts
+from mlx_zip.text.tokenizers import REPLACEMENT
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, serving
 from support.tool_templates import with_tools

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mlx_zip.vocab.adaptbpe.merges import MergeList
+from mlx_zip.vocab.adaptbpe.merge_list import MergeList
 from support.places import GOLDEN, GOLDEN_MODELS, SHARED
 
 ADAPTBPE = json.loads((GOLDEN / "adaptbpe.json").read_text())

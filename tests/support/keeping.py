@@ -16,7 +16,7 @@ from mlx_zip.codec import compress_next
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.layout import is_zip
-from mlx_zip.state import find_state
+from mlx_zip.models.rows.zip_state import find_state
 from support import generating, tiny
 from support.serving import NEEDS_TORCH
 

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from mlx_zip.codec import Codebook
 from mlx_zip.text.sources import Source
 from mlx_zip.training.prepare.plan import PrepareOptions
-from mlx_zip.training.prepare.run import prepare
+from mlx_zip.training.prepare.preparation import prepare
 from mlx_zip.training.prepare.shards import Shards
 from support import tiny_text
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip import RowStore
-from mlx_zip.hyper.row_files import RowSet, files_in
-from mlx_zip.hyper.store import RowKind
+from mlx_zip.models.rows.row_files import RowSet, files_in
+from mlx_zip.models.rows.row_store import RowKind
 
 WORDS, WIDTH = 3, 16
 N = 200  # entries that a test stores

@@ -15,11 +15,11 @@ from safetensors.numpy import save_file
 
 from mlx_zip import Codebook, CodecParams
 from mlx_zip.codec.pack import Start
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.zip_model import Model
-from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import RunOptions
+from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from support.checkpoints import BASE, VOCAB, decoder_shapes, write_json, write_tokenizer
 from support.tiny import base_ids

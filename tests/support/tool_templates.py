@@ -8,8 +8,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_zip.text.tokenizer import Tokenizer
-from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 _HEAD = (
     "{%- if tools %}{{ '<|im_start|>system\n' }}"

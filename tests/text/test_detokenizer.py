@@ -8,9 +8,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as mlx_load_tokenizer
 
 from mlx_zip.bench.engines.workloads import read_tokenizer
-from mlx_zip.text.detokenizer import Detokenizer
 from mlx_zip.text.stream import TextStream
-from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.text.tokenizers import Detokenizer, load_tokenizer
 from support import tiny_text
 from support.places import GOLDEN_MODELS, SHARED
 

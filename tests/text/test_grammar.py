@@ -11,8 +11,7 @@ import pytest
 from mlx_zip.errors import GenerationError, InstallationError
 from mlx_zip.text.grammar import GrammarConstraint, json_by, literal
 from mlx_zip.text.token_facts import bytes_by_id
-from mlx_zip.text.tokenizer import Tokenizer
-from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 from support import tiny_text
 from support.places import SHARED
 

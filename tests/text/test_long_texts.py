@@ -15,8 +15,7 @@ from mlx_zip.text import long_texts
 from mlx_zip.text.long_texts import LongEncoding, LongTexts
 from mlx_zip.text.prompts import encode_text
 from mlx_zip.text.token_facts import longest_token_bytes
-from mlx_zip.text.tokenizer import Tokenizer
-from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 from support.tiny_vocabularies import letters
 
 GPT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_zip.errors import GenerationError
 from mlx_zip.text.prompts import Chat, encode_text
-from mlx_zip.text.tokenizer import Tokenizer
+from mlx_zip.text.tokenizers import Tokenizer
 from support import tiny_text
 from support.tool_templates import with_tools
 

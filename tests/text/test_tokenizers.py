@@ -13,7 +13,7 @@ from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
-from mlx_zip.vocab.adaptbpe.base import read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from support.adaptbpe_cases import ADAPTBPE
 from support.places import GOLDEN_MODELS
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.formats import pattern_of, read_library
-from mlx_zip.text.tokenizers import load_tokenizer, token_bytes
+from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.first_stage import open_tokenizer
 from support.places import SHARED
@@ -159,7 +159,7 @@ def test_the_loader_of_prompts_gives_the_same_ids_and_bytes(tmp_path, write):
     assert list(loaded.encode(TEXT)) == list(read_vocabulary(path).encode(TEXT))
     assert loaded.decode(loaded.encode(TEXT)) == TEXT
     if write is write_ranks:
-        assert token_bytes(path) == tokens()
+        assert open_tokenizer(path).tokens() == tokens()
 
 
 def test_a_merge_list_names_its_pair_as_the_vocabulary_does(tmp_path):
@@ -177,7 +177,7 @@ def test_gpt2s_end_of_text_ends_a_text(tmp_path):
 
 def test_a_list_of_tokens_in_hex_has_bytes_and_no_way_to_split_a_text(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps([token.hex() for token in tokens()]))
-    assert token_bytes(tmp_path / "tokenizer.json") == tokens()
+    assert open_tokenizer(tmp_path / "tokenizer.json").tokens() == tokens()
     with pytest.raises(DataError, match="does not say how a text is split"):
         read_vocabulary(tmp_path / "tokenizer.json")
 

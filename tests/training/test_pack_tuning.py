@@ -14,14 +14,13 @@ from mlx_zip.engine.scored import Compressed
 from mlx_zip.engine.scoring import score
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows, TunedStart
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.metrics import FILE, read_metrics
-from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.pack_rows import PackTrainee
-from mlx_zip.training.prepare.texts import Texts
-from mlx_zip.training.stepping import to_device
-from mlx_zip.training.tuning import tune
+from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.pack_tuning import tune
+from mlx_zip.training.prepare.text_windows import Texts
+from mlx_zip.training.run_metrics import FILE, read_metrics
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, PackTrainee, Trainee
+from mlx_zip.training.steps.stepping import to_device
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses, is_exact
 from support.tiny import MERGE, PAD, VOCAB, tiny_model

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlx_zip.training.batches import CLOSE, FEW, make_batch
-from mlx_zip.training.metrics import read_metrics
-from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.run import train
-from mlx_zip.training.stepping import to_device
+from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.steps.batches import CLOSE, FEW, make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee
+from mlx_zip.training.steps.stepping import to_device
 from support.tiny import base_ids, tiny_config
 from support.tiny_training import CODEC, losses, make_sample, options, random_model, settings, text_ids
 

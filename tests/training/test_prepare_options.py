@@ -10,7 +10,7 @@ from mlx_zip.text import sources
 from mlx_zip.text.sources import Source
 from mlx_zip.training.prepare import sharding
 from mlx_zip.training.prepare.plan import PrepareOptions
-from mlx_zip.training.prepare.run import prepare
+from mlx_zip.training.prepare.preparation import prepare
 from support.prepared import (
     BOS,
     EOS,

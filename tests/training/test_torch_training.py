@@ -12,15 +12,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.errors import InstallationError, TrainingError
-from mlx_zip.models.arguments import ModelArgs
+from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.zip_model import Model
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.optimizer import make_optimizer
+from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.run import make_stepper, train
 from mlx_zip.training.starting_model import freeze
-from mlx_zip.training.stepping import Stepper
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee
+from mlx_zip.training.steps.stepping import Stepper, make_optimizer
 from support.crashing import crash_after
 from support.tiny import ENCODERS, FAMILIES, base_ids, tiny_config
 from support.tiny_training import arrays_of, losses, make_sample, options, random_model, settings, write_shards
@@ -145,7 +144,7 @@ def test_both_trainers_agree_on_canonical_decoding():
 def test_a_chunk_of_positions_costs_what_the_whole_costs(monkeypatch):
     import torch
 
-    from mlx_zip.training.pytorch import objective
+    from mlx_zip.training.steps import torch_stepper as objective
 
     config = tiny_config("gemma2", "transformer", canonical=True)
     found = []
@@ -164,7 +163,7 @@ def test_a_loss_without_training_multiplies_half_as_much():
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mlx_zip.training.pytorch.objective import JointNats
+    from mlx_zip.training.steps.torch_stepper import JointNats
 
     arrays = {"weights": torch.ones(2, 7), "targets": torch.arange(14).view(2, 7)}
     h, head = torch.randn(2, 7, 8), torch.randn(20, 8)
@@ -259,7 +258,7 @@ def test_a_missing_pytorch_is_one_line_that_says_what_to_install(monkeypatch, tm
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    from mlx_zip.training.metrics import read_metrics
+    from mlx_zip.training.run_metrics import read_metrics
 
     return read_metrics(out)
 

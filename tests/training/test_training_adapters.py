@@ -12,9 +12,9 @@ import pytest
 
 from mlx_zip import load
 from mlx_zip.errors import TrainingError
-from mlx_zip.training.adapter import save_adapter
 from mlx_zip.training.prepare.shards import codec_record
 from mlx_zip.training.run import train
+from mlx_zip.training.saving import save_adapter
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.starting_model import start_model
 from support.converting import convert

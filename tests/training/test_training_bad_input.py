@@ -19,10 +19,10 @@ from mlx_zip.cli import main
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import ConfigError, DataError, TrainingError
 from mlx_zip.files import sole_user
-from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.metrics import FILE
+from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.prepare.shards import Shards, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import train
+from mlx_zip.training.run_metrics import FILE
 from mlx_zip.training.trainer import Trainer
 from support.tiny_training import TOKENS, make_sample, options, settings, text_ids, write_plain
 

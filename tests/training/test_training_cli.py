@@ -20,15 +20,14 @@ from mlx_zip.cli.training import ENCODER_FLAGS
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.data import Joined
-from mlx_zip.training.metrics import Metrics, plot, read_metrics
-from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.optimizer import learning_rate, make_optimizer
 from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.run import train
+from mlx_zip.training.run_data import Joined
+from mlx_zip.training.run_metrics import Metrics, plot, read_metrics
 from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_of
-from mlx_zip.training.stepping import to_device
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee
+from mlx_zip.training.steps.stepping import learning_rate, make_optimizer, to_device
 from support.tiny_training import options, settings, write_shards
 
 TINY = ["--encoder", "transformer", "--encoder-layers", "1", "--encoder-heads", "2", "--lora-rank", "2"]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.objective import LossWeights, Trainee, joint_nats
-from mlx_zip.training.stepping import to_device
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats
+from mlx_zip.training.steps.stepping import to_device
 from support.float64_reference import Reference
 from support.tiny import tiny_model
 from support.tiny_training import make_sample, random_model
@@ -152,7 +152,7 @@ def test_rows_that_no_position_can_choose_have_no_gradient_at_all():
 
 def row_gradient(model: Any, arrays: dict[str, mx.array]) -> np.ndarray:
     """Gradient of the loss to the output rows [U, D]."""
-    import mlx_zip.models.whole as whole
+    import mlx_zip.training.steps.whole as whole
 
     def nats(extra: mx.array) -> mx.array:
         plain = whole.encode

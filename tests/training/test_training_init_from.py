@@ -10,7 +10,7 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.errors import TrainingError
-from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
 from support.crashing import crash_after

@@ -15,11 +15,11 @@ from mlx_zip.engine.scored import Compressed
 from mlx_zip.engine.scoring import score
 from mlx_zip.errors import DataError
 from mlx_zip.generation.canonical import excluded_after
-from mlx_zip.models.whole import run_whole
-from mlx_zip.training.batches import bucket, make_batch
-from mlx_zip.training.objective import LossWeights, Trainee, samples_of
 from mlx_zip.training.prepare.shards import Sample
-from mlx_zip.training.stepping import to_device
+from mlx_zip.training.steps.batches import bucket, make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee, samples_of
+from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.whole import run_whole
 from mlx_zip.training.trainer import Trainer
 from support.tiny import ENCODERS, base_ids, tiny_config, tiny_model
 from support.tiny_training import make_sample, random_model

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from mlx_zip.training.checkpoint import Progress
+from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.loop import give_back, run_steps, wired_memory
 from mlx_zip.training.settings import TrainSettings
 

@@ -11,13 +11,13 @@ import pytest
 from mlx_zip import ConfigError, load
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.prepare.shards import Shards, codec_record
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.starting_model import start_model
-from mlx_zip.training.stepping import to_device
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee
+from mlx_zip.training.steps.stepping import to_device
 from support.tiny_training import (
     CODEC,
     ENCODER,

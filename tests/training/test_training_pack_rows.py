@@ -16,15 +16,13 @@ from mlx_zip.engine.scoring import score
 from mlx_zip.errors import ConversionError, TrainingError
 from mlx_zip.packs.pack import IN_ADAPTER, load_pack
 from mlx_zip.packs.tuned import TunedRows, TunedStart
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.optimizer import make_optimizer
-from mlx_zip.training.pack_rows import PackAndModelTrainee
+from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import make_stepper, train
 from mlx_zip.training.starting_model import freeze
-from mlx_zip.training.stepping import Stepper, to_device
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
+from mlx_zip.training.steps.stepping import Stepper, make_optimizer, to_device
 from support.converting import convert
 from support.tiny import MERGE, PAD, VOCAB, tiny_config, tiny_model
 from support.tiny_training import CODEC, losses, make_sample, options, random_model, settings, write_plain, write_shards

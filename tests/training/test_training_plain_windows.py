@@ -12,12 +12,12 @@ import pytest
 
 from mlx_zip.errors import DataError
 from mlx_zip.models.zip_model import Model
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.data import Joined
-from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.run import train
-from mlx_zip.training.stepping import to_device
+from mlx_zip.training.run_data import Joined
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee
+from mlx_zip.training.steps.stepping import to_device
 from support.tiny import tiny_model
 from support.tiny_training import CODEC, PLAIN, losses, make_sample, options, settings, write_shards
 

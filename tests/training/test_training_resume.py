@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.training.batches import batch_order
-from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.metrics import FILE, read_metrics
+from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.run import train
+from mlx_zip.training.run_metrics import FILE, read_metrics
+from mlx_zip.training.steps.batches import batch_order
 from support.crashing import crash_after
 from support.processes import Command
 from support.same_numbers import assert_same_losses, assert_same_weights, is_exact

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_zip.models.rope import Positions
-from mlx_zip.models.whole import NoCache
+from mlx_zip.models.layers import Positions
 from mlx_zip.training import run as run_module
-from mlx_zip.training.batches import make_batch
-from mlx_zip.training.objective import LossWeights, Trainee
-from mlx_zip.training.optimizer import make_optimizer
 from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.starting_model import start_model
-from mlx_zip.training.stepping import Stepper
+from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee
+from mlx_zip.training.steps.stepping import Stepper, make_optimizer
+from mlx_zip.training.steps.whole import NoCache
 from support.tiny_training import (
     CODEC,
     ENCODER,

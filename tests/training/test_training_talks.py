@@ -18,11 +18,11 @@ from mlx_zip import load
 from mlx_zip.cli import main
 from mlx_zip.errors import InstallationError, TrainingError
 from mlx_zip.progress import ProgressBar
-from mlx_zip.training.checkpoint import Progress, checkpoints
-from mlx_zip.training.data import Joined, held_out_count, split
-from mlx_zip.training.metrics import read_metrics
+from mlx_zip.training.checkpoints import Progress, checkpoints
 from mlx_zip.training.run import train
-from mlx_zip.training.summary import expanded, hints
+from mlx_zip.training.run_data import Joined, held_out_count, split
+from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_summary import expanded, hints
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses
 from support.tiny_training import PLAIN, losses, options, settings, write_shards

@@ -20,10 +20,10 @@ import pytest
 from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import sole_user
-from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.loop import run_steps
-from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.run import train
+from mlx_zip.training.run_metrics import Metrics, read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.base import read_base
-from mlx_zip.vocab.adaptbpe.text import PATTERNS
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+from mlx_zip.vocab.adaptbpe.pieces import PATTERNS
 from mlx_zip.vocab.first_stage import to_text
 from support.adaptbpe_cases import (
     ADAPTBPE,

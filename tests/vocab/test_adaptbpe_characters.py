@@ -13,13 +13,12 @@ from mlx_zip import generate, load
 from mlx_zip.bundled import bundled_model
 from mlx_zip.converters.adapt import adapt as convert
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe import twin
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
-from mlx_zip.vocab.adaptbpe.base import read_base
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
-from mlx_zip.vocab.adaptbpe.merges import MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.plain import lawful_json, make_exact, tokenizer_json
+from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import seeds
 
 FILE = bundled_model("stories-base") / "tokenizer.json"

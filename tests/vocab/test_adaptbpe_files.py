@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
-from mlx_zip.vocab.adaptbpe.base import read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+from mlx_zip.vocab.adaptbpe.pieces import Front
 from mlx_zip.vocab.adaptbpe.plain import lawful_json, tokenizer_json
-from mlx_zip.vocab.adaptbpe.text import Front
 from mlx_zip.vocab.first_stage import AddedToken, to_bytes
 from support.adaptbpe_cases import (
     ADAPTBPE,

@@ -2,15 +2,15 @@
 
 import hashlib
 import json
+from collections import Counter
 
 import pytest
 
-from mlx_zip.vocab.adaptbpe import twin
-from mlx_zip.vocab.adaptbpe.base import read_base
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
-from mlx_zip.vocab.adaptbpe.learn import adapt, count_pieces, top_k
-from mlx_zip.vocab.adaptbpe.merges import MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
+from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule, cut
 from mlx_zip.vocab.first_stage import to_bytes
+from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import ADAPTBPE, GPT2, HEAD, corpus_of, golden_merges, needs_gpt2, symbols
 
 cases = pytest.mark.parametrize("case", ADAPTBPE["cases"], ids=[case["name"] for case in ADAPTBPE["cases"]])
@@ -124,7 +124,7 @@ def test_top_k_keeps_and_encodes_what_is_recorded(case):
 def test_the_head_of_gpt2s_list_is_adapted_as_by_the_reference():
     merges = MergeList.of_bytes([tuple(map(to_bytes, line.split(" "))) for line in HEAD["merges"]])
     train, test = (
-        count_pieces([ADAPTBPE["gpt2"][name].encode()[: HEAD["bytes"]]]) for name in ("train_text", "test_text")
+        Counter(cut(ADAPTBPE["gpt2"][name].encode()[: HEAD["bytes"]], "gpt2")) for name in ("train_text", "test_text")
     )
     found = adapt(merges, train, HEAD["n"])
     assert (found.virtual, found.promoted) == (HEAD["virtual"], HEAD["promoted"])
@@ -138,7 +138,7 @@ def test_the_head_of_gpt2s_list_is_adapted_as_by_the_reference():
 def test_gpt2s_list_is_adapted_to_python_source_as_recorded(row):
     assert hashlib.sha256(GPT2.read_bytes()).hexdigest() == ADAPTBPE["gpt2"]["vocab_bpe_sha256"]
     merges = read_base(GPT2).merges
-    train, test = (count_pieces([ADAPTBPE["gpt2"][name].encode()]) for name in ("train_text", "test_text"))
+    train, test = (Counter(cut(ADAPTBPE["gpt2"][name].encode(), "gpt2")) for name in ("train_text", "test_text"))
     found = adapt(merges, train, row["N"], tie=row["tie"])
     assert len(found.swaps) == row["swaps"]
     assert (digest(found.promoted), digest(found.virtual)) == (row["promoted_sha256"], row["virtual_sha256"])

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from mlx_zip.vocab.adaptbpe.encoder import cut
-from mlx_zip.vocab.adaptbpe.text import PATTERNS, pieces_of
+from mlx_zip.vocab.adaptbpe.merge_list import cut
+from mlx_zip.vocab.adaptbpe.pieces import PATTERNS, pieces_of
 from mlx_zip.vocab.first_stage import BYTE_OF, CHAR_OF, to_bytes, to_text
 
 SPLITTERS = {name: pre_tokenizers.Split(Regex(pattern), "isolated") for name, pattern in PATTERNS.items()}

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe import twin
-from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder, cut
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
-from mlx_zip.vocab.adaptbpe.merges import NEVER, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import NEVER, PIECES, Encoder, MergeList, Schedule, cut
+from support import adaptbpe_twin as twin
 from support.adaptbpe_cases import lists_and_corpora, lists_and_swaps, merge_lists, words
 
 share = st.floats(0, 0.6)

@@ -11,9 +11,9 @@ from mlx_zip import bundled
 from mlx_zip.errors import DataError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.adaptbpe.base import read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.first_stage import fingerprint, open_tokenizer, tokenizer_fingerprint
-from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
 from support.prepared import tokenizer_folder
 from support.tiny_vocabularies import SIZE, TEXT, tokens, write_folder, write_pair, write_ranks
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.vocab.hbpe import merges as hbpe
-from mlx_zip.vocab.hbpe import twin
-from mlx_zip.vocab.hbpe.merges import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn, too_long
-from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe import patch_merges as hbpe
+from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_PATCH, Merges, learn, too_long
+from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
+from support import hbpe_twin as twin
 from support.places import GOLDEN, SHARED
 
 CASES = json.loads((GOLDEN / "hbpe.json").read_text())

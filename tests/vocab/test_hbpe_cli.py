@@ -5,9 +5,8 @@ import json
 import pytest
 
 from mlx_zip.bench.__main__ import main as bench
-from mlx_zip.vocab.hbpe.merges import learn
-from mlx_zip.vocab.hbpe.table import PatchTable
-from mlx_zip.vocab.hbpe.text import read_tokens
+from mlx_zip.vocab.hbpe.patch_merges import learn
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, read_tokens
 from support.command_line import outcome
 from support.tiny_vocabularies import SIZE, TEXT, write_folder, write_pair, write_ranks
 

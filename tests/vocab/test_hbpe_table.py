@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.vocab.first_stage import BYTE_OF
-from mlx_zip.vocab.hbpe.merges import MARK, Merges, learn
-from mlx_zip.vocab.hbpe.table import PatchTable, fingerprint
-from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, learn
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, fingerprint, read_tokens, text_encoder
 from support.tiny_vocabularies import SIZE, TEXT, letters, tokens, write_folder, write_pair, write_ranks
 
 BYTE_LEVEL = b'"decoder": {"type": "ByteLevel"}'
@@ -150,7 +149,7 @@ def test_a_file_that_is_cut_off_or_missing_is_refused(tmp_path, table):
 
 
 def test_a_right_checksum_over_wrong_content_does_not_help(tmp_path, table):
-    from mlx_zip.vocab.hbpe.table import _checksum
+    from mlx_zip.vocab.hbpe.patch_table import _checksum
 
     path = tmp_path / "t.npz"
     for change, message in (

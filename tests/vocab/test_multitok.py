@@ -19,9 +19,9 @@ from mlx_zip.vocab.multitok import (
     prune,
     renumbered,
     rewrite,
-    twin,
 )
-from mlx_zip.vocab.multitok.settings import NO_ID
+from mlx_zip.vocab.multitok.units import NO_ID
+from support import multitok_twin as twin
 from support.multitok_cases import DRAWS, WHERE, WINDOWS, corpora, state, trained
 
 

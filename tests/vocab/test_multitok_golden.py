@@ -22,9 +22,9 @@ from mlx_zip.vocab.multitok import (
     prune,
     renumbered,
     rewrite,
-    twin,
 )
-from mlx_zip.vocab.multitok.settings import NO_ID
+from mlx_zip.vocab.multitok.units import NO_ID
+from support import multitok_twin as twin
 from support.places import GOLDEN, SHARED
 
 CASES = json.loads((GOLDEN / "multitok.json").read_text())

@@ -14,9 +14,9 @@ from mlx_zip.codec.pack import read_pack
 from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.vocab.adaptbpe.adapted import _digest, adapted, read_adapted, words_of
-from mlx_zip.vocab.adaptbpe.base import read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.first_stage import open_tokenizer
-from mlx_zip.vocab.hbpe.table import PatchTable
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
 from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.multitok import Dictionary
 from support.command_line import runner

@@ -9,7 +9,7 @@ from mlx_zip import bundled
 from mlx_zip.cli.vocab import METHODS, method_parser
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.vocab.adaptbpe.adapted import read_adapted
-from mlx_zip.vocab.hbpe.table import PatchTable
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
 from mlx_zip.vocab.multitok import Dictionary, Tokens
 from mlx_zip.vocab.multitok.dictionary import _digest
 from support.command_line import outcome, stay_home

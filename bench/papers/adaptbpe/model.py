@@ -39,7 +39,7 @@ from mlx_zip.layout import is_zip
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
-from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
+from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 
 from .tables import picture
 

@@ -24,9 +24,9 @@ from mlx_zip.bench.record import summary, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of
-from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
-from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
+from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt
+from mlx_zip.vocab.adaptbpe.merge_list import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
 

@@ -13,10 +13,18 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.patches.model import PlainModel
-from mlx_zip.training.hbpe import Corpus, Uint32s, byte_entropies, windows
-from mlx_zip.vocab.hbpe.table import PatchTable, entropy_patches, number, space_patches
-from mlx_zip.vocab.hbpe.text import encoder_of, learn_tokenizer, read_tokens, tokens_of
+from mlx_zip.models.patches.patch_model import PlainModel
+from mlx_zip.training.patch_training import Corpus, Uint32s, byte_entropies, windows
+from mlx_zip.vocab.hbpe.patch_table import (
+    PatchTable,
+    encoder_of,
+    entropy_patches,
+    learn_tokenizer,
+    number,
+    read_tokens,
+    space_patches,
+    tokens_of,
+)
 
 from .patches import first_stage
 

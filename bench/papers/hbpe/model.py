@@ -33,11 +33,11 @@ from mlx_zip.bench.machine import device
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import write_json
-from mlx_zip.models.patches.model import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
-from mlx_zip.training.hbpe import Corpus, evaluate, train
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
+from mlx_zip.training.patch_training import Corpus, evaluate, train
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
-from mlx_zip.vocab.hbpe.table import PatchTable
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
 from .data import Data, Material, read_documents
 

@@ -22,9 +22,8 @@ from mlx_zip.bench.record import summary, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
-from mlx_zip.vocab.hbpe.merges import learn, too_long
-from mlx_zip.vocab.hbpe.table import PatchTable, fingerprint, space_patches
-from mlx_zip.vocab.hbpe.text import read_tokens, text_encoder
+from mlx_zip.vocab.hbpe.patch_merges import learn, too_long
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, fingerprint, read_tokens, space_patches, text_encoder
 
 SIZES = (4, 6, 8, 10, 12, 16)
 GPT2 = {4: 5095, 6: 1149, 8: 466, 10: 240, 12: 143, 16: 79}  # V' of its 50,256 tokens

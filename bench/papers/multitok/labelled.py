@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, Words, leading, prune, rewrite
-from mlx_zip.vocab.multitok.settings import NO_ID
+from mlx_zip.vocab.multitok.units import NO_ID
 
 PLAIN = "plain"
 PRUNING = "single"  # as in the paper: a phrase that is used too rarely is replaced by its units

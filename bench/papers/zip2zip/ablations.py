@@ -265,7 +265,7 @@ class Laboratory:
         """
         from mlx_zip.text.sources import Source
         from mlx_zip.training.prepare.plan import PrepareOptions
-        from mlx_zip.training.prepare.run import prepare
+        from mlx_zip.training.prepare.preparation import prepare
 
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
@@ -318,7 +318,7 @@ class Laboratory:
         Each point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the point
         before it. index: the index of the prepared windows.
         """
-        from mlx_zip.training.metrics import read_metrics
+        from mlx_zip.training.run_metrics import read_metrics
 
         reports = [line for line in read_metrics(run_folder) if "loss" in line]
         totals, last = index["totals"], reports[-1]

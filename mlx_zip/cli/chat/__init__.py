@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     check_kv_size(args, name)
 
     from mlx_zip.cli.opening import engine_options, opened, request_pack
-    from mlx_zip.text.tokenizer import add_eos_tokens
+    from mlx_zip.text.tokenizers import add_eos_tokens
 
     settings = _settings(args)
     engines.choose(args, name)

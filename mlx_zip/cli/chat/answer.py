@@ -11,9 +11,8 @@ from typing import Any
 from mlx_zip.cli.chat.conversation import Use
 from mlx_zip.cli.chat.front import View
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
-from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import TextStream
-from mlx_zip.text.tokenizer import think_marks
+from mlx_zip.text.tokenizers import REPLACEMENT, think_marks
 
 Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
 _TAIL_IDS = 16  # base ids of the prompt's end in which the start mark is looked for

@@ -14,7 +14,7 @@ from mlx_zip.files import at_home, check_out, whole_file
 from mlx_zip.progress import counted
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.sources import Reader, Skipped, Source, kind_of, parse
-from mlx_zip.text.token_texts import TokenTexts
+from mlx_zip.text.token_facts import TokenTexts
 
 _SUFFIX = ".jsonl"
 _ROLES = ("user", "assistant")

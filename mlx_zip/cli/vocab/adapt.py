@@ -135,7 +135,7 @@ def _learn(args: argparse.Namespace) -> int:
     """Adapts a tokenizer to texts, writes it and prints its counts; returns the exit status 0."""
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
-    from mlx_zip.vocab.adaptbpe.base import read_base
+    from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
     settings, (out, plain, plot) = _settings(args), _outputs(args)
@@ -220,7 +220,7 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> int:
     """Prints what an adapted tokenizer keeps, and its tokens in --data; returns the exit status 0."""
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
-    from mlx_zip.vocab.adaptbpe.base import read_base
+    from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 
     if args.plot is not None and not args.data:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
@@ -313,7 +313,7 @@ def _ids(name: str, text: str) -> list[int]:
 
 def _pieces_setting(vocabulary: Any) -> str | None:
     """Returns how the adapted tokenizer splits text, for `read_base`; None if the base's own file says that."""
-    from mlx_zip.vocab.adaptbpe.encoder import PIECES
+    from mlx_zip.vocab.adaptbpe.merge_list import PIECES
 
     return vocabulary.front.pieces if vocabulary.front.pieces in PIECES else None
 

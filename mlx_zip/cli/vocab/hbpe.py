@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Learns a patch table and writes it; returns what it holds as a record for --json and as lines to print."""
-    from mlx_zip.vocab.hbpe.merges import learn, too_long
-    from mlx_zip.vocab.hbpe.table import SUFFIX, PatchTable
+    from mlx_zip.vocab.hbpe.patch_merges import learn, too_long
+    from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
     out = writable("--out", args.out, "a patch table", SUFFIX)
     plot = plot_file(args.plot, read=[args.tokenizer, out])
@@ -117,7 +117,7 @@ def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns what a patch table holds as a record for --json and as lines to print."""
-    from mlx_zip.vocab.hbpe.table import PatchTable
+    from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
     plot = plot_file(args.plot, read=[args.table])
     record, lines = _describe(PatchTable.load(args.table), args.show)
@@ -169,8 +169,7 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.cli.compression import read_text
     from mlx_zip.text.formats import read_library
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
-    from mlx_zip.vocab.hbpe.table import PatchTable
-    from mlx_zip.vocab.hbpe.text import encoder_of
+    from mlx_zip.vocab.hbpe.patch_table import PatchTable, encoder_of
 
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())

@@ -18,7 +18,7 @@ from mlx_zip.progress import counted
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
-    from mlx_zip.models.patches.generation import Written
+    from mlx_zip.models.patches.patch_generation import Written
 
 _SIZES = ("vocab_size", "patch_size", "mode", "context", "latent", "local")
 _SETTINGS = {
@@ -129,9 +129,9 @@ def _add_data(add: Any, purpose: str) -> None:
 def fit(args: argparse.Namespace) -> int:
     """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
     from mlx_zip.files import at_home
-    from mlx_zip.training.hbpe_fit import MODEL, FitOptions, evaluate_texts
-    from mlx_zip.training.hbpe_fit import fit as train
     from mlx_zip.training.loop import Stopped
+    from mlx_zip.training.patch_training import MODEL, FitOptions, evaluate_texts
+    from mlx_zip.training.patch_training import fit as train
     from mlx_zip.training.settings import TrainSettings
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
@@ -158,9 +158,9 @@ def fit(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Prints text as it is generated. Returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
-    from mlx_zip.models.patches.folder import load_patch_model
-    from mlx_zip.models.patches.generation import generate_text
-    from mlx_zip.vocab.hbpe.merges import MARK
+    from mlx_zip.models.patches.patch_generation import generate_text
+    from mlx_zip.models.patches.patch_model import load_patch_model
+    from mlx_zip.vocab.hbpe.patch_merges import MARK
 
     prompt = "" if args.prompt is None else read_prompt(args.prompt)
     saved = load_patch_model(args.model)
@@ -210,8 +210,8 @@ def _print_parts(prompt: str, written: Iterator[Written], silent: bool) -> tuple
 
 def evaluate(args: argparse.Namespace) -> int:
     """Measures a model and prints its bits per byte. Returns 0. Raises `MlxZipError`."""
-    from mlx_zip.models.patches.folder import load_patch_model
-    from mlx_zip.training.hbpe_fit import evaluate_texts
+    from mlx_zip.models.patches.patch_model import load_patch_model
+    from mlx_zip.training.patch_training import evaluate_texts
 
     check_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)

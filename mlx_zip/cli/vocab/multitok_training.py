@@ -77,7 +77,7 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     Raises `MlxZipError`.
     """
     from mlx_zip.vocab.multitok import prune
-    from mlx_zip.vocab.multitok.settings import Pruning
+    from mlx_zip.vocab.multitok.units import Pruning
 
     out, plot = _check(args)
     pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")

@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit status: 0, or 130/143 when a signal ended the run early, after its last step was saved.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
+    from mlx_zip.training.pack_tuning import dequantized, load_frozen, tune
     from mlx_zip.training.settings import TrainSettings
-    from mlx_zip.training.tuning import dequantized, load_frozen, tune
 
     check_at_least(args, 1, "most_ids", "valid_ids")
     args.out = writable("--out", args.out, "a pack", SUFFIX, read=[args.file])
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):
         raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
     if args.plot:
-        from mlx_zip.training.metrics import load_matplotlib
+        from mlx_zip.training.run_metrics import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         model = dequantized(model, args.dtype)
     found = tune(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
-        from mlx_zip.training.metrics import plot
+        from mlx_zip.training.run_metrics import plot
 
         plot(place)
     if found.rows is None:
@@ -170,7 +170,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
     from mlx_zip.text.sources import Source
-    from mlx_zip.training.prepare.texts import compress_windows, cut_pieces, read_pieces
+    from mlx_zip.training.prepare.text_windows import compress_windows, cut_pieces, read_pieces
 
     def windows(some: Any, most_ids: int) -> list[Any]:
         return cut_pieces(list(read_pieces(some, tokenizer, most_ids, report)), tokenizer, plan.context)

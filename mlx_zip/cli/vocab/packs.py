@@ -150,7 +150,7 @@ def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
 
 def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
-    from mlx_zip.training.prepare.texts import read_pieces
+    from mlx_zip.training.prepare.text_windows import read_pieces
 
     found = []
     with ProgressBar(args.most_ids, "id", "Reading") as count:
@@ -189,8 +189,7 @@ def _head_cost(args: argparse.Namespace) -> float:
     if args.head_cost == "model":
         if args.model is None:
             raise DataError("--head-cost model needs --model: a step reads the model's weights")
-        from mlx_zip.models.loading import model_folder
-        from mlx_zip.models.step_bytes import head_cost
+        from mlx_zip.models.loading import head_cost, model_folder
 
         return head_cost(model_folder(args.model))
     try:

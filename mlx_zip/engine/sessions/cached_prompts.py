@@ -17,7 +17,7 @@ from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.generation.sampling_options import Sampling
-from mlx_zip.state import find_state
+from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 
 

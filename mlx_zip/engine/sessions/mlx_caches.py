@@ -36,10 +36,10 @@ from mlx_zip.engine.sessions.format import (
 from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
-from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import base_config, is_zip
+from mlx_zip.models.rows.fingerprints import name_of
+from mlx_zip.models.rows.zip_state import ZipState, find_state
 from mlx_zip.packs.starts import same_but_start
-from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 

@@ -29,7 +29,7 @@ from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathere
 from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
 from mlx_zip.server.turn import Text as TextDelta
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
-from mlx_zip.text.token_texts import TokenTexts, characters
+from mlx_zip.text.token_facts import TokenTexts, characters
 
 MOST_PROMPTS = 64
 MOST_ECHOED = 1 << 19  # log-probabilities of echoed prompts in one answer

@@ -73,7 +73,6 @@ class Encoder:
         ]
 
     def _document(self, record: Record, ids: Sequence[int]) -> Piece | Skipped:
-        """Returns the piece of a document, whose text has the base ids `ids`."""
         found = np.array(ids, np.uint32)
         n_bytes = self._bytes(record.text or "", found)
         end = [] if record.continues else self._eos
@@ -210,7 +209,6 @@ class Encoder:
         return lengths, special
 
     def _begins_with_space(self, token_id: int) -> bool:
-        """Whether a token begins with SentencePiece's sign for a space."""
         return (self._fast.id_to_token(token_id) or "").startswith("▁")
 
 

@@ -123,7 +123,6 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
 
 
 def _tokenizer_place(options: PrepareOptions) -> Path:
-    """Returns the tokenizer file of --tokenizer, or the folder of a tokenizer.json, model or hub id."""
     file = at_home(options.tokenizer or "")
     if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
         return file
@@ -172,7 +171,7 @@ def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
     """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
     if "zip2zip" not in config:
         return None
-    from mlx_zip.models.arguments import ModelArgs
+    from mlx_zip.models.folders import ModelArgs
 
     return ModelArgs(dict(config)).zip_config.codec_params
 

@@ -33,11 +33,10 @@ from numpy.typing import NDArray
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError, reason
 from mlx_zip.files import at_home, check_in, write_json
-from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded
-from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
+from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encoded
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
-from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, Schedule
-from mlx_zip.vocab.adaptbpe.text import Front
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.pieces import Front
 from mlx_zip.vocab.first_stage import pairs_of, to_text
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
@@ -151,7 +150,6 @@ class AdaptedVocabulary:
 
     @cached_property
     def _id_of(self) -> Uint32s:
-        """The adapted id of each base id, uint32; `NO_ID` for a base id that is not in the vocabulary."""
         known = self.token_ids[self.token_ids != NO_ID]
         table = np.full(int(max(self.ids.max(), known.max())) + 1, NO_ID, np.uint32)
         table[self.ids] = np.arange(len(self.ids), dtype=np.uint32)

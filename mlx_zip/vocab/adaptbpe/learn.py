@@ -9,8 +9,8 @@ which are decided here: ties (see `adapt`), and that a virtual merge never becom
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.encoder import Encoder, cut
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, Encoder, MergeList, Schedule
 
 TIES = ("high", "low")
 COUNTINGS = ("overlapping", "firing")
@@ -53,14 +52,6 @@ class Adaptation:
     def promoted(self) -> list[int]:
         """Ranks of the merges that became actual, in order of the swaps; one of them may become virtual later."""
         return [swap.q for swap in self.swaps]
-
-
-def count_pieces(texts: Iterable[bytes], pieces: str = "gpt2") -> Counter[bytes]:
-    """Counts the pieces of texts, cut by a key of `PIECES`, in the order of first occurrence."""
-    counts: Counter[bytes] = Counter()
-    for text in texts:
-        counts.update(cut(text, pieces))
-    return counts
 
 
 def adapt(

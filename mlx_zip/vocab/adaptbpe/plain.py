@@ -16,10 +16,9 @@ from typing import Any
 
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
-from mlx_zip.vocab.adaptbpe.base import FILE
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
-from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID
-from mlx_zip.vocab.adaptbpe.text import CHARACTERS, PATTERNS
+from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE
+from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, Encoder
+from mlx_zip.vocab.adaptbpe.pieces import CHARACTERS, PATTERNS
 from mlx_zip.vocab.first_stage import to_bytes, to_text
 
 

@@ -6,13 +6,12 @@
     small = prune(dictionary, at_most=1)
     small.encode(words.numbers("some more text".split()))
 
-`docs/reports/multitok.md` reports what it gains; `mlx_zip.vocab.multitok.twin` holds the same rules in plain Python.
+`docs/reports/multitok.md` reports what it gains; `tests/support/multitok_twin.py` holds the same rules in plain Python.
 """
 
 from mlx_zip.vocab.multitok.dictionary import MATCHINGS, Dictionary
 from mlx_zip.vocab.multitok.pruning import Bound, Rewriter, growth_bound, prune, renumbered, rewrite
-from mlx_zip.vocab.multitok.settings import PRUNINGS, Pruning, Settings, Totals, leading
-from mlx_zip.vocab.multitok.units import Samples, Tokens, Words
+from mlx_zip.vocab.multitok.units import PRUNINGS, Pruning, Samples, Settings, Tokens, Totals, Words, leading
 
 __all__ = [
     "MATCHINGS",

@@ -38,8 +38,7 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.params import check
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import check_in, whole_file
-from mlx_zip.vocab.multitok.settings import NO_ID, Pruning, Settings, Totals
-from mlx_zip.vocab.multitok.units import Samples, Tokens, units_from_dict
+from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples, Settings, Tokens, Totals, units_from_dict
 
 MATCHINGS = ("longest", "walk")
 _FORMAT, _VERSIONS = "mlx_zip multitok dictionary", {"words": 1, "tokens": 2}

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError
 from mlx_zip.vocab.multitok.dictionary import Dictionary
-from mlx_zip.vocab.multitok.settings import NO_ID, Pruning
-from mlx_zip.vocab.multitok.units import Samples
+from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples
 
 
 @dataclass(frozen=True)

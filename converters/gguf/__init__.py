@@ -1,0 +1,1 @@
+"""GGUF files: read, their config translated, converted to a model folder."""

@@ -1,0 +1,331 @@
+"""The settings in a GGUF file's metadata, as config.json holds them, and the names of its tensors.
+
+Source: gguf.md of ggml for the keys, llama.cpp for what a missing key means and for the tensors' names and order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from mlx_zip.config import MAX_LAYERS
+from mlx_zip.converters.gguf.gguf_file import GgufFile
+from mlx_zip.converters.tensors import some
+from mlx_zip.errors import ConversionError
+from mlx_zip.models.decoders import head_width
+
+KINDS = {  # general.architecture -> (model_type, class of transformers)
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+_ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_HARMLESS = ("general.", "quantize.", "imatrix.", "mradermacher.")  # keys that describe the file, not the model
+_LARGE = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27 billion parameters, whose attention scale differs
+_META = "Meta AI original pth"  # the only known order of q and k rows, which `row_order` undoes
+
+
+class Settings:
+    """Takes one key after the other from a file's metadata; what is left at the end is unknown."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.left = {k: v for k, v in file.metadata.items() if not k.startswith(("tokenizer.", *_HARMLESS))}
+        kind = file.metadata.get("general.architecture")
+        self.kind = kind if isinstance(kind, str) else ""
+        if self.kind not in KINDS:
+            raise self.error(f"general.architecture {str(kind)[:80]!r} is not supported; supported: {', '.join(KINDS)}")
+        if (content := self._single("general.type", file.metadata.get("general.type", "model"))) != "model":
+            raise self.error(f"general.type is {str(content)[:80]!r}; only models are converted")
+        parts = [self.left.pop(f"split.{name}", 0) for name in ("count", "no", "tensors.count")]
+        if self._single("split.count", parts[0]) not in (0, 1):
+            raise self.error(
+                f"one of {str(parts[0])[:80]} parts of a model: join them first (llama-gguf-split --merge)"
+            )
+
+    def error(self, what: str) -> ConversionError:
+        """Returns the error for something that is wrong with this file."""
+        return ConversionError(f"{self.file.path}: {what}")
+
+    def take(self, name: str, default: Any = ...) -> Any:
+        """Removes a single value of the architecture from the metadata and returns it; `default` if it is missing."""
+        return self._single(f"{self.kind}.{name}", self._take(name, default))
+
+    def _take(self, name: str, default: Any) -> Any:
+        value = self.left.pop(f"{self.kind}.{name}", default)
+        if value is ...:
+            raise self.error(f"{self.kind}.{name} is missing")
+        return value
+
+    def _single(self, key: str, value: Any) -> Any:
+        if isinstance(value, np.ndarray | list):
+            raise self.error(f"{key} must be one value, got an array of {len(value)}")
+        return value
+
+    def size(self, name: str, default: Any = ...) -> int:
+        """Returns an integer from 1 to 2^31 - 1. An array, which holds a value per layer, must repeat one value."""
+        value: Any = self._take(name, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()
+        if value is not default and not (type(value) is int and 1 <= value < 1 << 31):
+            raise self.error(
+                f"{self.kind}.{name} must be a positive integer, one for all layers, got {str(value)[:80]}"
+            )
+        return cast(int, value)
+
+    def number(self, name: str, default: Any = ...) -> Any:
+        """Returns a finite number above zero, as short in decimals as its float32 allows."""
+        value = self.take(name, default)
+        if value is default:
+            return default
+        with np.errstate(over="ignore"):
+            short = float(str(np.float32(value))) if type(value) in (int, float) else 0.0
+        if not 0 < short < math.inf:
+            raise self.error(f"{self.kind}.{name} must be a number above zero, got {str(value)[:80]}")
+        return short
+
+    def factors(self, name: str, count: int) -> list[float]:
+        """Returns the values of a tensor that holds `count` factors of the rotary frequencies."""
+        tensor = self.file.tensors[name]
+        if tensor.kind.name != "F32" or tensor.shape != (count,):
+            raise self.error(f"{name} must hold {count} values in F32, got {list(tensor.shape)} in {tensor.kind.name}")
+        values = np.frombuffer(self.file.data, "<f4", count, tensor.offset)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise self.error(f"{name} must hold finite numbers above zero")
+        return [float(str(value)) for value in values]
+
+
+def read_config(file: GgufFile) -> dict[str, Any]:
+    """Returns the content of config.json but for dtype, quantization and the tokenizer's ids.
+
+    Raises `ConversionError` for an architecture or a value that is not supported, and for unknown keys, by name.
+    """
+    take = Settings(file)
+    heads, width = take.size("attention.head_count"), take.size("embedding_length")
+    model_type, made_by = KINDS[take.kind]
+    config: dict[str, Any] = {
+        "architectures": [made_by],
+        "model_type": model_type,
+        "hidden_size": width,
+        "num_hidden_layers": take.size("block_count"),
+        "intermediate_size": take.size("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": take.size("attention.head_count_kv", heads),
+        "rms_norm_eps": take.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": take.size("context_length"),
+        "vocab_size": _rows(take),
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "hidden_act": "gelu_pytorch_tanh" if model_type.startswith("gemma") else "silu",
+    }
+    _add_head_width(take, config)
+    _check_sizes(take, config)
+    _add_attention(take, config)
+    _add_rope(take, config)
+    if take.take("expert_count", 0):
+        raise take.error("a mixture of experts, which is not supported")
+    if (order := take.take("tensor_data_layout", _META)) != _META:
+        raise take.error(f"{take.kind}.tensor_data_layout is {str(order)[:80]!r}, which is not supported")
+    if take.left:
+        raise take.error(f"unknown keys: {some(take.left)}")
+    return config
+
+
+def _rows(take: Settings) -> int:
+    if EMBEDDING not in take.file.tensors:
+        raise take.error(f"the tensor {EMBEDDING} is missing")
+    rows = take.file.tensors[EMBEDDING].shape[0]
+    if (said := take.size("vocab_size", rows)) != rows:
+        raise take.error(f"{take.kind}.vocab_size is {said}, and {EMBEDDING} has {rows} rows")
+    return rows
+
+
+def _add_head_width(take: Settings, config: dict[str, Any]) -> None:
+    """Adds the width of an attention head, and how much of it is rotated."""
+    even = config["hidden_size"] // config["num_attention_heads"]
+    width = take.size("attention.key_length", even)
+    if take.size("attention.value_length", width) != width:
+        raise take.error("heads whose keys and values differ in width are not supported")
+    if take.kind not in ("phi3", "qwen2"):
+        config["head_dim"] = width
+    elif width != even:
+        raise take.error(f"{take.kind}.attention.key_length {width} is not supported; expected {even}")
+    rotated = take.size("rope.dimension_count", width)
+    if take.kind == "phi3" and rotated < width:
+        config["partial_rotary_factor"] = rotated / width
+    elif rotated != width:
+        raise take.error(f"{take.kind}.rope.dimension_count is {rotated}; expected {width}, the width of a head")
+
+
+def _check_sizes(take: Settings, config: Mapping[str, Any]) -> None:
+    """Raises `ConversionError` unless the sizes agree with the first layer's tensors, so that the file bounds them."""
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    queries = config["num_attention_heads"] * head_width(config)
+    keys = config["num_key_value_heads"] * head_width(config)
+    joined = take.kind == "phi3"
+    expected = {
+        EMBEDDING: (config["vocab_size"], width),
+        "blk.0.attn_qkv.weight" if joined else "blk.0.attn_q.weight": (queries + 2 * keys * joined, width),
+        "blk.0.ffn_down.weight": (width, config["intermediate_size"]),
+        **{f"blk.{i}.attn_norm.weight": (width,) for i in range(min(layers, MAX_LAYERS))},
+    }
+    for name, shape in expected.items():
+        found = take.file.tensors.get(name)
+        if found is None:
+            raise take.error(f"the tensor {name} is missing")
+        if found.shape != shape:
+            raise take.error(f"{name} has the shape {list(found.shape)}; the metadata say {list(shape)}")
+
+
+def _add_attention(take: Settings, config: dict[str, Any]) -> None:
+    """Adds windows, soft caps, biases and the scale of attention."""
+    kind, window = take.kind, take.take("attention.sliding_window", 0)
+    if type(window) is not int or not 0 <= window < 1 << 31:
+        raise take.error(f"{kind}.attention.sliding_window must be a number of ids, got {str(window)[:80]}")
+    if kind in ("gemma2", "gemma3"):
+        config["sliding_window"] = window or 4096
+        large = config["num_hidden_layers"] == _LARGE[kind]
+        scaled = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+        config["query_pre_attn_scalar"] = scaled
+        if kind == "gemma3":
+            config["sliding_window_pattern"] = take.size("attention.sliding_window_pattern", 6)
+        else:
+            config["attn_logit_softcapping"] = take.number("attn_logit_softcapping", 50.0)
+            config["final_logit_softcapping"] = take.number("final_logit_softcapping", 30.0)
+    elif 0 < window < config["max_position_embeddings"]:
+        if kind not in ("llama", "phi3"):
+            raise take.error(f"{kind}.attention.sliding_window {window} is not supported")
+        config |= {"model_type": "mistral"} if kind == "llama" else {}
+        config["sliding_window"] = window
+    if kind == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in take.file.tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in take.file.tensors
+    if kind == "qwen2":
+        config["use_sliding_window"] = False
+
+
+def _add_rope(take: Settings, config: dict[str, Any]) -> None:
+    """Adds the rotary embedding's base and scaling, from the metadata and from the tensors that hold factors."""
+    config["rope_theta"] = take.number("rope.freq_base", 10_000.0)
+    if take.kind == "gemma3":
+        config["rope_local_base_freq"] = take.number("rope.freq_base_swa", 10_000.0)
+    factor = take.number("rope.scaling.factor", take.number("rope.scale_linear", 1.0))
+    kind = take.take("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    original = take.size("rope.scaling.original_context_length", None)
+    take.take("rope.scaling.finetuned", None)
+    magnitude = take.number("rope.scaling.attn_factor", None)
+    scaling: dict[str, Any] = {}
+    expected = 1.0
+    if take.kind == "phi3" and (_LONG in take.file.tensors or _SHORT in take.file.tensors):
+        scaling = _longrope(take, config, original, kind)
+        expected = _longrope_magnitude(config)
+    elif _ROPE_FREQS in take.file.tensors:
+        if kind not in ("none", "llama3"):
+            raise take.error(f"{_ROPE_FREQS} beside {take.kind}.rope.scaling of the type {str(kind)[:80]!r}")
+        scaling = _llama3(take, config)
+    elif kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+            extra = {"attention_factor": magnitude, **{n: take.number(f"rope.scaling.yarn_{n}", None) for n in _YARN}}
+            scaling |= {name: value for name, value in extra.items() if value is not None}
+    elif kind != "none":
+        raise take.error(f"{take.kind}.rope.scaling.type {str(kind)[:80]!r} is not supported without its factors")
+    if kind not in ("none", "linear", "yarn") and factor != 1.0:
+        raise take.error(f"{take.kind}.rope.scaling.factor {factor} is not supported with the type {kind!r}")
+    if kind != "yarn" and abs((magnitude or 1.0) - expected) > 1e-3:
+        raise take.error(f"{take.kind}.rope.scaling.attn_factor is {magnitude or 1.0}; expected {expected:.6g}")
+    if scaling:
+        config["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}
+
+
+_YARN = ("beta_fast", "beta_slow")
+
+
+def _longrope(take: Settings, config: dict[str, Any], original: int | None, kind: str) -> dict[str, Any]:
+    """Returns Phi-3's scaling, whose factors are tensors."""
+    if kind not in ("none", "longrope") or original is None or original < 2:
+        raise take.error(f"{_LONG} and {_SHORT} need phi3.rope.scaling.original_context_length and type longrope")
+    if missing := [name for name in (_LONG, _SHORT) if name not in take.file.tensors]:
+        raise take.error(f"the tensor {missing[0]} is missing")
+    count = round(head_width(config) * config.get("partial_rotary_factor", 1.0)) // 2
+    config["original_max_position_embeddings"] = original
+    long, short = take.factors(_LONG, count), take.factors(_SHORT, count)
+    return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+
+
+def _longrope_magnitude(config: Mapping[str, Any]) -> float:
+    """Returns the factor on queries and keys that Phi-3's models compute from the two lengths of the context."""
+    original = config["original_max_position_embeddings"]
+    scale = config["max_position_embeddings"] / original
+    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+
+
+def _llama3(take: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Llama 3's scaling, of which the file holds only the resulting divisors of the frequencies.
+
+    The divisors are computed anew for each possible original context, a power of two, until they are those of the file.
+    """
+    width = head_width(config)
+    found = np.array(take.factors(_ROPE_FREQS, width // 2))
+    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, width, 2) / width)
+    low, high, factor = 1.0, 4.0, float(found.max())
+    for original in (1 << power for power in range(20, 4, -1)):
+        smooth = np.clip((original / waves - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - smooth) / factor + smooth), found, rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    raise take.error(f"{_ROPE_FREQS} holds factors that do not follow Llama 3's rule, the only one that is supported")
+
+
+def tensor_names(config: Mapping[str, Any], architecture: str) -> dict[str, str]:
+    """Returns the name in the model for each name of a tensor that a file of this architecture and config may hold."""
+    gemma = architecture in ("gemma2", "gemma3")
+    layer = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm" if gemma else "post_attention_layernorm",
+        "attn_output": "self_attn.o_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    if gemma:
+        layer |= {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+    if architecture in ("qwen3", "gemma3"):
+        layer |= {f"attn_{one}_norm": f"self_attn.{one}_norm" for one in "qk"}
+    if architecture == "phi3":
+        layer |= {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    else:
+        layer |= {f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"}
+        layer |= {f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up")}
+    names = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+    for index in range(config["num_hidden_layers"]):
+        for short, path in layer.items():
+            for kind in ("weight", "bias"):
+                names[f"blk.{index}.{short}.{kind}"] = f"model.layers.{index}.{path}.{kind}"
+    return names
+
+
+def row_order(name: str, config: Mapping[str, Any], architecture: str) -> np.ndarray | None:
+    """Returns the rows of a tensor in the order of the model, None where the file has that order already.
+
+    llama.cpp interleaves the two halves of each head of q and k in files of the architecture llama.
+    """
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    if architecture != "llama" or heads is None:
+        return None
+    width = head_width(config)
+    return np.arange(config[heads] * width).reshape(-1, width // 2, 2).swapaxes(1, 2).ravel()
+
+
+SETTINGS_TENSORS = {"llama": (_ROPE_FREQS,), "phi3": (_LONG, _SHORT)}  # read into config.json, by architecture

@@ -1,0 +1,240 @@
+"""Converts a GGUF file to a plain mlx-lm model folder. Packed values that MLX has a form for are not rounded again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+import mlx_zip
+from mlx_zip.converters import output
+from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, read_config, row_order, tensor_names
+from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, Tensor, dequantizer, read_gguf
+from mlx_zip.converters.output import Planned
+from mlx_zip.converters.prepared import DTYPES, parameters_of
+from mlx_zip.converters.quantization import Recipe, quantize_model
+from mlx_zip.converters.source import Place
+from mlx_zip.converters.tensors import some
+from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer
+from mlx_zip.errors import ConfigError, ConversionError, DataError
+from mlx_zip.files import write_json
+from mlx_zip.models.architectures import check_config
+from mlx_zip.progress import ProgressBar
+from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
+
+
+@dataclass
+class _Source:
+    """A file that has been read and checked but for the shapes of its tensors.
+
+    architecture: general.architecture. config: the content of config.json, to be completed. tensors: those of the
+    model, by its names. dtype: name of the type of scales, and of tensors that are not packed.
+    """
+
+    place: Place
+    file: GgufFile
+    architecture: str
+    config: dict[str, Any]
+    tokenizer: GgufTokenizer
+    tensors: dict[str, Tensor]
+    dtype: str
+
+    def error(self, what: str) -> ConversionError:
+        """Returns the error for something that is wrong with this file."""
+        return ConversionError(f"{self.file.path}: {what}")
+
+
+def convert_gguf(place: Place, out: Path, dtype: str | None, recipe: Recipe, progress: bool) -> None:
+    """Writes the model in a GGUF file as the new folder `out`, which appears whole or not at all.
+
+    place: its `folder` is the file. dtype: type of the tensors that are not packed, and of scales; None for float16,
+    or the matrices' own type if none is packed or in float16. recipe: without `quantize` and `dequantize`, matrices of
+    Q8_0, Q4_0 and Q4_1 stay packed with the values they have. Raises `ConversionError`, and `InstallationError` if a
+    tensor type needs the library gguf.
+    """
+    source = _read(place, dtype)
+    model, exact = _packed(source, _checked_model(source), recipe)
+    _complete(source)
+    _write(out, source, model, _planned(source, model, exact), progress)
+
+
+def _read(place: Place, dtype: str | None) -> _Source:
+    """Reads everything but the tensors' data. dtype: as in `convert_gguf`. Raises as it does."""
+    file = read_gguf(place.folder)
+    try:
+        config = read_config(file)
+        check_config(config)
+        architecture = file.metadata["general.architecture"]
+        tokenizer = read_gguf_tokenizer(file.path, file.metadata, architecture, config["max_position_embeddings"])
+    except (ConfigError, DataError) as error:
+        where = "" if str(error).startswith(str(file.path)) else f"{file.path}: "
+        raise ConversionError(f"{where}{error}") from error
+    names = tensor_names(config, architecture)
+    tensors = {names[name]: tensor for name, tensor in file.tensors.items() if name in names}
+    source = _Source(place, file, architecture, config, tokenizer, tensors, dtype or _own_dtype(tensors))
+    if unknown := file.tensors.keys() - names.keys() - {*SETTINGS_TENSORS.get(architecture, ())}:
+        raise source.error(f"unknown tensors: {some(unknown)}")
+    if (length := tokenizer.library.get_vocab_size()) > config["vocab_size"]:
+        raise source.error(f"the tokenizer has {length} ids, and the embedding {config['vocab_size']} rows")
+    if any(not tensor.kind.bits and tensor.kind.name not in DENSE for tensor in tensors.values()):
+        dequantizer()  # raises now if the library is missing
+    return source
+
+
+def _own_dtype(tensors: dict[str, Tensor]) -> str:
+    """Returns the name of the type that holds the matrices' values: float16 unless none is packed or in float16."""
+    kinds = {tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    return "float32" if kinds == {"F32"} else "bfloat16" if kinds <= {"F32", "BF16"} else "float16"
+
+
+def _checked_model(source: _Source) -> nn.Module:
+    """Returns mlx-lm's model with lazy random weights, of which none is ever computed.
+
+    Raises `ConversionError` unless its tensors have the names and shapes of the file's.
+    """
+    from mlx_lm.utils import _get_classes
+
+    made, arguments = _get_classes(source.config)
+    model, tensors = made(arguments.from_dict(source.config)), source.tensors
+    if hasattr(model, "sanitize"):
+        model.sanitize(dict.fromkeys(tensors))  # drops the head of a tied Gemma 3
+    expected = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
+    problems = []
+    if unknown := tensors.keys() - expected.keys():
+        problems.append(f"unknown: {some(tensors[name].name for name in unknown)}")
+    if missing := expected.keys() - tensors.keys():
+        problems.append(f"missing: {some(missing)}")
+    if wrong := [name for name in expected.keys() & tensors.keys() if tensors[name].shape != expected[name]]:
+        shapes = (f"{tensors[n].name} {list(tensors[n].shape)} instead of {list(expected[n])}" for n in wrong)
+        problems.append(f"misshapen: {some(shapes)}")
+    if packed := [t.name for t in tensors.values() if len(t.shape) == 1 and t.kind.name not in DENSE]:
+        problems.append(f"vectors in a packed type: {some(packed)}")
+    if problems:
+        raise source.error(f"the tensors do not match the metadata; {'; '.join(problems)}")
+    model.set_dtype(DTYPES[source.dtype])
+    return model
+
+
+def _packed(source: _Source, model: nn.Module, recipe: Recipe) -> tuple[nn.Module, bool]:
+    """Returns the model with the packed layers that are to be written, and whether they hold the file's own levels.
+
+    The config gets a section that describes them.
+    """
+    bits = {n.removesuffix(".weight"): tensor.kind.bits for n, tensor in source.tensors.items() if tensor.kind.bits}
+    if recipe.quantize:
+        if bits:
+            warnings.warn("the file's packed values are rounded again; without -q they stay as they are", stacklevel=2)
+        with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints what it did
+            model, source.config = quantize_model(model, source.config, recipe)
+        return model, False
+    if recipe.dequantize or not bits:
+        return model, False
+    most = Counter(bits.values()).most_common(1)[0][0]
+    how = {path: {"group_size": GROUP, "bits": own, "mode": "affine"} for path, own in bits.items()}
+    nn.quantize(model, class_predicate=lambda path, _: how.get(path, False))
+    section = {"group_size": GROUP, "bits": most, "mode": "affine"}
+    section |= {path: own for path, own in how.items() if own["bits"] != most}
+    source.config |= {"quantization": section, "quantization_config": section}
+    return model, True
+
+
+def _complete(source: _Source) -> None:
+    """Adds to the config the type of the weights, the special ids, and a record of where the model comes from."""
+    metadata = source.file.metadata
+    said = {name: metadata.get(f"general.{name}") for name in ("name", "license", "organization", "quantized_by")}
+    record = {
+        "path": source.place.name,
+        "revision": source.place.revision,
+        "sha256": source.file.sha256(),
+        **{name: value for name, value in said.items() if isinstance(value, str)},
+        "types": dict(Counter(tensor.kind.name for tensor in source.tensors.values())),
+        "dtype": source.dtype,
+        "mlx_zip": mlx_zip.__version__,
+    }
+    source.config |= {"torch_dtype": source.dtype, "mlx_zip": {"source": record}, **source.tokenizer.special_ids}
+    if source.tokenizer.eos_ids:
+        source.config["eos_token_id"] = list(source.tokenizer.eos_ids)
+
+
+def _planned(source: _Source, model: nn.Module, exact: bool) -> dict[str, Planned]:
+    """Returns every tensor to write by name, made when it is written, so that few are in memory at a time."""
+    file, dtype = source.file, DTYPES[source.dtype]
+    modules: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
+    makers: dict[str, Callable[[], mx.array]] = {}
+    for name, tensor in source.tensors.items():
+        path, order = name.removesuffix(".weight"), row_order(name, source.config, source.architecture)
+        shifted = source.architecture.startswith("gemma") and len(tensor.shape) == 1  # a norm, stored plus 1
+        dense = functools.partial(file.dense, tensor, dtype, order, -1.0 if shifted else 0.0)
+        if path not in modules:
+            makers[name] = dense
+        elif exact:
+            scales = functools.partial(file.scales, tensor, order, dtype)
+            makers[name] = functools.partial(file.words, tensor, order)
+            makers[f"{path}.scales"], makers[f"{path}.biases"] = scales, functools.partial(scales, biases=True)
+        else:
+            module = modules[path]
+            quantized = _Quantized(dense, module.group_size, module.bits, module.mode)
+            for part, kind in enumerate(("weight", "scales", "biases")):
+                makers[f"{path}.{kind}"] = functools.partial(quantized.take, part)
+    found = parameters_of(model)
+    return {name: Planned(tuple(array.shape), array.dtype, makers[name]) for name, array in found.items()}
+
+
+class _Quantized:
+    """A matrix that is quantized when its first part is asked for; each part is given once and then forgotten."""
+
+    def __init__(self, dense: Callable[[], mx.array], group_size: int, bits: int, mode: str) -> None:
+        self.dense, self.how = dense, {"group_size": group_size, "bits": bits, "mode": mode}
+        self.parts: dict[int, mx.array] = {}
+
+    def take(self, part: int) -> mx.array:
+        """Returns words (0), scales (1) or biases (2)."""
+        if not self.parts:
+            made = mx.quantize(self.dense(), **self.how)
+            mx.eval(made)
+            self.parts = dict(enumerate(made))
+        return self.parts.pop(part)
+
+
+def _write(out: Path, source: _Source, model: nn.Module, weights: dict[str, Planned], progress: bool) -> None:
+    """Writes the folder, whole or not at all."""
+    from mlx_lm.utils import get_total_parameters
+
+    config, tokenizer = source.config, source.tokenizer
+    parameters = get_total_parameters(model)
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+    with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
+        output.write_model(folder, weights, parameters, lambda *_: step())
+        write_json(folder / "config.json", config)
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        write_json(folder / "generation_config.json", {key: config[key] for key in ids if key in config})
+        tokenizer.library.save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", tokenizer.settings)
+        found, meant = read_tokenizer(folder), tokenizer.library.encode(PROBE, add_special_tokens=False).ids
+        if found.probe != tuple(meant) or found.length != tokenizer.library.get_vocab_size():
+            raise source.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
+        (folder / "README.md").write_text(_card(config["mlx_zip"]["source"]), encoding="utf-8")
+
+
+def _card(record: dict[str, Any]) -> str:
+    """Returns the text of README.md. record: where the model comes from."""
+    licence = record.get("license")
+    licence = licence if licence and licence.isascii() and licence.isprintable() else None
+    return (
+        "---\nlibrary_name: mlx\npipeline_tag: text-generation\ntags:\n- mlx\n"
+        + (f"license: {licence}\n" if licence else "")
+        + f"---\n\n# {Path(record['path']).stem}\n\n"
+        f"Made by `mlx_zip convert` {mlx_zip.__version__} from the GGUF file `{record['path']}`. The section\n"
+        "`mlx_zip` of `config.json` has the file's hash and what it says of itself.\n\n"
+        f"Licence, as the file states it: {licence or 'not stated; look where the file comes from'}.\n"
+    )

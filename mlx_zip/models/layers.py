@@ -1,0 +1,322 @@
+"""The parts of mlx-lm's blocks that are ours: rotary embeddings, RMSNorm, and Gemma's MLP and attention.
+
+mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our `Model` gives them a view of the cache whose `offset` is a
+`Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of LongRoPE
+factors. `Rope` has every scaling rule of the supported models and keeps nothing between calls.
+
+MLX's CPU backend has no kernels for RoPE and RMSNorm and runs 15 and 8 operations, each of which costs more than its
+arithmetic. So a step of one id in float32 has forms of its own here. A rotation as one product with a matrix was even
+faster for narrow heads, but it grows with the square of their width and spreads values that are not finite. A GPU has
+the kernels and uses them.
+
+Gemma 1 and 2 have parts of their own where mlx-lm's blocks differ from transformers or cannot take batches: its
+attention of Gemma 2 takes neither a padded batch (grouped KV heads against a mask of four dimensions) nor a quantized
+KV cache. The embedding's scale applies to hyper rows too: zip2zip 0.2.0 replaces the embedding layer by one without the
+scale on the newer Gemmas, but no Gemma checkpoint has been published with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlx_zip.errors import ConfigError
+from mlx_zip.models.decoders import original_context, rope_errors, rotated_columns
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of the ids of one call.
+
+    start: position of the first id, an int or an array [B]; each next id has the next position. index [B, L]: the
+    position of each id, used instead of `start` if not None. long: whether to use LongRoPE's long factors. shared:
+    cosines and sines that the layers of this call share, by the `id()` of their `Rope`; filled during the call.
+    """
+
+    start: int | mx.array = 0
+    index: mx.array | None = None
+    long: bool = False
+    shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def first(self) -> int | mx.array:
+        """The position of each sequence's first id: an int or an array [B]."""
+        return self.start if self.index is None else self.index[:, 0]
+
+
+class Rope(nn.Module):
+    """Rotates the first `dims` dimensions of each head.
+
+    short, long [dims / 2]: wavelengths divided by 2 pi; `long` is used where LongRoPE asks for its long factors, None
+    means the same as `short`. magnitude: factor on the rotated dimensions.
+    """
+
+    def __init__(self, dims: int, short: mx.array, long: mx.array | None = None, magnitude: float = 1.0) -> None:
+        """Keeps the arguments, which the class describes."""
+        super().__init__()
+        self.dims, self.magnitude = dims, magnitude
+        self._short, self._long = short, short if long is None else long
+
+    def __call__(self, x: mx.array, offset: Positions) -> mx.array:
+        """Returns x [B, H, L, D] rotated to the positions `offset`, in the same shape."""
+        batch, heads, length, width = x.shape
+        # Not in training: arrays that layers share would carry one layer's gradient trace into another.
+        if steps_on_cpu(x) and not self.training:
+            return _rotated(x, *self._cos_sin(offset))
+        if self.magnitude != 1.0:
+            x = self._scaled(x)
+        freqs = self._long if offset.long else self._short
+        if offset.index is None or length == 1:
+            return self._rotate(x, offset.first, freqs)
+        x = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, width)
+        x = self._rotate(x, offset.index.reshape(-1), freqs)
+        return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
+
+    def _cos_sin(self, offset: Positions) -> tuple[mx.array, mx.array]:
+        """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence.
+
+        They are computed once per model call and shared by its layers.
+        """
+        made = offset.shared.get(id(self))
+        if made is None:
+            position = mx.array(offset.first, mx.float32).reshape(-1, 1, 1, 1)
+            made = _angles(position, self._long if offset.long else self._short, self.magnitude)
+            offset.shared[id(self)] = made
+        return made
+
+    def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
+        """Returns x [B, H, L, D] rotated by MLX's kernel; start: position of the first id, an int or [B]."""
+        return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=start, freqs=freqs)
+
+    def _scaled(self, x: mx.array) -> mx.array:
+        if self.dims == x.shape[-1]:
+            return x * self.magnitude
+        return mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
+
+
+@mx.compile
+def _angles(position: mx.array, freqs: mx.array, magnitude: float) -> tuple[mx.array, mx.array]:
+    """Returns cosines and sines of positions [B or 1, 1, 1, 1], times `magnitude`. freqs [dims / 2]: wavelengths."""
+    angles = position * (1 / freqs)
+    return mx.cos(angles) * magnitude, mx.sin(angles) * magnitude
+
+
+@mx.compile
+def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Returns x [B, H, 1, D] with its first dimensions rotated, as many as `cos` and `sin` have for both halves."""
+    half = cos.shape[-1]
+    one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return mx.concatenate([one * cos - other * sin, other * cos + one * sin, rest], axis=-1)
+
+
+def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str, Any]) -> Rope:
+    """Builds the `Rope` of one layer from what `rope_parameters` returned. Raises `ConfigError` for other kinds.
+
+    head_dim: width of an attention head. config: config.json. Source of the formulas: transformers 5
+    `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
+    """
+    kind = parameters["rope_type"]
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_KINDS))}")
+    with rope_errors(kind):
+        dims = rotated_columns(parameters, head_dim)
+        waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+        return _KINDS[kind](dims, waves, parameters, config)
+
+
+def _default(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns a `Rope` without scaling. Here and below, waves [dims / 2] are the unscaled wavelengths over 2 pi."""
+    return Rope(dims, waves)
+
+
+def _linear(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    return Rope(dims, waves * parameters["factor"])
+
+
+def _llama3(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns Llama 3's `Rope`: long wavelengths are multiplied by `factor`, short ones stay, with a smooth passage."""
+    factor, context = parameters["factor"], original_context(parameters, config)
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    length = 2 * math.pi * waves
+    smooth = (context / length - low) / (high - low)
+    blended = waves / ((1 - smooth) / factor + smooth)
+    scaled = mx.where(length > context / low, waves * factor, waves)
+    return Rope(dims, mx.where((length >= context / high) & (length <= context / low), blended, scaled))
+
+
+def _yarn(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns YaRN's `Rope`: slow dimensions are stretched by `factor`, fast ones stay, with a linear ramp between."""
+    theta, context = parameters["rope_theta"], original_context(parameters, config)
+    factor = parameters.get("factor") or config["max_position_embeddings"] / context
+
+    def dimension(rotations: float) -> float:
+        """Returns the dimension, a fraction, that turns this many times within the original context."""
+        return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / max(high - low, 0.001), 0, 1)
+    inverse = (1 / waves) * (1 - ramp) + (1 / (factor * waves)) * ramp
+    return Rope(dims, 1 / inverse, magnitude=_yarn_magnitude(parameters, factor))
+
+
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    """Returns YaRN's factor on rotated dimensions: `attention_factor` if given, else computed from `factor`."""
+
+    def magnitude(weight: float) -> float:
+        """Returns 0.1 * weight * ln(factor) + 1, or 1 if the context is not stretched."""
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if weight and weight_all:
+        return magnitude(weight) / magnitude(weight_all)
+    return magnitude(1.0)
+
+
+def _longrope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns LongRoPE's `Rope`, which has a factor per wavelength in two sets, short and long."""
+    context = original_context(parameters, config)
+    sets = []
+    for name in ("short_factor", "long_factor"):
+        if len(parameters[name]) != dims // 2:
+            raise ConfigError(f"rope {name} has {len(parameters[name])} factors, the heads need {dims // 2}")
+        sets.append(waves * mx.array(parameters[name], dtype=mx.float32))
+    magnitude = parameters.get("attention_factor")
+    if magnitude is None:
+        growth = parameters.get("factor") or config["max_position_embeddings"] / context
+        magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(context))
+    return Rope(dims, sets[0], sets[1], magnitude)
+
+
+_KINDS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+# ---- RMSNorm
+
+_CPU = mx.Device(mx.cpu)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, float32 inside."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns x [..., L, D] normalized, in the same shape and dtype."""
+        return _rms_norm(x, self.weight, self.eps) if steps_on_cpu(x) else super().__call__(x)
+
+
+@mx.compile
+def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """Returns RMSNorm of x, compiled to few operations."""
+    return x * mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def steps_on_cpu(x: mx.array) -> bool:
+    """Returns whether x [..., L, D] belongs to a step of generation (L is 1) on the CPU in float32.
+
+    MLX has no CPU kernels for norm and rotation: it runs 8 and 15 separate operations, and starting each costs more
+    than its arithmetic. Compiled, norm and rotation are 3 and 4 operations, and the layers share cosines and sines.
+    """
+    return x.shape[-2:-1] == (1,) and x.dtype == mx.float32 and mx.default_device() == _CPU
+
+
+def with_quick_norms(block: nn.Module) -> None:
+    """Replaces every `nn.RMSNorm` inside a block by this file's `RMSNorm`; weights and names stay."""
+    quick = []
+    for name, module in block.named_modules():
+        if type(module) is nn.RMSNorm:
+            made = RMSNorm(module.weight.size, module.eps)
+            made.weight = module.weight
+            quick.append((name, made))
+    block.update_modules(tree_unflatten(quick))
+
+
+# ---- Gemma
+
+
+class TanhGeluMLP(nn.Module):
+    """Gemma 1's MLP with the tanh form of GELU, which transformers uses whatever the config says; mlx-lm's is exact."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
+    return nn.gelu_approx(gate) * up
+
+
+class SoftCapAttention(nn.Module):
+    """Gemma 2's attention: scores become c * tanh(scores / c) before the mask.
+
+    Unlike mlx-lm's, this one also works with padded batches and quantized KV caches.
+    """
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
+        self.scale, self.cap = args.query_pre_attn_scalar**-0.5, args.attn_logit_softcapping
+        self.q_proj = nn.Linear(args.hidden_size, self.n_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(args.hidden_size, self.n_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(args.hidden_size, self.n_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.n_heads * self.head_dim, args.hidden_size, bias=False)
+        self.rope: Any = None  # set by make_decoder
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+        """Returns the attention's output [B, L, D] for x [B, L, D].
+
+        mask: bool, broadcastable to [B, 1, L, K] for K cached ids, true for keys to attend to; None hides nothing.
+        """
+        batch, length, _ = x.shape
+        queries, keys, values = (
+            proj(x).reshape(batch, length, heads, self.head_dim).transpose(0, 2, 1, 3)
+            for proj, heads in (
+                (self.q_proj, self.n_heads),
+                (self.k_proj, self.n_kv_heads),
+                (self.v_proj, self.n_kv_heads),
+            )
+        )
+        queries, keys = self.rope(queries, cache.offset), self.rope(keys, cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+        queries = queries.reshape(batch, self.n_kv_heads, -1, length, self.head_dim) * self.scale
+        scores = mx.tanh(_grouped_matmul(queries, keys, cache, transpose=True) / self.cap) * self.cap
+        if mask is not None:
+            mask = mask[:, :, None] if mask.ndim == 4 else mask
+            scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        out = _grouped_matmul(weights, values, cache, transpose=False).reshape(batch, self.n_heads, length, -1)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+def _grouped_matmul(a: mx.array, b: Any, cache: Any, transpose: bool) -> mx.array:
+    """Returns a [B, KV heads, query heads per KV head, L, .] times b, the cache's keys or values [B, KV heads, K, D].
+
+    A quantized cache returns b as a tuple (packed weights, scales, biases). transpose: swap b's last two axes first.
+    """
+    if hasattr(cache, "bits"):
+        parts = [part[:, :, None] for part in b]
+        return mx.quantized_matmul(a, *parts, transpose=transpose, group_size=cache.group_size, bits=cache.bits)
+    b = b[:, :, None]
+    return a @ (b.swapaxes(-1, -2) if transpose else b)

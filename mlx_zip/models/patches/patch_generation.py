@@ -1,0 +1,145 @@
+"""Generates text with a patch model: the large model runs once per patch, the small decoder once per symbol.
+
+The decoder may write a patch that the tokenizer would never make. The model therefore reads back the canonical patch of
+the same bytes, so that equal bytes always look the same to it; or the patch as written if that one is too long.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.errors import GenerationError
+from mlx_zip.models.patches.patch_model import PatchModel, SavedPatchModel
+from mlx_zip.text.prompts import check_unicode
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode
+
+COLDEST = 1e-30  # smallest temperature used: already greedy, and dividing by less would leave float32
+
+
+def generate_patches(
+    model: PatchModel,
+    merges: Merges,
+    prompt: Iterable[Sequence[int]] = (),
+    max_patches: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+    mode: str = "stop",
+) -> Iterator[list[int]]:
+    """Yields patches as the decoder writes them, each a list of symbols; `merges.decode` gives their bytes.
+
+    prompt: patches to continue, as a table or `merges.encode` makes them. It ends after `max_patches` patches, or after
+    yielding the patch that is only the end mark, which ends a document. temperature: of sampling; 0: greedy. mode: that
+    of the table that the model was trained with. Raises `GenerationError` for merges of another model, a prompt of
+    patches that are too long, or a number out of range.
+    """
+    config = model.config
+    if (merges.symbols, merges.patch_size) != (config.symbols, config.patch_size):
+        raise GenerationError(
+            f"the model reads patches of {config.patch_size} out of {config.symbols} symbols; "
+            f"these merges make patches of {merges.patch_size} out of {merges.symbols}"
+        )
+    if max_patches < 1 or not 0 <= temperature < math.inf:
+        raise GenerationError("max_patches must be at least 1, temperature a finite number of 0 or more")
+    if not 0 <= seed < 1 << 64:
+        raise GenerationError(f"seed must be an integer from 0 to 2^64-1, got {seed}")
+    rows = [filled(patch, config.patch_size) for patch in prompt]
+    if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
+        raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
+    check_mode(mode)
+    return _generate(model, merges, rows, max_patches, temperature, mx.random.key(seed), mode)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A patch that a model wrote, and the whole characters of text that are complete with it.
+
+    The last one may have an empty patch: its text stands for bytes that never made a whole character.
+    """
+
+    text: str
+    patch: list[int]
+
+
+def generate_text(
+    saved: SavedPatchModel, prompt: str = "", max_patches: int = 100, temperature: float = 0.0, seed: int = 0
+) -> Iterator[Written]:
+    """Yields text patch by patch, after a prompt or, without one, from the beginning of a document.
+
+    The other arguments are those of `generate_patches`. Bytes of an incomplete character are held back until it is
+    complete; at the end they become U+FFFD. Raises `GenerationError` for a number out of range, and for a prompt that
+    is not valid Unicode.
+    """
+    check_unicode("the prompt", prompt)
+    table = saved.text.table
+    patches = generate_patches(
+        saved.model, table.merges, saved.text.patches(prompt), max_patches, temperature, seed, table.mode
+    )
+    return _as_text(patches, table.merges)
+
+
+def _as_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[Written]:
+    """Yields each patch with the text that is complete with it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for patch in patches:
+        yield Written(decoder.decode(merges.decode(patch)), patch)
+    if held := decoder.decode(b"", final=True):
+        yield Written(held, [])
+
+
+def read_back(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
+    """Returns the patch that the model reads after writing `patch`: the canonical one of its bytes, if it fits."""
+    canonical = merges.encode(merges.decode(patch), mode)
+    return canonical if len(canonical) <= merges.patch_size else list(patch)
+
+
+def filled(patch: Sequence[int], size: int) -> list[int]:
+    """Returns a patch as a row of `size` symbols, filled with `MARK`. Raises `GenerationError` if empty or too long."""
+    if not 1 <= len(patch) <= size:
+        raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
+    return [*map(int, patch), *[MARK] * (size - len(patch))]
+
+
+def _generate(
+    model: PatchModel,
+    merges: Merges,
+    rows: list[list[int]],
+    max_patches: int,
+    temperature: float,
+    key: mx.array,
+    mode: str,
+) -> Iterator[list[int]]:
+    """Yields patches after the prompt's rows; arguments as in `generate_patches`, already checked."""
+    cache = model.latent.make_cache()
+    x = model.begin(1)
+    if rows:
+        x = mx.concatenate([x, model.encode(mx.array(rows))[None]], axis=1)
+    for _ in range(max_patches):
+        h = model.latent(x, "causal", cache)[:, -1]
+        key, own = mx.random.split(key)
+        patch = _write_patch(model, h, temperature, own)
+        yield patch
+        if patch == [MARK]:
+            return
+        x = model.encode(mx.array([filled(read_back(merges, patch, mode), merges.patch_size)]))[None]
+
+
+def _write_patch(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
+    """Returns one patch that the decoder writes from the state h [1, D]: symbols up to the end mark, at most S."""
+    cache, patch = model.decoder.make_cache(), list[int]()
+    x = model.down(h)[:, None]
+    while len(patch) < model.config.patch_size and patch[-1:] != [MARK]:
+        logits = model.head(model.decoder(x, "causal", cache))[0, -1]
+        if temperature:
+            key, own = mx.random.split(key)
+            chosen: Any = mx.random.categorical(logits / max(temperature, COLDEST), key=own).item()
+        else:
+            chosen = logits.argmax().item()
+        patch.append(chosen)
+        x = model.symbols(mx.array([[patch[-1]]]))
+    return patch

@@ -1,0 +1,369 @@
+"""A model over patches (local encoder, causal latent transformer, local autoregressive decoder) and its baseline.
+
+Source: arXiv 2510.15517 §2.2, table 1. A patch is a run of up to S symbols of hierarchical BPE; the mark is the symbol
+that ends a patch. Where the paper leaves a choice open, this is done:
+
+- Blocks: mlx-lm's Llama block (RMSNorm first, rotary positions, three-matrix feed-forward part, no biases). The
+  paper's parameter counts need three matrices. Positions of the local models count within the patch, from 0.
+- Encoder: attention in both directions over the patch's symbols, padding masked. A patch is represented by the
+  encoder's state at the patch's last symbol (the mark if there is one), which one matrix projects to the latent width.
+  No cross-attention, and no hash embeddings, as in the paper.
+- Latent model (equations 2 and 3 of the paper differ here): it reads a learned start vector and then the patches, so
+  the latent state that decodes patch t depends on the patches before t only.
+- Decoder: its first input, in place of a start symbol, is the latent state projected by one matrix; the patch's
+  symbols follow.
+- Encoder, decoder and the decoder's head (tied) share one embedding of symbols.
+- S symbols without a mark are a valid patch, so the mark has a probability at each of the S places. A patch of the mark
+  alone has no bytes; it ends a document.
+
+The folder of a trained model has all that generation needs:
+
+    config.json        model_type, version, sizes, context length of the training, sha256 of the weights, source
+    model.safetensors  weights, float32
+    table.npz          the patches of the first stage's tokens (`PatchTable`)
+    tokenizer.json     the first stage; one of its tokens has no bytes and ends a document
+
+mlx-lm cannot read these folders; `mlx_zip vocab hbpe` does. The files are checked against each other when read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.llama import ModelArgs, TransformerBlock
+
+import mlx_zip
+from mlx_zip.config import MAX_LAYERS
+from mlx_zip.errors import ConfigError, DataError, ModelError
+from mlx_zip.files import at_home, whole_folder, write_json
+from mlx_zip.vocab.hbpe.measures import Tower
+from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
+from mlx_zip.vocab.hbpe.patch_table import PatchTable, PatchText, read_tokenizer
+
+NORM_EPS, ROPE_THETA = 1e-5, 10_000.0
+INIT = 0.02  # standard deviation of the start vector
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """Sizes of a `PatchModel`; checked when built. Raises `ConfigError` naming the field.
+
+    symbols: 257 plus the number of merges V'. patch_size: S. latent: sizes of the large transformer. local: sizes of
+    the encoder, and of the decoder.
+    """
+
+    symbols: int
+    patch_size: int
+    latent: Tower
+    local: Tower
+
+    def __post_init__(self) -> None:
+        _check("symbols", self.symbols, FIRST_MERGE, FIRST_MERGE + MAX_MERGES)
+        _check("patch_size", self.patch_size, 2, MAX_PATCH)
+        _check_tower("latent", self.latent)
+        _check_tower("local", self.local)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> PatchConfig:
+        """Returns the config that `to_dict` wrote. Raises `ConfigError` for a key that is unknown or missing."""
+        values = _object("config", values, cls)
+        towers = {name: Tower(**_object(name, values[name], Tower)) for name in ("latent", "local")}
+        return cls(values["symbols"], values["patch_size"], **towers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all sizes as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """Sizes of a `PlainModel`; checked when built. Raises `ConfigError` naming the field.
+
+    vocab_size: number of ids. tower: sizes of the transformer.
+    """
+
+    vocab_size: int
+    tower: Tower
+
+    def __post_init__(self) -> None:
+        _check("vocab_size", self.vocab_size, 1, (1 << 31) - 1)
+        _check_tower("tower", self.tower)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all sizes as plain JSON values."""
+        return asdict(self)
+
+
+class Layers(nn.Module):
+    """The blocks of a transformer (`Tower` holds its sizes) and the final norm."""
+
+    def __init__(self, tower: Tower) -> None:
+        super().__init__()
+        args = ModelArgs(
+            model_type="llama",
+            hidden_size=tower.width,
+            num_hidden_layers=tower.layers,
+            intermediate_size=tower.ffn,
+            num_attention_heads=tower.heads,
+            rms_norm_eps=NORM_EPS,
+            vocab_size=1,
+            rope_theta=ROPE_THETA,
+        )
+        self.layers = [TransformerBlock(args) for _ in range(tower.layers)]
+        self.norm = nn.RMSNorm(tower.width, eps=NORM_EPS)
+
+    def __call__(self, x: mx.array, mask: Any, cache: list[KVCache] | None = None) -> mx.array:
+        """Returns the normalized output [N, L, D] of the blocks for x [N, L, D].
+
+        mask: "causal" or bool [N, 1, 1, L], true for keys to attend to. cache: one KV cache per layer, None for none.
+        """
+        if cache is not None and x.shape[1] == 1:
+            mask = None
+        for i, layer in enumerate(self.layers):
+            x = layer(x, mask, None if cache is None else cache[i])
+        return self.norm(x)
+
+    def make_cache(self) -> list[KVCache]:
+        """Returns empty KV caches, one per layer."""
+        return [KVCache() for _ in self.layers]
+
+
+class PatchModel(nn.Module):
+    """A model that predicts the next patch, symbol by symbol.
+
+    Letters in shapes: B texts, T patches per text, S symbols per patch, N patches of any texts, D latent width, d local
+    width.
+    """
+
+    def __init__(self, config: PatchConfig) -> None:
+        super().__init__()
+        self.config = config
+        latent, local = config.latent.width, config.local.width
+        self.symbols = nn.Embedding(config.symbols, local)
+        self.encoder, self.decoder, self.latent = Layers(config.local), Layers(config.local), Layers(config.latent)
+        self.up, self.down = nn.Linear(local, latent, bias=False), nn.Linear(latent, local, bias=False)
+        self.start = INIT * mx.random.normal((latent,))
+
+    def encode(self, patches: mx.array) -> mx.array:
+        """Returns a vector for each patch on its own, e = g(x) (equation 1): patches [N, S], integers -> [N, D]."""
+        last = patch_lengths(patches) - 1
+        seen = mx.arange(patches.shape[1]) <= last[:, None]
+        states = self.encoder(self.symbols(patches), seen[:, None, None, :])
+        return self.up(mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0])
+
+    def contexts(self, e: mx.array) -> mx.array:
+        """Returns latent states h = f(e) (equation 2): e [B, T, D] -> [B, T, D]; h[:, t] depends on e[:, :t] only."""
+        return self.latent(mx.concatenate([self.begin(e.shape[0]), e[:, :-1]], axis=1), "causal")
+
+    def begin(self, batch: int) -> mx.array:
+        """Returns the learned start vector as [B, 1, D], which the latent model reads before the first patch."""
+        return mx.broadcast_to(self.start, (batch, 1, self.start.size))
+
+    def states(self, h: mx.array, symbols: mx.array) -> mx.array:
+        """Returns the decoder's states [N, K + 1, d] for h [N, D] and the first K symbols [N, K] of each patch.
+
+        The state at place s depends on h and the symbols before s, and predicts symbol s.
+        """
+        x = mx.concatenate([self.down(h)[:, None], self.symbols(symbols)], axis=1)
+        return self.decoder(x, "causal")
+
+    def head(self, states: mx.array) -> mx.array:
+        """Returns logits [..., symbols] of states [..., d]."""
+        return self.symbols.as_linear(states)
+
+    def __call__(self, patches: mx.array) -> mx.array:
+        """Returns logits [B, T, S, symbols] of patches [B, T, S] (equation 3).
+
+        The logits for symbol s of patch t depend on the symbols before s in that patch and on the patches before t.
+        """
+        n, length, size = patches.shape
+        flat = patches.reshape(-1, size)
+        h = self.contexts(self.encode(flat).reshape(n, length, -1))
+        states = self.states(h.reshape(n * length, -1), flat[:, :-1])
+        return self.head(states).reshape(n, length, size, -1)
+
+
+class PlainModel(nn.Module):
+    """The baseline: the latent transformer over ids of plain BPE or bytes, with an embedding tied to the head."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.ids = nn.Embedding(config.vocab_size, config.tower.width)
+        self.latent = Layers(config.tower)
+        self.start = INIT * mx.random.normal((config.tower.width,))
+
+    def states(self, ids: mx.array) -> mx.array:
+        """Returns states [B, T, D] of ids [B, T]; state t depends on a learned start vector and the ids before t."""
+        start = mx.broadcast_to(self.start, (ids.shape[0], 1, self.start.size))
+        return self.latent(mx.concatenate([start, self.ids(ids[:, :-1])], axis=1), "causal")
+
+    def head(self, states: mx.array) -> mx.array:
+        """Returns logits [..., vocab_size] of states [..., D]."""
+        return self.ids.as_linear(states)
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """Returns logits [B, T, vocab_size] of ids [B, T]; those at t predict id t from the ids before it."""
+        return self.head(self.states(ids))
+
+
+def patch_lengths(patches: mx.array) -> mx.array:
+    """Returns the lengths int32 [...] of patches [..., S]: symbols up to and including the first mark, else S."""
+    marked = patches == MARK
+    return mx.where(marked.any(axis=-1), marked.argmax(axis=-1) + 1, patches.shape[-1]).astype(mx.int32)
+
+
+def parameters_of(model: nn.Module) -> int:
+    """Returns how many numbers a model's parameters hold."""
+    from mlx.utils import tree_flatten
+
+    named: Any = tree_flatten(model.parameters())
+    return sum(value.size for _, value in named)
+
+
+def _check(name: str, value: Any, low: int, high: int) -> None:
+    """Raises `ConfigError` naming the field unless its value is an integer from `low` to `high`."""
+    if type(value) is not int or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+
+
+def _check_tower(name: str, tower: Any) -> None:
+    """Raises `ConfigError` naming the size of the transformer `name` that is out of range."""
+    if not isinstance(tower, Tower):
+        raise ConfigError(f"{name} must be a Tower, got {tower!r}")
+    for size in fields(tower):
+        _check(f"{name}: {size.name}", getattr(tower, size.name), 1, MAX_LAYERS if size.name == "layers" else 1 << 20)
+    if tower.width % (2 * tower.heads):
+        raise ConfigError(f"{name}: width {tower.width} must be {tower.heads} heads of an even width")
+
+
+def _object(name: str, values: Any, kind: Any) -> Mapping[str, Any]:
+    """Returns `values`. Raises `ConfigError` unless its keys are exactly the fields of the dataclass `kind`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name} must be an object, got {type(values).__name__}")
+    known = {field.name for field in fields(kind)}
+    if wrong := known.symmetric_difference(values):
+        raise ConfigError(f"{name}: unknown or missing: {', '.join(sorted(map(str, wrong)))}")
+    return values
+
+
+MODEL_TYPE, VERSION = "hbpe", 1
+CONFIG, WEIGHTS, TABLE, TOKENIZER = "config.json", "model.safetensors", "table.npz", "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class SavedPatchModel:
+    """The content of a folder.
+
+    text: converts text to patches and back. context: patches per training window. source: a record of the training's
+    texts and steps.
+    """
+
+    model: PatchModel
+    text: PatchText
+    context: int
+    source: Mapping[str, Any]
+
+
+def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
+    """Writes the folder completely or not at all, replacing an older one. Raises `ModelError` when writing fails."""
+    named: Any = tree_flatten(saved.model.parameters())
+    try:
+        with whole_folder(folder) as partial:
+            mx.save_safetensors(str(partial / WEIGHTS), dict(named))
+            saved.text.table.save(partial / TABLE)
+            (partial / TOKENIZER).write_text(saved.text.tokenizer.to_str(), encoding="utf-8")
+            write_json(
+                partial / CONFIG,
+                {
+                    "model_type": MODEL_TYPE,
+                    "version": VERSION,
+                    "sizes": saved.model.config.to_dict(),
+                    "context": saved.context,
+                    "weights_sha256": _digest(partial / WEIGHTS),
+                    "source": saved.source,
+                    "mlx_zip": mlx_zip.__version__,
+                },
+            )
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"cannot write {folder}: {error}") from error
+
+
+def load_patch_model(folder: str | Path) -> SavedPatchModel:
+    """Returns the model that `save_patch_model` wrote to a folder.
+
+    Raises `ConfigError`, `DataError` or `ModelError` naming the file that is missing, damaged or of another model.
+    """
+    folder = at_home(folder)
+    config = _config(folder / CONFIG)
+    try:
+        sizes = PatchConfig.from_dict(config["sizes"])
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}") from error
+    tokenizer, table = read_tokenizer(folder / TOKENIZER), PatchTable.load(folder / TABLE)
+    try:
+        text = PatchText(tokenizer, table)
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from error
+    merges = text.table.merges
+    if (merges.symbols, merges.patch_size) != (sizes.symbols, sizes.patch_size):
+        raise ConfigError(
+            f"{folder / CONFIG} describes patches of {sizes.patch_size} out of {sizes.symbols} symbols, "
+            f"but {TABLE} has patches of {merges.patch_size} out of {merges.symbols}"
+        )
+    model = PatchModel(sizes)
+    _load_weights(model, folder / WEIGHTS, config["weights_sha256"])
+    return SavedPatchModel(model, text, config["context"], config["source"])
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Returns a patch model's config.json, its keys and types checked. Raises `ConfigError`."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != MODEL_TYPE:
+        raise ConfigError(f"{path} is not the config of a patch model: its model_type is {kind!r}, not {MODEL_TYPE!r}")
+    if (version := config.get("version")) != VERSION or isinstance(version, bool):
+        raise ConfigError(f"{path} has version {version!r}, this mlx_zip reads {VERSION}")
+    kinds = {"sizes": dict, "context": int, "weights_sha256": str, "source": dict}
+    if wrong := [name for name, kind in kinds.items() if type(config.get(name)) is not kind]:
+        raise ConfigError(f"{path}: {', '.join(wrong)} missing or of another type")
+    if config["context"] < 1:
+        raise ConfigError(f"{path}: context must be at least 1, got {config['context']}")
+    return config
+
+
+def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
+    """Loads a weights file into a model. Raises `ModelError` unless it has this sha256 and exactly the model's tensors.
+
+    digest: the sha256 as hex, from config.json.
+    """
+    try:
+        if _digest(path) != digest:
+            raise ModelError(f"{path} is damaged, or not the file that {CONFIG} in the folder was written with")
+        weights: Any = mx.load(str(path))
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    named: Any = tree_flatten(model.parameters())
+    wanted = {name: value.shape for name, value in named}
+    if found := wanted.items() ^ {name: value.shape for name, value in weights.items()}.items():
+        raise ModelError(f"{path} does not hold the weights that {CONFIG} describes: {sorted(found)[0][0]}")
+    model.load_weights(list(weights.items()))
+    mx.eval(model.parameters())
+
+
+def _digest(path: Path) -> str:
+    """Returns the sha256 of a file as hex."""
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()

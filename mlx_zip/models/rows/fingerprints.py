@@ -1,0 +1,180 @@
+"""Fingerprints of weights: of the two sides that make rows, and of a whole model.
+
+A side's fingerprint is computed while its tensors are written to a file (`Fingerprints`), so that loading a model
+hashes nothing. Equal ones mean equal rows for equal entries. A pack with tuned rows records the fingerprint of a whole
+model, and any other model refuses the pack: tuned rows fit one decoder, not just one embedding or head. So a model's
+fingerprint covers every tensor: its name, type and shape, and a few of its values (no tensor is hashed whole).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_zip.config import SIDES, ZipConfig
+
+SAMPLES = 64  # how many values of a tensor a fingerprint covers that hashes no tensor whole
+_EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
+
+
+class Fingerprints:
+    """Collects digests of the tensors that rows depend on: the encoders, the embedding and the head."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    def add(self, name: str, array: mx.array, data: memoryview) -> None:
+        """Adds a tensor that is being written, if rows depend on it. data: the tensor's bytes in the file."""
+        if name.startswith((*SIDES, _EMBEDDING, _HEAD)):
+            head = f"{array.dtype} {list(array.shape)} "
+            self.digests[name] = hashlib.sha256(head.encode() + hashlib.sha256(data).digest()).hexdigest()
+
+    def sides(self, config: ZipConfig, quantization: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the fingerprints of the tensors added so far, {"input": hex, "output": hex}, each a sha256.
+
+        Each covers the side, the tensors of its encoder and matrix, their quantization, encoder options, merge size and
+        pad id. quantization: config.json's section of that name, empty for none.
+        """
+        tied_encoders = config.encoder.tie_encoders
+        tied_matrices = not any(name.startswith(_HEAD) for name in self.digests)
+        places = {
+            "input": (SIDES[0], _EMBEDDING),
+            "output": (SIDES[0 if tied_encoders else 1], _EMBEDDING if tied_matrices else _HEAD),
+        }
+        return {side: self._side_fingerprint(side, places[side], config, quantization) for side in places}
+
+    def _side_fingerprint(
+        self, side: str, prefixes: tuple[str, str], config: ZipConfig, quantization: Mapping[str, Any]
+    ) -> str:
+        """Returns one side's fingerprint; prefixes: how the names of its encoder's and its matrix's tensors begin."""
+
+        def under(names: Iterable[str]) -> list[str]:
+            return sorted(name for name in names if f"{name}.".startswith(prefixes))
+
+        facts = {
+            "side": side,
+            "tensors": [[_side_name(n, prefixes), self.digests[n]] for n in under(self.digests)],
+            "quantization": [[_side_name(n, prefixes), quantization[n]] for n in under(quantization)],
+            "quantization_default": {k: v for k, v in quantization.items() if not isinstance(v, dict)},
+            "encoder": [config.encoder.kind, config.encoder.to_dict()],
+            "merge_size": config.merge_size,
+            "pad_id": config.pad_id,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _side_name(name: str, prefixes: tuple[str, str]) -> str:
+    """Returns a tensor's name as encoder.x or matrix.x, so that both sides use the same names."""
+    encoder, matrix = prefixes
+    dotted = f"{name}."
+    if dotted.startswith(encoder):
+        return f"encoder.{dotted.removeprefix(encoder)}"
+    return f"matrix.{dotted.removeprefix(matrix)}"
+
+
+# ---- a whole model
+
+
+class Sampled(NamedTuple):
+    """What a fingerprint covers of one tensor: its name, type, shape and a few values, which are lazy at first."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: mx.array
+
+
+def sampled(model: nn.Module) -> list[Sampled]:
+    """Returns what a fingerprint covers of each tensor of the model, sorted by name; nothing is read yet."""
+    tensors: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    return [Sampled(name, str(value.dtype), value.shape, sample_values(value)) for name, value in tensors]
+
+
+def fingerprint_of(tensors: Sequence[Sampled]) -> str:
+    """Returns a sha256, as hex, of what `sampled` returned."""
+    mx.eval([one.values for one in tensors])
+    facts = [[one.name, one.dtype, one.shape, bytes(host_bytes(one.values)).hex()] for one in tensors]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Returns a sha256, as hex, of the model's tensors as they are now. Quantizing, adapting or casting changes it."""
+    return fingerprint_of(sampled(model))
+
+
+def name_of(model: nn.Module) -> str:
+    """Returns the fingerprint of any loaded model: its own if it keeps one, else `model_fingerprint`."""
+    own: str | None = getattr(model, "fingerprint", None)
+    return model_fingerprint(model) if own is None else own
+
+
+class ModelName:
+    """Keeps a model's fingerprint: computed when first asked for, and again after a tensor was replaced."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelName:
+        return ModelName()  # a copy of the model has weights of its own
+
+    def forget(self) -> None:
+        """Forgets the fingerprint. Call it when weights have changed in place."""
+        self._places: list[Place] = []
+        self._found = ""
+
+    def keep(self, model: nn.Module, found: str) -> None:
+        """Keeps a fingerprint that was computed elsewhere, until one of the model's tensors is replaced."""
+        self._places, self._found = list(places(model)), found
+
+    def of(self, model: nn.Module) -> str:
+        """Returns the fingerprint of the model as it is now."""
+        if not self._found or not unchanged(self._places):
+            self.keep(model, model_fingerprint(model))
+        return self._found
+
+
+# ---- tensors that may be replaced
+
+Place = tuple[Any, Any, Any]  # a container, a key in it, and the value that was there
+
+
+def unchanged(places: Sequence[Place]) -> bool:
+    """Returns whether every place still holds the same object. This is asked at every model call, so it is quick."""
+    for node, key, value in places:  # noqa: SIM110 - twice as quick as all()
+        if node[key] is not value:
+            return False
+    return True
+
+
+def places(node: Any) -> Iterator[Place]:
+    """Yields a `Place` for every array and every container (module, dict, list) inside a module."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items:
+        if isinstance(value, mx.array | dict | list):
+            yield node, key, value
+        if isinstance(value, dict | list):
+            yield from places(value)
+
+
+# ---- values
+
+
+def host_bytes(array: mx.array) -> memoryview:
+    """Returns the array's bytes in row order, little endian."""
+    if array.dtype == mx.bfloat16:  # numpy has no such type
+        array = array.view(mx.uint16)
+    host = np.ascontiguousarray(np.array(array, copy=False))
+    return host.reshape(-1).view(np.uint8).data
+
+
+def sample_values(array: mx.array) -> mx.array:
+    """Returns up to `SAMPLES` values of an array, evenly spaced."""
+    flat = array.reshape(-1)
+    return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES, flat.size)).astype(np.int64))]

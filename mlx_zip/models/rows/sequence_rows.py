@@ -1,0 +1,464 @@
+"""`SequenceRows`: the codebooks of B sequences, their row tables, and which rows are in the tables.
+
+Each distinct entry of a batch has one place in a shared table, so a step multiplies with one matrix and picks each
+sequence's columns by an index; the entries of a common pack need no index. Places are given in rising order, so that a
+step writes its new rows as one slice. When the table would grow, places out of use are given up all at once, which
+needs no counting per step.
+
+Tables are written in place, and MLX copies an array that is written to while anything holds it, a body in flight too.
+So the output table is held by no running body (columns [D, slots], which the CPU multiplies twice as fast as rows), and
+the input table has two copies that are written in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.codec import Codebook, Installed
+from mlx_zip.models.rows.row_tables import CAPACITY_STEP, HeadTable, RowTable, TurningTable
+from mlx_zip.packs.starts import Tuned, tuned_fingerprint
+
+
+class SequenceRows:
+    """Codebooks and rows of B sequences.
+
+    books: one `Codebook` per sequence. tuned: per sequence, the pack with tuned rows that it began with, only its
+    fingerprint in a state loaded from a file, or None. bound: per sequence, whether its tuned rows are in the tables.
+
+    inputs, outputs: the tables of input and output rows. places: the places of the entries of a batch in these tables;
+    None for a single request, whose entries have their slots as places.
+
+    encoded_inputs [1, places]: whether the entry at a place has its input row in the table. encoded_outputs: per
+    sequence, a count n such that the first n slots were given output rows; replaced: per sequence, the slots among them
+    whose row is out of date, because they hold another entry now.
+    """
+
+    books: list[Codebook]
+    tuned: list[Tuned]
+
+    def _forget_rows(self, shared: bool) -> None:
+        """Empties the row tables; the next model call fills them again. shared: whether they are a batch's."""
+        batch, size = len(self.books), self.books[0].params.codebook_size if self.books else 0
+        self.inputs: RowTable = RowTable()
+        self.outputs = HeadTable()
+        self.places = Places(batch, size) if shared else None
+        self.encoded_inputs = np.zeros((1, 0 if shared else size), dtype=bool)
+        self.encoded_outputs = [0] * batch
+        self.replaced: list[set[int]] = [set() for _ in range(batch)]
+        self.bound = [one is None for one in self.tuned]
+
+    def _begin_batch(self, codebook_size: int) -> None:
+        self._forget_rows(shared=True)
+        self.places = Places(0, codebook_size)
+
+    def _copy_rows(self, twin: SequenceRows) -> None:
+        twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
+        twin.places = None if self.places is None else self.places.copy()
+        twin.encoded_inputs = self.encoded_inputs.copy()
+        twin.encoded_outputs = list(self.encoded_outputs)
+        twin.replaced = [set(slots) for slots in self.replaced]
+        twin.tuned, twin.bound = list(self.tuned), list(self.bound)
+
+    @property
+    def can_evict(self) -> bool:
+        """Whether entries may be evicted, so that a slot holds different entries at different times."""
+        return self.books[0].params.policy != "freeze"
+
+    @property
+    def tuned_bound(self) -> bool:
+        """Whether the tuned rows of all sequences are in the tables."""
+        return all(self.bound)
+
+    def read_in_turns(self) -> None:
+        """Makes the table of input rows a `TurningTable`, for bodies that begin before the host has read their id."""
+        if not isinstance(self.inputs, TurningTable):
+            self.inputs = TurningTable.of(self.inputs)
+
+    # ---- output rows
+
+    def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where installed entries have no output row yet, as (sequence [N], slot [N])."""
+        missing = [np.array(slots, np.int64) for slots in self._missing_slots()]
+        return np.repeat(np.arange(len(missing)), [len(slots) for slots in missing]), np.concatenate(missing)
+
+    def _missing_slots(self) -> list[list[int]]:
+        done = zip(self.encoded_outputs, self.replaced, self.books, strict=True)
+        return [[*sorted(replaced), *range(n, len(book))] for n, replaced, book in done]
+
+    def only_missing_output(self) -> int | None:
+        """Returns the slot to encode if this is a single request with exactly one output row missing, else None."""
+        encoded, replaced = self.encoded_outputs[0], self.replaced[0]
+        if self.places is not None or len(self.books[0]) - encoded + len(replaced) != 1:
+            return None
+        return next(iter(replaced), encoded)
+
+    def outputs_encoded(self) -> bool:
+        """Returns whether every installed entry has its output row."""
+        return self.encoded_outputs == list(map(len, self.books)) and not any(self.replaced)
+
+    def mark_outputs_encoded(self) -> None:
+        """Marks every installed entry's output row as encoded."""
+        self.encoded_outputs = [len(book) for book in self.books]
+        if self.can_evict:
+            self.replaced = [set() for _ in self.books]
+
+    def _mark_rows_missing(self, b: int, slots: np.ndarray) -> None:
+        if self.places is None:
+            self.encoded_inputs[0, slots] = False
+        self.replaced[b].update(slots[slots < self.encoded_outputs[b]].tolist())
+
+    # ---- input rows
+
+    def missing_inputs(self, slots: np.ndarray) -> np.ndarray:
+        """Returns the places of those of slots [B, L] that have no input row yet, each once: [N].
+
+        A -1 in slots stands for no hypertoken. The entries must have their output rows.
+        """
+        if slots.shape[1] == 1:  # a step: a few ids take no numpy
+            places = {self._place(b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0}
+            return np.array([place for place in sorted(places) if not self.encoded_inputs[0, place]], np.int64)
+        sequence, column = np.nonzero(slots >= 0)
+        places = np.unique(self.places_of(sequence, slots[sequence, column]))
+        return places[~self.encoded_inputs[0, places]]
+
+    def has_input(self, b: int, slot: int) -> bool:
+        """Returns whether a slot of sequence b holds an entry whose input row is in the table."""
+        return slot < len(self.books[b]) and bool(self.encoded_inputs[0, self._place(b, slot)])
+
+    def _place(self, b: int, slot: int) -> int:
+        """Returns the place of the entry in a slot of sequence b."""
+        return slot if self.places is None else int(self.places.index[b, slot])
+
+    def missing_installed_inputs(self) -> np.ndarray:
+        """Returns the places of installed entries that have no input row yet: [N]."""
+        n = len(self.books[0] if self.places is None else self.places)
+        return np.flatnonzero(~self.encoded_inputs[0, :n])
+
+    def places_of(self, sequence: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Returns the places of the entries at (sequence, slots), in the shape of the two."""
+        return slots if self.places is None else self.places.index[sequence, slots]
+
+    # ---- between slots and places, on the device
+
+    def slots_covered(self) -> int:
+        """Returns a number of slots that is at least that of the installed entries of any sequence; changes seldom."""
+        if self.places is None:
+            return self.inputs.capacity
+        want = max(CAPACITY_STEP, -(-max(map(len, self.books)) // CAPACITY_STEP) * CAPACITY_STEP)
+        return min(want, self.places.index.shape[1])
+
+    def slots_alike(self, limit: int) -> int:
+        """Returns a number n <= limit such that the first n slots of all sequences of a batch have the places 0 to n-1.
+
+        limit: a number of slots that have an entry in every sequence.
+        """
+        assert self.places is not None
+        return self.places.same(limit)
+
+    def by_slot(self, values: mx.array, first: int) -> mx.array:
+        """Returns values [B, L, places] by slot, [B, L, slots], for the slots from `first` on."""
+        if self.places is None:
+            return values
+        index = mx.array(self.places.index[:, None, first : self.slots_covered()])
+        return mx.take_along_axis(values, mx.broadcast_to(index, (*values.shape[:2], index.shape[2])), axis=-1)
+
+    def at_slots(self, slots: mx.array) -> mx.array:
+        """Returns the places [B, 1] of slots [B, 1], which are below `slots_covered()`.
+
+        Of an entry without an input row, any place of the table of input rows may be returned.
+        """
+        if self.places is None:
+            return slots
+        index = np.minimum(self.places.index[:, : self.slots_covered()], max(0, self.inputs.capacity - 1))
+        return mx.take_along_axis(mx.array(index), slots, axis=1)
+
+    def entries(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the entries at places [N], N > 0, as base_ids [N, merge_size], padded, and lengths [N]."""
+        if self.places is not None:
+            return self._unpacked([self.places.keys[place] for place in places.tolist()])
+        first = int(places.min())
+        base_ids, lengths = self.books[0].rows(first, int(places.max()) - first + 1)
+        return base_ids[places - first], lengths[places - first].astype(np.int64)
+
+    def _unpacked(self, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the entries of keys as base_ids [N, merge_size], padded, and lengths [N]."""
+        params = self.books[0].params
+        return entries_of(keys, params.merge_size, params.pad_id or 0)
+
+    # ---- tuned rows
+
+    def mark_tuned_rows(self, sides: Sequence[str]) -> None:
+        """Marks a single request's tuned rows as encoded on these sides, "input" or "output"; the other side stays."""
+        n = len(self.books[0].params.start or ())
+        if "input" in sides:
+            self.encoded_inputs[0, :n] = True
+        if "output" in sides:
+            self.encoded_outputs[0] = max(n, self.encoded_outputs[0])
+        self.bound[0] = True
+
+    def share_tuned_rows(self, b: int, output: mx.array, inputs: mx.array | None) -> None:
+        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, where they are not there yet.
+
+        inputs: None if both sides have the same rows.
+        """
+        n = len(output)
+        places = self._shared(self._keys(b, range(n)), lambda chosen: output[mx.array(chosen)])
+        if inputs is not None:
+            self._add_inputs(places, lambda chosen: inputs[mx.array(chosen)])
+        self._give_places(b, range(n), places)
+        self.encoded_outputs[b], self.bound[b] = max(n, self.encoded_outputs[b]), True
+
+    # ---- rows that the sequences of a batch share
+
+    def share_outputs(self, encode: Callable[[np.ndarray, np.ndarray], mx.array]) -> None:
+        """Gives the missing output rows of a batch's entries their places, those that no sequence has with new rows.
+
+        encode(base_ids [N, merge_size], lengths [N]) makes rows [N, D].
+        """
+        missing = self._missing_slots()
+        keys = [book.words(slot) for book, slots in zip(self.books, missing, strict=True) for slot in slots]
+        places = self._shared(keys, lambda chosen: encode(*self._unpacked([keys[i] for i in chosen])))
+        for b, slots in enumerate(missing):
+            self._give_places(b, slots, places)
+            places = places[len(slots) :]
+        self.mark_outputs_encoded()
+
+    def _shared(self, keys: Sequence[Key], rows: Callable[[list[int]], mx.array]) -> list[int]:
+        """Returns the places of entries. Those without one get the next places.
+
+        rows(indices into `keys`) returns the output rows of the entries that have no place so far.
+        """
+        assert self.places is not None
+        self._make_room(sum(key not in self.places.of for key in keys))  # this may give up places
+        of, first = self.places.of, dict[Key, int]()  # two sequences may have the same new entry
+        for i, key in enumerate(keys):
+            if key not in of:
+                first.setdefault(key, i)
+        if first:
+            self.outputs.put_run(len(self.places), rows(list(first.values())))
+            self.places.add(list(first))
+            more = len(self.places) - self.encoded_inputs.shape[1]
+            if more > 0:
+                self.encoded_inputs = np.pad(self.encoded_inputs, ((0, 0), (0, more + CAPACITY_STEP)))
+        return [of[key] for key in keys]
+
+    def _give_places(self, b: int, slots: Sequence[int], places: Sequence[int]) -> None:
+        """Notes the places of the entries in some slots of sequence b of a batch."""
+        assert self.places is not None
+        for slot, place in zip(slots, places, strict=False):
+            self.places.put(b, slot, place)
+
+    def _add_inputs(self, places: Sequence[int] | np.ndarray, rows: Callable[[list[int]], mx.array]) -> None:
+        """Puts the input rows of the entries at these places of a batch into the table, where they are not there yet.
+
+        rows(indices into `places`) returns input rows.
+        """
+        at = np.array(places, np.int64)
+        chosen = np.flatnonzero(~self.encoded_inputs[0, at])
+        if len(chosen):
+            self.inputs.put(at[chosen], rows(chosen.tolist()))
+            self.encoded_inputs[0, at] = True
+
+    def _make_room(self, n: int) -> None:
+        """Gives up the places that are out of use, if n more would make the table grow and a quarter would be free."""
+        assert self.places is not None
+        if n and len(self.places) + n > self.outputs.capacity:
+            used = self._used_places()
+            if len(used) + n <= self.outputs.capacity * 3 // 4:
+                self._keep_places(used)
+
+    def _used_places(self) -> np.ndarray:
+        """Returns the places of the entries that sequences have now, in the order of sequences and slots."""
+        assert self.places is not None
+        parts = [self.places.index[b, self._placed(b)] for b in range(len(self.books))]
+        every = np.concatenate([*parts, np.zeros(0, np.int32)])
+        return every[np.sort(np.unique(every, return_index=True)[1])]
+
+    def _placed(self, b: int) -> np.ndarray:
+        slots = np.arange(self.encoded_outputs[b])
+        return slots[~np.isin(slots, list(self.replaced[b]))] if self.replaced[b] else slots
+
+    def _keep_places(self, used: np.ndarray) -> None:
+        """Gives up all places but `used` [N]. These become the places 0 to N - 1."""
+        assert self.places is not None
+        places, outputs, inputs = self.places.kept(used), self.outputs.kept(used), self.inputs.kept(used)
+        encoded = self.encoded_inputs[:, used]
+        self.places, self.outputs, self.inputs, self.encoded_inputs = places, outputs, inputs, encoded
+
+    # ---- sequences that join and leave
+
+    def _keys(self, b: int, slots: Sequence[int]) -> list[Key]:
+        """Returns the keys of the entries in some slots of sequence b. Tuned rows make other keys than encoded ones."""
+        book, mark = self.books[b], tuned_fingerprint(self.tuned[b])
+        tuned = 0 if mark is None else len(book.params.start or ())
+        return [(mark, book.words(slot)) if mark and slot < tuned else book.words(slot) for slot in slots]
+
+    def _join_rows(self, other: SequenceRows) -> None:
+        """Adds another state's sequences and those of their rows that are not there yet. This state is a batch's."""
+        assert self.places is not None
+        for b in range(len(other.books)):
+            slots = other._placed(b)
+            theirs = other.places_of(np.full(len(slots), b), slots)
+            ours = self._shared(other._keys(b, slots.tolist()), lambda chosen, at=theirs: other.outputs.at(at[chosen]))
+            read = np.flatnonzero(other.encoded_inputs[0, theirs])
+            if len(read):
+                self._add_inputs(np.array(ours)[read], lambda chosen, at=theirs[read]: other.inputs.at(at[chosen]))
+            self.places = self.places.joined(slots, ours)
+            self.books, self.tuned = [*self.books, other.books[b]], [*self.tuned, other.tuned[b]]
+            self.bound, self.replaced = [*self.bound, other.bound[b]], [*self.replaced, other.replaced[b]]
+            self.encoded_outputs = [*self.encoded_outputs, other.encoded_outputs[b]]
+
+    def _keep_rows(self, indices: Sequence[int]) -> None:
+        """Keeps the rows of these sequences only, in this order. Gives up places if more than half are out of use."""
+        self.books, self.tuned = [self.books[i] for i in indices], [self.tuned[i] for i in indices]
+        self.bound, self.replaced = [self.bound[i] for i in indices], [self.replaced[i] for i in indices]
+        self.encoded_outputs = [self.encoded_outputs[i] for i in indices]
+        if self.places is not None:
+            self.places = self.places.of_sequences(indices)
+            used = self._used_places()
+            if 2 * len(used) < len(self.places):
+                self._keep_places(used)
+
+    def _single_rows(self, b: int, made: SequenceRows) -> None:
+        """Gives `made`, a single request's state with a copy of sequence b's book, the sequence's rows."""
+        made._forget_rows(shared=False)
+        slots, n, limit = self._placed(b), self.encoded_outputs[b], self.books[b].params.codebook_size
+        places = np.zeros(n, np.int64)
+        places[slots] = self.places_of(np.full(len(slots), b), slots)
+        made.outputs, made.inputs = self.outputs.kept(places, limit), self.inputs.kept(places, limit).copy()
+        made.encoded_inputs[0, slots] = self.encoded_inputs[0, places[slots]]
+        made.encoded_outputs, made.replaced, made.bound = [n], [set(self.replaced[b])], [self.bound[b]]
+
+
+# ---- where the rows of a batch's entries are in the tables that its sequences share
+
+Key = bytes | tuple[str, bytes]  # an entry's base ids as 32-bit words; with tuned rows, after the pack's fingerprint
+
+
+class Places:
+    """The places of the distinct entries of B sequences in one pair of row tables.
+
+    Two sequences that have the same entry share its place, and so its rows. Places are given in rising order; those of
+    entries that no sequence has any more are given again after `kept`.
+
+    index [B, codebook_size] int32: the place of the entry in each slot; of no meaning for slots without output row.
+    keys: the entry at each place. `of`: each entry's place.
+    """
+
+    def __init__(self, batch: int, codebook_size: int) -> None:
+        self.index = np.zeros((batch, codebook_size), np.int32)
+        self.keys: list[Key] = []
+        self.of: dict[Key, int] = {}
+        self._same: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, keys: Sequence[Key]) -> None:
+        """Gives these entries, which have no place yet, the next places."""
+        for key in keys:
+            self.keys.append(key)
+            self.of[key] = len(self.keys) - 1
+
+    def put(self, b: int, slot: int, place: int) -> None:
+        """Notes that the entry in a slot of sequence b has this place."""
+        self.index[b, slot] = place
+        if self._same is not None and slot < self._same and slot != place:
+            self._same = None
+
+    def same(self, limit: int) -> int:
+        """Returns a number n <= limit such that the first n slots of every sequence have the places 0 to n - 1.
+
+        limit: a number of slots that have an entry in every sequence. The first call sets n, and later calls return
+        no more; n is found anew when sequences have joined or left.
+        """
+        if self._same is None:
+            wrong = np.flatnonzero((self.index[:, :limit] != np.arange(limit)).any(axis=0))
+            self._same = int(wrong[0]) if len(wrong) else limit
+        return min(self._same, limit)
+
+    def joined(self, slots: np.ndarray, places: Sequence[int]) -> Places:
+        """Returns places with one more sequence, whose entries in slots [N] have these places."""
+        row = np.zeros((1, self.index.shape[1]), np.int32)
+        row[0, slots] = places
+        return self._with(np.concatenate([self.index, row]))
+
+    def of_sequences(self, indices: Sequence[int]) -> Places:
+        """Returns places for these sequences only, in this order."""
+        return self._with(self.index[list(indices)])
+
+    def _with(self, index: np.ndarray) -> Places:
+        """Returns places with another index of the same entries, which takes the place of this one."""
+        made = Places(0, 0)
+        made.index, made.keys, made.of = index, self.keys, self.of
+        return made
+
+    def kept(self, places: np.ndarray) -> Places:
+        """Returns places for the entries at `places` [N] only, which get the places 0 to N - 1."""
+        made, number = Places(0, 0), np.zeros(max(1, len(self.keys)), np.int32)
+        number[places] = np.arange(len(places))
+        made.index = number[self.index]
+        made.add([self.keys[place] for place in places.tolist()])
+        return made
+
+    def copy(self) -> Places:
+        """Returns an independent copy."""
+        twin = Places(0, 0)
+        twin.index, twin.keys, twin.of, twin._same = self.index.copy(), list(self.keys), dict(self.of), self._same
+        return twin
+
+
+def entries_of(keys: Sequence[Key], merge_size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns entries as base_ids [N, merge_size] uint32, padded with `pad_id`, and lengths [N]."""
+    base_ids, lengths = np.full((len(keys), merge_size), pad_id, np.uint32), np.empty(len(keys), np.int64)
+    for i, key in enumerate(keys):
+        words = np.frombuffer(key if isinstance(key, bytes) else key[1], np.uint32)
+        base_ids[i, : len(words)], lengths[i] = words, len(words)
+    return base_ids, lengths
+
+
+# ---- entries that are evicted within one call, under a policy other than freeze
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """An entry that was evicted within a call of L ids.
+
+    sequence, slot: where it was installed. begin, end: it was installed after each id in columns begin to end - 1 of
+    the call. base_ids [merge_size]: padded; the first `length` of them are real.
+    """
+
+    sequence: int
+    slot: int
+    begin: int
+    end: int
+    base_ids: np.ndarray
+    length: int
+
+
+def differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns whether each of N entries differs in `some` and `others`, [N] bool.
+
+    some, others: (base_ids [N, merge_size], lengths [N]).
+    """
+    return (some[0] != others[0]).any(axis=1) | (some[1] != others[1])
+
+
+def evicted_in_call(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed, first: int) -> list[Evicted]:
+    """Returns the entries of sequence b that were evicted within a call.
+
+    held: the sequence's entries before the call, as (base_ids, lengths). new: the entries that the call installed.
+    first: the column of the sequence's first id in the call, after any left padding.
+    """
+    now, out = dict(enumerate(zip([0] * len(held[0]), *held, strict=True))), []
+    entries = zip(new.slots.tolist(), (first + new.at).tolist(), new.base_ids, new.lengths, strict=True)
+    for slot, column, base_ids, length in entries:
+        if slot in now and now[slot][0] < column:
+            out.append(Evicted(b, slot, now[slot][0], column, now[slot][1], int(now[slot][2])))
+        now[slot] = column, base_ids, length
+    return out

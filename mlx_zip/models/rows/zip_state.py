@@ -1,0 +1,506 @@
+"""`ZipState`: the codebooks, hyper rows and positions of one request.
+
+A `ZipState` is the last entry of the prompt cache that `model.make_cache()` returns, and has the methods that mlx-lm
+expects of a cache entry, so mlx-lm's own save, load, trim and copy work on it. Codebooks are a function of the ids
+read, so a saved state holds only the codec's parameters, the log of ids read and the fingerprints of packs with tuned
+rows. After loading, rows are encoded again, or taken from the pack, at the next model call.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.codec.params_json import params_from_json, params_to_json
+from mlx_zip.errors import CodecError, ModelError
+from mlx_zip.models.rows.sequence_rows import Evicted, SequenceRows, differ, evicted_in_call
+from mlx_zip.packs.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
+
+STATE_VERSION, TUNED_VERSION = 1, 2
+
+Answers = dict[str, tuple[int, ...]]  # text -> base ids
+HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for one id of a single sequence
+
+
+class Advance(NamedTuple):
+    """How many entries are installed after a call.
+
+    live [B]: after the whole call. available [B, L]: after each of its ids. Both are plain numbers if the call had one
+    id of one sequence. evicted: entries that were evicted within a call of several ids, under a policy other than
+    freeze.
+    """
+
+    live: np.ndarray | int
+    available: np.ndarray | int
+    evicted: tuple[Evicted, ...] = ()
+
+
+class ZipState(SequenceRows):
+    """Codebooks, rows and positions of B sequences, one codebook each.
+
+    params: the codec of all sequences, or one per sequence; these may differ in their start entries only. left_padding
+    [B]: per sequence, how many of its first ids are padding. offset: ids read per sequence, left padding included;
+    equals the KV caches' length. long_rope: whether the KV caches were filled with LongRoPE's long factors.
+    row_answers: per sequence, text -> base ids of each answer that was generated with the cache; copied with the state,
+    but not saved.
+
+    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.ahead`). submit: called by
+    a model call with arrays that it will not change any more, so that a decode loop can have them computed while the
+    rest is built; by default it does nothing. Neither of the two is saved or copied.
+    """
+
+    def __init__(
+        self,
+        params: CodecParams | Sequence[CodecParams],
+        left_padding: Sequence[int] = (0,),
+        tuned: Sequence[Tuned] | None = None,
+    ) -> None:
+        self.left_padding = [int(n) for n in left_padding]
+        self.books = books_of(params, len(self.left_padding))
+        self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
+        self.offset = 0
+        self.long_rope = False
+        self.row_answers: list[Answers] = [{} for _ in self.books]
+        self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
+        self._forget_loop()
+        self._forget_spans()
+        self._forget_rows(shared=len(self.books) > 1)
+
+    @property
+    def params(self) -> CodecParams:
+        """The codec of every sequence, start entries included. Sequence b's own is `books[b].params`.
+
+        Raises `ModelError` when the sequences have different start entries: there is no one codec then.
+        """
+        first = self.books[0].params
+        if any(book.params is not first and book.params != first for book in self.books):
+            raise ModelError("the sequences of this cache began with different packs: read each book's params")
+        return first
+
+    @property
+    def answers(self) -> Answers:
+        """The answers of the first sequence, as a map that may be added to."""
+        return self.row_answers[0]
+
+    def fits(self, params: CodecParams) -> bool:
+        """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
+        if params is not self._fitting and same_but_start(self.books[0].params, params):
+            self._fitting = params  # every step asks about the same codec again
+        return params is self._fitting
+
+    def __repr__(self) -> str:
+        """Returns sizes per sequence, never arrays."""
+        sizes = [(book.mark(), len(book), book.base_length) for book in self.books]
+        if len(sizes) == 1:
+            return "<ZipState: {} ids, {} entries, {} base tokens>".format(*sizes[0])
+        ids, entries, base = (list(part) for part in zip(*sizes, strict=True))
+        return f"<ZipState of {len(sizes)} sequences: {ids} ids, {entries} entries, {base} base tokens>"
+
+    def _forget_spans(self) -> None:
+        """Empties what `spans` keeps from one call to the next."""
+        shape = len(self.books), self.books[0].params.codebook_size
+        self._spans, self._spanned = np.zeros(shape, np.int32), [0] * len(self.books)
+
+    def _forget_loop(self) -> None:
+        """Sets what a decode loop keeps here to how it is before one begins."""
+        self.second_bodies = 0
+        self.submit: Callable[..., None] = _keep_lazy
+
+    def begun_with(self, packs: Sequence[Any]) -> None:
+        """Takes tuned rows from the packs that the sequences of a saved state began with.
+
+        packs: one per sequence, None to change nothing. Raises `ModelError` for a pack that a sequence did not begin
+        with, `DataError` for a file that is no pack.
+        """
+        starts = [start_of(pack) for pack in packs]
+        self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
+
+    # ---- one model call
+
+    def takes_one(self) -> bool:
+        """Returns whether `advance` takes one id as a number: for a single request whose padding has been read."""
+        return self.places is None and self.offset >= self.left_padding[0]
+
+    def advance(self, ids: HostIds) -> Advance:
+        """Pushes ids to the codebooks and returns how many entries are installed then. An illegal id changes nothing.
+
+        Raises `CodecError` for an id that is neither a base id nor an installed hypertoken, `ModelError` when the
+        batch size is not this state's.
+        """
+        if isinstance(ids, int):
+            book = self.books[0]
+            new, live = book.push(ids), len(book)
+            self.offset += 1
+            if self.can_evict and len(new):
+                self._mark_rows_missing(0, new.slots)
+            return Advance(live, live)
+        batch, length = ids.shape
+        if batch != len(self.books):
+            raise ModelError(f"the cache was made for {len(self.books)} sequence(s), the ids have {batch}")
+        if length == 1 and self.offset >= max(self.left_padding):
+            return self._advance_each(ids[:, 0].tolist())
+        first = self._padding_columns(self.offset, length)
+        before = np.array([len(book) for book in self.books])
+        marks = [book.mark() for book in self.books]
+        held = [book.rows(0, len(book)) for book in self.books] if self.can_evict else []
+        available, pushed = np.zeros((batch, length), dtype=np.int64), []
+        try:
+            for b, book in enumerate(self.books):
+                real = ids[b, first[b] :]
+                new = book.push(int(real[0]) if len(real) == 1 else real)
+                pushed.append(new)
+                if len(new):
+                    available[b, first[b] + new.at[: len(book) - before[b]]] = 1
+        except CodecError:
+            for book, mark in zip(self.books, marks, strict=True):
+                book.rewind(mark)
+            raise
+        self.offset += length
+        live = np.array([len(book) for book in self.books])
+        evicted: list[Evicted] = []
+        for b, (entries, new) in enumerate(zip(held, pushed, strict=False)):  # `held` is empty under freeze
+            self._mark_rows_missing(b, new.slots)
+            evicted += evicted_in_call(b, entries, new, int(first[b]))
+        return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(evicted))
+
+    def _advance_each(self, ids: Sequence[int]) -> Advance:
+        """Pushes one id to each codebook, as `advance` does."""
+        pushed = []
+        try:
+            for book, one in zip(self.books, ids, strict=True):
+                pushed.append(book.push(one))
+        except CodecError:
+            for book, _ in zip(self.books, pushed, strict=False):
+                book.rewind(book.mark() - 1)
+            raise
+        self.offset += 1
+        for b, new in enumerate(pushed if self.can_evict else ()):
+            if len(new):
+                self._mark_rows_missing(b, new.slots)
+        live = np.array(list(map(len, self.books)))
+        return Advance(live, live[:, None])
+
+    def base_positions(self, ids: np.ndarray) -> np.ndarray:
+        """Returns positions [B, L] int32 of ids [B, L], the last L ids read, in position mode `base_token_end`.
+
+        An id's position is the index of its last base id within the sequence, counted from 0; in the padding it is 0.
+
+        Source: position mode `base_token_end` of zip2zip 0.2.0.
+        """
+        out = np.zeros(ids.shape, dtype=np.int32)
+        first = self._padding_columns(self.offset - ids.shape[1], ids.shape[1])
+        for b, book in enumerate(self.books):
+            spans = book.logged(book.mark() - (ids.shape[1] - int(first[b])))[1].astype(np.int64)
+            out[b, first[b] :] = book.base_length - spans.sum() + np.cumsum(spans) - 1
+        return out
+
+    def base_lengths(self) -> np.ndarray:
+        """Returns how many base ids each sequence has read, [B] int32."""
+        return np.array([book.base_length for book in self.books], dtype=np.int32)
+
+    def base_lengths_after(self, ids: np.ndarray) -> np.ndarray:
+        """Returns how many base ids each sequence would have read after ids [B, L] more, [B] int32."""
+        first, books = self._padding_columns(self.offset, ids.shape[1]), [book.copy() for book in self.books]
+        for b, book in enumerate(books):
+            book.push(ids[b, first[b] :])
+        return np.array([book.base_length for book in books], dtype=np.int32)
+
+    def spans(self) -> np.ndarray:
+        """Returns the length in base ids of each slot's entry, [B, codebook_size] int32; 0 without one. Do not change
+        it: the state returns the array again.
+        """
+        for b, book in enumerate(self.books):
+            first = 0 if self.can_evict else self._spanned[b]
+            self._spans[b, first : len(book)] = book.rows(first, len(book) - first)[1]
+            self._spanned[b] = len(book)
+        return self._spans
+
+    def _padding_columns(self, begin: int, length: int) -> np.ndarray:
+        """Returns per sequence how many of the `length` columns from column `begin` on are left padding, [B]."""
+        return np.clip(np.array(self.left_padding) - begin, 0, length)
+
+    def log(self, pad_id: int) -> np.ndarray:
+        """Returns every id read, [B, offset] uint32, with `pad_id` in the left padding."""
+        out = np.full((len(self.books), self.offset), pad_id, dtype=np.uint32)
+        for b, book in enumerate(self.books):
+            out[b, self.offset - book.mark() :] = book.ids
+        return out
+
+    def evicted_since_read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Finds those among ids [B, L], the last L ids read, whose slots hold other entries now than when read.
+
+        Returns their sequences [N] and columns [N], and the entries that they stood for when they were read: base_ids
+        [N, merge_size] and lengths [N].
+        """
+        first, found = self._padding_columns(self.offset - ids.shape[1], ids.shape[1]), []
+        vocab_size = self.books[0].params.vocab_size
+        for b, book in enumerate(self.books):
+            columns = first[b] + np.flatnonzero(ids[b, first[b] :] >= vocab_size)
+            rows, lengths = (x[columns - ids.shape[1]] for x in book.logged(book.mark() - ids.shape[1] + int(first[b])))
+            now = [x[ids[b, columns].astype(np.int64) - vocab_size] for x in book.rows(0, len(book))]
+            other = differ((rows, lengths), now)
+            found.append((np.full(other.sum(), b), columns[other], rows[other], lengths[other].astype(np.int64)))
+        sequence, columns, rows, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return sequence, columns, rows, lengths
+
+    # ---- mlx-lm's cache protocol
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The parts that are saved: version; params as JSON; the id logs of all sequences, one after the other; their
+        lengths; left padding; offset; long_rope.
+
+        The params are one object, or a list of one per sequence when their start entries differ. If any sequence has
+        tuned rows, an eighth part follows: the packs' fingerprints as JSON, a list of one or null per sequence.
+        """
+        logs = [np.asarray(book.ids) for book in self.books]
+        tuned = _tuned_to_json(self.tuned)
+        return (
+            STATE_VERSION if tuned is None else TUNED_VERSION,
+            params_to_json([book.params for book in self.books]),
+            mx.array(np.concatenate(logs)),
+            mx.array(np.array([len(log) for log in logs], dtype=np.int64)),
+            mx.array(np.array(self.left_padding, dtype=np.int64)),
+            self.offset,
+            self.long_rope,
+            *(() if tuned is None else (tuned,)),
+        )
+
+    @state.setter
+    def state(self, value: Sequence[Any]) -> None:
+        """Rebuilds the state from saved parts, of version 1 or 2."""
+        params, ids, lengths, left_padding, offset, long_rope, *marks = _checked_state(
+            value, {STATE_VERSION: 7, TUNED_VERSION: 8}
+        )
+        padding, log = np.array(left_padding), np.array(ids)
+        expected = np.maximum(0, int(offset) - padding)
+        if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
+            raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
+        books = books_of(params_from_json(params), len(padding))
+        tuned: list[Tuned] = [*_tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
+        for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
+            book.push(part)
+        self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
+        self.offset, self.long_rope = int(offset), bool(long_rope)
+        self.row_answers, self._fitting = [{} for _ in books], None
+        self._forget_loop()
+        self._forget_spans()
+        self._forget_rows(shared=len(books) > 1)
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> ZipState:
+        """Returns the state with these saved parts, rebuilt by replaying the id logs.
+
+        Raises `CodecError` or `ModelError` if the parts are damaged.
+        """
+        made = cls.__new__(cls)
+        made.state = state
+        return made
+
+    def is_trimmable(self) -> bool:
+        """Returns True: codebooks can be rewound to any length."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forgets the last n ids of every sequence, n >= 0, and returns how many were forgotten."""
+        if n < 0:
+            raise ModelError(f"cannot trim {n} ids from a cache")
+        n = min(n, self.offset)
+        self.offset -= n
+        for b, book in enumerate(self.books):
+            held = book.rows(0, len(book)) if self.can_evict else ()
+            book.rewind(max(0, self.offset - self.left_padding[b]))
+            if self.can_evict:
+                now = book.rows(0, len(book))
+                self._mark_rows_missing(b, np.flatnonzero(differ([x[: len(book)] for x in held], now)))
+                self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
+            self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
+            if self.places is None:
+                self.encoded_inputs[0, len(book) :] = False
+            self._spanned[b] = min(self._spanned[b], len(book))
+            self._spans[b, len(book) :] = 0
+        return n
+
+    def size(self) -> int:
+        """Returns the number of ids read per sequence, left padding included."""
+        return self.offset
+
+    def empty(self) -> bool:
+        """Returns whether no id has been read."""
+        return self.offset == 0
+
+    # ---- sequences that join and leave, as in mlx-lm's `BatchKVCache`
+
+    @classmethod
+    def merge(cls, states: Sequence[ZipState]) -> ZipState:
+        """Returns one state with the sequences of all states, in this order. It takes their codebooks over, so the
+        states given must not be used any more.
+
+        Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for no states, and as `extend`.
+        """
+        if not states:
+            raise ModelError("there are no caches to merge")
+        for other in states[1:]:
+            states[0]._check_joins(other)
+        made = cls.__new__(cls)
+        made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
+        made.offset, made.long_rope, made._fitting = 0, states[0].long_rope, states[0]._fitting
+        made._forget_loop()
+        made._begin_batch(states[0].books[0].params.codebook_size)
+        for one in states:
+            made._add(one)
+        return made
+
+    def extend(self, other: ZipState) -> None:
+        """Adds the sequences of another state after this one's. It takes their codebooks over, so the other state must
+        not be used any more.
+
+        Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for another codec (start entries
+        may differ), and where LongRoPE's factors differ.
+        """
+        self._check_joins(other)
+        if self.places is None:
+            vars(self).update(vars(ZipState.merge([self])))
+        self._add(other)
+
+    def _add(self, other: ZipState) -> None:
+        """Adds the sequences of another state after this one's. This state is a batch's."""
+        self._join_rows(other)
+        offset = max(self.offset, other.offset)
+        padding = [(self, n) for n in self.left_padding] + [(other, n) for n in other.left_padding]
+        self.left_padding = [offset - one.offset + n for one, n in padding]
+        self.row_answers = [*self.row_answers, *other.row_answers]
+        self.offset = offset
+        self._forget_spans()
+
+    def filter(self, indices: Sequence[int]) -> None:
+        """Keeps the sequences at these indices only, in this order, and forgets left padding that all of them have.
+
+        Raises `ModelError`, with nothing changed, for no index, and for one that is out of range or occurs twice.
+        """
+        self._check_indices(indices)
+        padding = [self.left_padding[i] for i in indices]
+        less = min(padding)
+        if less > self.offset:
+            raise ModelError(f"{less} columns are left padding, of which {self.offset} are read: read them first")
+        self._keep_rows(indices)
+        self.row_answers = [self.row_answers[i] for i in indices]
+        self.left_padding, self.offset = [n - less for n in padding], self.offset - less
+        self._forget_spans()
+
+    def extract(self, index: int, rows: bool = True) -> ZipState:
+        """Returns a copy of one sequence, without its left padding. This state does not change.
+
+        rows: whether the copy has the sequence's rows; else the next model call fills its row tables again.
+
+        Raises `ModelError` for an index that is out of range.
+        """
+        self._check_indices([index])
+        made = ZipState.__new__(ZipState)
+        made.books, made.tuned = [self.books[index].copy()], [self.tuned[index]]
+        made.row_answers, made._fitting = [dict(self.row_answers[index])], self._fitting
+        made.left_padding, made.offset = [0], max(0, self.offset - self.left_padding[index])
+        made.long_rope = self.long_rope
+        made._forget_loop()
+        made._forget_spans()
+        if rows:
+            self._single_rows(index, made)
+        else:
+            made._forget_rows(shared=False)
+        return made
+
+    def _check_joins(self, other: ZipState) -> None:
+        """Raises `ModelError` if the sequences of another state cannot join this one's."""
+        if not same_but_start(self.books[0].params, other.books[0].params):
+            raise ModelError("the caches to merge were made with different codec parameters")
+        if self.long_rope != other.long_rope:
+            raise ModelError("the caches to merge were filled with different factors of LongRoPE, short and long")
+
+    def _check_indices(self, indices: Sequence[int]) -> None:
+        """Raises `ModelError` unless indices name at least one sequence, each once."""
+        if not len(indices) or len(set(indices)) < len(indices):
+            raise ModelError(f"indices must name at least one sequence, each once, got {list(indices)}")
+        if not all(0 <= i < len(self.books) for i in indices):
+            raise ModelError(f"the cache has {len(self.books)} sequence(s), the indices are {list(indices)}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the row tables and id logs."""
+        return self.inputs.nbytes + self.outputs.nbytes + sum(4 * book.mark() for book in self.books)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZipState:
+        twin = ZipState.__new__(ZipState)
+        twin.left_padding = list(self.left_padding)
+        twin.books = [book.copy() for book in self.books]
+        twin.offset, twin.long_rope = self.offset, self.long_rope
+        twin.row_answers, twin._fitting = [dict(one) for one in self.row_answers], self._fitting
+        twin._forget_loop()
+        twin._spans, twin._spanned = self._spans.copy(), list(self._spanned)
+        self._copy_rows(twin)
+        return twin
+
+    def __copy__(self) -> ZipState:
+        return copy.deepcopy(self)  # a shallow copy would share codebooks
+
+
+def _keep_lazy(*arrays: mx.array) -> None:
+    """Does nothing: the arrays stay lazy until a value is read."""
+
+
+@contextmanager
+def submitting(state: ZipState) -> Iterator[None]:
+    """Inside, the device begins with a step's parts while the rest of the step is still built."""
+    state.submit = mx.async_eval
+    try:
+        yield
+    finally:
+        state.submit = _keep_lazy
+
+
+def find_state(cache: Sequence[Any]) -> ZipState | None:
+    """Returns the cache's `ZipState`, or None for a plain model's cache."""
+    return next((entry for entry in cache if isinstance(entry, ZipState)), None)
+
+
+# ---- parts of a state as JSON, for mlx-lm's cache files
+
+
+def _checked_state(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
+    """Returns the parts of a saved state after its first, the version.
+
+    sizes: how many parts a state of each known version has. Raises `ModelError` for another version or number of parts.
+    """
+    version = value[0]
+    if sizes.get(version) != len(value):
+        known = " or ".join(map(str, sizes))
+        raise ModelError(
+            f"saved cache: ZipState version {version} is not {known}, or parts of it are missing; make a new cache"
+        )
+    return value[1:]
+
+
+def _tuned_to_json(tuned: Sequence[Tuned]) -> str | None:
+    """Returns the fingerprints of tuned packs as JSON, one or null per sequence; None if no sequence has one."""
+    if all(one is None for one in tuned):
+        return None
+    return json.dumps([one if one is None or isinstance(one, str) else one.fingerprint for one in tuned])
+
+
+def _tuned_from_json(text: str, batch: int) -> list[str | None]:
+    """Returns the fingerprints that `_tuned_to_json` wrote for `batch` sequences. Raises `ModelError` for others."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ModelError(f"saved cache: the fingerprints of its packs cannot be read: {error}") from error
+    if not isinstance(found, list) or len(found) != batch or not all(isinstance(x, str | None) for x in found):
+        raise ModelError(
+            f"saved cache: {found!r:.80} is not a list of {batch} fingerprints of packs, one or null per sequence"
+        )
+    return found

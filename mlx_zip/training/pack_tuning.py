@@ -1,0 +1,168 @@
+"""Tunes a pack: trains the rows of its entries on texts, for one frozen model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import mlx_zip
+from mlx_zip.codec import CodecParams
+from mlx_zip.errors import TrainingError
+from mlx_zip.files import sole_user
+from mlx_zip.models.folders import plain_codec
+from mlx_zip.models.loading import load, model_folder, read_config
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
+from mlx_zip.progress import counted
+from mlx_zip.training.prepare.text_windows import Texts
+from mlx_zip.training.run_folder import open_run
+from mlx_zip.training.run_metrics import Metrics, read_metrics
+from mlx_zip.training.run_summary import header
+from mlx_zip.training.settings import EncoderOptions, TrainSettings
+from mlx_zip.training.starting_model import start_model
+from mlx_zip.training.steps.objective import PackTrainee, encoded_rows
+from mlx_zip.training.trainer import Outcome, Trainer, check_data
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of `tune`.
+
+    rows: the tuned rows, None if a signal ended the run early. before, after: held-out bits per byte before the first
+    and after the last step; `after` is None if `rows` is.
+    """
+
+    rows: TunedRows | None
+    outcome: Outcome
+    before: float
+    after: float | None
+
+
+def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote_code: bool = False) -> Model:
+    """Loads the model that a pack is tuned for, with the codec `params`; a plain model gets a codebook.
+
+    name: model folder, bundled model or hub id. position_mode: how a plain model counts positions; a zip2zip model has
+    its own way. trust_remote_code: as in `load`.
+    """
+    folder = model_folder(name)
+    if read_config(folder)["model_type"] == MODEL_TYPE:
+        pack = Pack(params.start or ())
+        model = load(folder, pack=pack, codebook_size=params.codebook_size, trust_remote_code=trust_remote_code)[0]
+    else:
+        encoder = EncoderOptions("averaging", tie_encoders=True, position_mode=position_mode)
+        model: Any = start_model(folder, None, params, encoder)[0]
+    return model
+
+
+def dequantized(model: Model, dtype: str = "float32") -> Model:
+    """Returns the model with quantized weights turned into floats, in its encoders too.
+
+    dtype: number type in which the model will compute, "float32" or "bfloat16".
+    """
+    from mlx_lm.utils import dequantize_model
+
+    if dtype == "float32":
+        model.set_dtype(mx.float32)  # first, else 16-bit scales would make weights rounded to 16 bits
+    made: Any = dequantize_model(model)
+    return made
+
+
+def tune(
+    pack: Pack,
+    model: Model,
+    data: Texts,
+    valid: Texts,
+    settings: TrainSettings,
+    run: Path,
+    *,
+    plain: bool = False,
+    name: str | None = None,
+    save_dtype: str = "float32",
+    quiet: bool = False,
+) -> Tuned:
+    """Tunes the rows of a pack's entries, from the run's last checkpoint if there is one. The model is frozen.
+
+    data, valid: samples to train and to validate on, whose codebooks begin with the pack's entries. run: folder of
+    checkpoints and metrics. plain: whether the model was plain when it was loaded. name: fingerprint of the model that
+    the rows are for; None: that of `model`, which is wrong for a dequantized one. save_dtype: number type of the saved
+    rows, float16 or float32. The first rows are those that the pack has for this model, else those that the model's
+    encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and LoRA settings are ignored;
+    `settings.dtype` may change the model's. Raises `TrainingError`, `DataError`.
+    """
+    _check_context(model, data, valid)
+    check_data(data, valid, settings)
+    name, params = name or model.fingerprint, data.params
+    if settings.dtype == "float32":
+        model.set_dtype(mx.float32)
+    rows = _first_rows(pack, model, name, params)
+    record = _record(pack, name, data, valid, settings)
+    mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    open_run(run, record, mark, "--run")
+    with sole_user(run) as alone:
+        if not alone:
+            raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
+        trainee = PackTrainee(model, *rows)
+        first = trainee.trainable_parameters()
+        trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
+        if not trainer.quiet:
+            print(*header(trainer, f"rows of {counted(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
+        before = _first_bits(trainer, first, run)
+        outcome = trainer.train()
+        if outcome.progress.step < settings.iters:
+            return Tuned(None, outcome, before, None)
+        after = trainer.validation()["val_bits_per_byte"]
+    codec = plain_codec(params, model.config.position_mode) if plain else None
+    output = np.array(trainee.output_rows).astype(save_dtype)
+    read = output if model.sides_are_one else np.array(trainee.read_rows).astype(save_dtype)
+    return Tuned(TunedRows(read, output, name, codec), outcome, before, after)
+
+
+def _check_context(model: Model, data: Texts, valid: Texts) -> None:
+    """Raises `TrainingError` for a window that is longer than the model's context."""
+    context = model.args.config.get("max_position_embeddings")
+    longest = max(sample.base_ids for sample in (*data.samples, *valid.samples))
+    if isinstance(context, int) and longest > context:
+        raise TrainingError(f"there are windows of {longest} base ids (--context), the model has {context} positions")
+
+
+def _first_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
+    """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune`."""
+    if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
+        return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
+    return encoded_rows(model, pack.entries, params)
+
+
+def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
+    """Returns held-out bits per byte before the first step: from a resumed run's log, else measured with `first`.
+
+    first: the rows to begin with, by parameter name.
+    """
+    for line in read_metrics(run):
+        if line["step"] == 0 and isinstance(line.get("val_bits_per_byte"), float):
+            return line["val_bits_per_byte"]
+    now = trainer.trainee.trainable_parameters()
+    trainer.trainee.update(first)
+    found = trainer.validation()
+    trainer.trainee.update(now)
+    Metrics(run, trainer.progress.step).add(step=0, **found)
+    return found["val_bits_per_byte"]
+
+
+def _record(pack: Pack, name: str, data: Texts, valid: Texts, settings: TrainSettings) -> dict[str, Any]:
+    """Returns the record by which `open_run` knows the run again: model, settings, pack and texts."""
+    fixed = settings.deciding()
+    return {
+        "fixed": {"model": name, "settings": fixed},
+        "data": [pack.fingerprint, data.fingerprint, valid.fingerprint],
+        "encoder": None,
+        "mlx_zip": mlx_zip.__version__,
+    }

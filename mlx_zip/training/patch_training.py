@@ -1,0 +1,424 @@
+"""Trains and measures models that read patches, and plain models to compare with, from random weights.
+
+A run's steps depend only on its seed, settings and data. On the CPU, a resumed run gives the numbers of an
+uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`. `fit` makes
+a patch model from texts: tokenizer, patch table, training, model folder.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+import mlx_zip
+from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.files import remove_partials, sole_user
+from mlx_zip.models.patches.patch_model import (
+    PatchConfig,
+    PatchModel,
+    PlainModel,
+    SavedPatchModel,
+    parameters_of,
+    save_patch_model,
+)
+from mlx_zip.progress import counted
+from mlx_zip.training.checkpoints import Progress, checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar, stop_signals
+from mlx_zip.training.run_folder import open_run
+from mlx_zip.training.run_metrics import Metrics
+from mlx_zip.training.settings import ADDED_LATER, TrainSettings
+from mlx_zip.training.steps.stepping import clip, learning_rate, make_optimizer
+from mlx_zip.vocab.hbpe.measures import (
+    FIT_LATENT,
+    FIT_LOCAL,
+    Tower,
+    bits_per_byte,
+    fertility,
+    hierarchical_flops,
+    words_of,
+)
+from mlx_zip.vocab.hbpe.patch_merges import MARK
+from mlx_zip.vocab.hbpe.patch_table import PatchText, learn_tokenizer, read_tokenizer
+
+Uint32s = NDArray[np.uint32]
+_WINDOWS = 16  # read in one call of a model
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A text cut into W windows of T ids.
+
+    ids uint32 [W, T]. unit_bytes int64 [V]: bytes that each id stands for. rows uint16 [V, S]: each id's patch of S
+    symbols, filled with `MARK`; None for a model that reads the ids themselves. Raises `DataError` for an empty text
+    and for an id outside the vocabulary.
+    """
+
+    ids: Uint32s
+    unit_bytes: NDArray[np.int64]
+    rows: NDArray[np.uint16] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 2 or not self.ids.size:
+            raise DataError("the text does not fill one window: take shorter windows, or more text")
+        units = len(self.unit_bytes) if self.rows is None else min(len(self.unit_bytes), len(self.rows))
+        if self.ids.max() >= units:
+            raise DataError(f"id {self.ids.max()} of the text is not below the {units} of its vocabulary")
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of symbols in each id's patch, its end mark included, int64 [V]."""
+        assert self.rows is not None
+        marked = self.rows == MARK
+        return np.where(marked.any(axis=1), marked.argmax(axis=1) + 1, self.rows.shape[1])
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that all windows stand for."""
+        return int(self.unit_bytes[self.ids].sum())
+
+    def fingerprint(self) -> str:
+        """Returns a hex digest of ids, bytes and patches."""
+        digest = sha256(repr(self.ids.shape).encode())
+        for part in (self.ids, self.unit_bytes, self.rows):
+            digest.update(b"" if part is None else part.tobytes())
+        return digest.hexdigest()
+
+
+def windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
+    """Joins documents, each followed by the id `end`, and returns windows [W, length] of them; a rest is left out."""
+    ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
+    whole = len(ids) // length
+    return ids[: whole * length].reshape(whole, length)
+
+
+def nats(model: PatchModel | PlainModel, corpus: Corpus, ids: Uint32s) -> mx.array:
+    """Returns the summed negative log-likelihood of windows `ids` [B, T], in nats.
+
+    A patch model predicts every symbol of every patch, end marks included; a plain model predicts every id.
+    """
+    if isinstance(model, PlainModel):
+        targets = mx.array(ids.astype(np.int32))
+        return nn.losses.cross_entropy(model(targets), targets, reduction="sum")
+    return _patch_nats(model, corpus, ids)
+
+
+def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
+    """Returns `nats` of a patch model.
+
+    Equal patches are encoded once, the decoder runs up to the longest patch, and the head skips padding.
+    """
+    assert corpus.rows is not None
+    kinds, index = np.unique(ids, return_inverse=True)
+    lengths = corpus.lengths[ids.reshape(-1)]
+    longest = int(lengths.max())
+    symbols = corpus.rows[ids.reshape(-1), :longest].astype(np.int32)
+    places = np.flatnonzero(np.arange(longest) < lengths[:, None])
+    e = model.encode(mx.array(corpus.rows[kinds].astype(np.int32)))[mx.array(index.reshape(ids.shape))]
+    h = model.contexts(e).reshape(len(lengths), -1)
+    states = model.states(h, mx.array(symbols[:, :-1]))
+    logits = model.head(states.reshape(-1, states.shape[-1])[mx.array(places)])
+    return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")
+
+
+def _check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
+    """Raises `DataError` unless the model knows every id or symbol of the text, which MLX itself does not check."""
+    if isinstance(model, PlainModel):
+        units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
+    elif corpus.rows is None or corpus.rows.shape[1] != model.config.patch_size:
+        has = "no patches" if corpus.rows is None else f"patches of {corpus.rows.shape[1]} symbols"
+        raise DataError(f"the model reads patches of {model.config.patch_size} symbols, the text has {has}")
+    else:
+        units, known = int(corpus.rows.max()) + 1, model.config.symbols
+    if units > known:
+        raise DataError(f"the text has {units} different ids or symbols, the model knows {known}")
+
+
+def _check_run(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> None:
+    """Raises `DataError` if the model cannot read the text, `TrainingError` if the text does not fill one batch."""
+    _check_fit(model, corpus)
+    if len(corpus.ids) < settings.batch_size:
+        raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
+
+
+def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 16) -> dict[str, Any]:
+    """Measures all windows, each read on its own. Raises `DataError` if the model cannot read the text.
+
+    Returns `bits_per_byte`, `nats`, `bytes`, and `units`, the number of patches or ids. batch_size: windows per call.
+    """
+    _check_fit(model, corpus)
+    total = 0.0
+    for at in range(0, len(corpus.ids), batch_size):
+        some: Any = nats(model, corpus, corpus.ids[at : at + batch_size]).item()
+        total += some
+    return {
+        "bits_per_byte": bits_per_byte(total, corpus.n_bytes),
+        "nats": total,
+        "bytes": corpus.n_bytes,
+        "units": corpus.ids.size,
+    }
+
+
+def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.float32]:
+    """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
+
+    window: bytes that the model reads at a time; each window begins anew.
+    """
+    filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
+    out = []
+    for at in range(0, len(filled), _WINDOWS):
+        logits = model(mx.array(filled[at : at + _WINDOWS]))
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        out.append(np.array(-(mx.exp(logs) * logs).sum(axis=-1)).reshape(-1))
+    return np.concatenate(out)[: len(data)] if out else np.zeros(0, np.float32)
+
+
+def train(
+    model: PatchModel | PlainModel,
+    corpus: Corpus,
+    settings: TrainSettings,
+    run: Path,
+    quiet: bool = True,
+    until: int | None = None,
+    asked: Asked = lambda: None,
+) -> Progress:
+    """Trains from the run's last checkpoint until `settings.iters` steps are done, and saves the last step.
+
+    until: stop after this step already; a later call continues the run. asked: function of `stop_signals`; the run
+    stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
+    steps_per_report, save_every, keep, and those of the optimizer.
+
+    Returns the progress. Raises as `_check_run` does, `TrainingError` if the loss is not a number or the checkpoint is
+    another run's, and `Stopped` after a signal, when the last step is saved.
+    """
+    _check_run(model, corpus, settings)
+    job = _PatchTrainer(model, corpus, settings, run)
+    with steps_bar(settings, job.progress.step, quiet, until) as bar:
+        bar.say(job.header())
+        stopped = run_steps(job, settings, bar, asked, until)
+    if stopped and job.progress.step < settings.iters:
+        raise Stopped(job.progress, asked() or signal.SIGTERM)
+    return job.progress
+
+
+class _PatchTrainer:
+    """Trains a patch model or a plain one as a `Job`: in one process, without validation during the run."""
+
+    def __init__(self, model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path) -> None:
+        self.model, self.corpus, self.settings, self.run = model, corpus, settings, run
+        self.optimizer = make_optimizer(settings)
+        self.optimizer.init(model.trainable_parameters())
+        self.mark = _fingerprint(model, corpus, settings)
+        found = checkpoints(run)
+        self.progress = load_checkpoint(found[-1][1], model, self.optimizer, self.mark) if found else Progress()
+        run.mkdir(parents=True, exist_ok=True)
+        self._log = Metrics(run, self.progress.step)
+        self._value_and_grad = nn.value_and_grad(model, lambda ids: nats(model, corpus, ids) / ids.size)
+        self._batches = _batches(corpus, settings, self.progress.step)
+        self._last: tuple[float, Uint32s, float] = (0.0, corpus.ids[:0], 0.0)  # loss, ids and seconds of the last step
+
+    def header(self) -> list[str]:
+        """Returns lines on what is trained, on what data, and at which step the run resumes."""
+        parameters = parameters_of(self.model)
+        done, windows = self.progress.step, counted(len(self.corpus.ids), "window")
+        return [
+            f"training {parameters:,} parameters on {windows} of {self.corpus.ids.shape[1]:,} ids, "
+            f"{self.corpus.n_bytes:,} bytes; device: {mx.default_device().type.name}",
+            *([f"resuming at step {done:,} of {self.settings.iters:,}"] if done else []),
+        ]
+
+    def step(self, stop: bool) -> bool:
+        """Trains one step on the next windows and returns `stop`; see `Job`."""
+        began, ids = time.perf_counter(), next(self._batches)
+        loss, gradients = self._value_and_grad(ids)
+        gradients, norm = clip(gradients, self.settings.max_grad_norm)
+        self.optimizer.update(self.model, gradients)
+        mx.eval(loss, norm, self.model.parameters(), self.optimizer.state)
+        seconds = time.perf_counter() - began
+        self.progress = _advanced(self.progress, self.corpus, ids, seconds)
+        if not np.isfinite([loss.item(), norm.item()]).all():
+            raise TrainingError(
+                f"step {self.progress.step}: the loss or its gradient is not a number; the last checkpoint is good: "
+                "lower the learning rate"
+            )
+        self._last = loss.item(), ids, seconds
+        return stop
+
+    def report(self) -> str:
+        """Logs the loss of the last step and returns its figures in words; see `Job`."""
+        loss, ids, seconds = self._last
+        bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
+        rate = learning_rate(self.optimizer)
+        self._log.add(loss=loss, bits_per_byte=bits, learning_rate=rate, **vars(self.progress))
+        return f"loss {loss:.3f}, {bits:.3f} bits per byte, {ids.size / max(seconds, 1e-9):,.0f} ids/s"
+
+    def validate(self) -> None:
+        """Does nothing: there is no validation during the run; see `Job`."""
+
+    def save(self) -> None:
+        """Writes the checkpoint of this step, unless it exists; see `Job`."""
+        found = checkpoints(self.run)
+        if self.progress.step and (not found or found[-1][0] != self.progress.step):
+            save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.mark, self.settings.keep)
+
+
+def _advanced(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> Progress:
+    """Returns `done` plus one step that read the windows `ids` in `seconds`."""
+    return replace(
+        done,
+        step=done.step + 1,
+        seen_samples=done.seen_samples + len(ids),
+        seen_ids=done.seen_ids + ids.size,
+        seen_base_ids=done.seen_base_ids + ids.size,
+        seen_bytes=done.seen_bytes + int(corpus.unit_bytes[ids].sum()),
+        seconds=done.seconds + seconds,
+    )
+
+
+def _batches(corpus: Corpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
+    """Yields the windows [B, T] of each step from `step` on.
+
+    Each pass over the text has a random order of its own; windows that do not fill its last batch are left out.
+    """
+    per_pass, order = len(corpus.ids) // settings.batch_size, np.zeros(0, np.int64)
+    for k in range(step, settings.iters):
+        if k == step or k % per_pass == 0:
+            order = np.random.default_rng((settings.seed, k // per_pass)).permutation(len(corpus.ids))
+        at = k % per_pass * settings.batch_size
+        yield corpus.ids[order[at : at + settings.batch_size]]
+
+
+def _fingerprint(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> str:
+    """Returns a hex digest of what decides the run's numbers: the model's config, the data and the settings."""
+    left_out = {"steps_per_report", "save_every", "keep", *ADDED_LATER}
+    chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in left_out)
+    facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()
+    return sha256(repr(facts).encode()).hexdigest()
+
+
+# ---- from texts to a model's folder
+
+MODEL = "model"  # folder inside the run's folder that a finished run writes
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The patch model to train.
+
+    tokenizer: file of the tokenizer whose tokens become patches; None: a byte-level BPE of `vocab_size` tokens is
+    learned. patch_size: maximum symbols per patch. mode: "stop" or "full", see `Merges`. context: patches per window.
+    latent, local: sizes of the large transformer, and of the local encoder and decoder.
+    """
+
+    tokenizer: Path | None = None
+    vocab_size: int = 4096
+    patch_size: int = 10
+    mode: str = "stop"
+    context: int = 128
+    latent: Tower = FIT_LATENT
+    local: Tower = FIT_LOCAL
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise DataError(f"context must be at least 1, got {self.context}")
+
+
+def fit(
+    texts: Sequence[str], options: FitOptions, settings: TrainSettings, out: Path, quiet: bool = True
+) -> SavedPatchModel:
+    """Trains a patch model on documents, writes `out/model` and returns the saved model.
+
+    texts: the documents. out: the run's folder; a run found there is continued from its last checkpoint. The first
+    Ctrl-C or SIGTERM ends training after the current step, saves it and raises `Stopped`. Raises `DataError`,
+    `ConfigError`, and `TrainingError` as `hbpe.train` does, if the folder holds something else, or if another process
+    trains there.
+    """
+    text = _first_stage(texts, options)
+    ids = windows([text.ids(one) for one in texts], text.end, options.context)
+    corpus = Corpus(ids, text.unit_bytes, text.table.rows)
+    mx.random.seed(settings.seed)
+    merges = text.table.merges
+    model = PatchModel(PatchConfig(merges.symbols, merges.patch_size, options.latent, options.local))
+    _check_run(model, corpus, settings)
+    record = _record(texts, text, options, settings)
+    open_run(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
+    try:
+        with sole_user(out) as alone:
+            if not alone:
+                raise TrainingError(f"another process trains in {out}; wait for it, or choose another RUN")
+            remove_partials(out)
+            with stop_signals() as asked:
+                done = train(model, corpus, settings, out, quiet, asked=asked)
+            source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
+            saved = SavedPatchModel(model, text, options.context, source)
+            save_patch_model(out / MODEL, saved)
+    except OSError as error:
+        raise TrainingError(f"{out}: {error.strerror or error}") from error
+    return saved
+
+
+def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
+    """Measures a patch model on documents. Raises `DataError` for texts without bytes.
+
+    The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last is shorter.
+    Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches per word;
+    None without words), forward_flops_per_byte (counted as in the paper, for the mean symbols per patch of these
+    texts), parameters, and exact: whether the patches spell the texts byte by byte.
+    """
+    ids = windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
+    whole = len(ids) // saved.context * saved.context
+    parts = [part.reshape(-1, n) for part, n in ((ids[:whole], saved.context), (ids[whole:], len(ids) - whole)) if n]
+    corpora = [Corpus(part, saved.text.unit_bytes, saved.text.table.rows) for part in parts if part.size]
+    found = [evaluate(saved.model, corpus, batch_size) for corpus in corpora]
+    n_bytes, lengths = sum(one["bytes"] for one in found), saved.text.table.lengths[ids]
+    if not n_bytes:
+        raise DataError("the texts have no bytes: there is nothing to measure")
+    words, config, window = sum(map(words_of, texts)), saved.model.config, saved.context * n_bytes / len(ids)
+    symbols, spelled = float(lengths.mean()), saved.text.table.tokens
+    flops = hierarchical_flops(window, n_bytes / len(ids), config.latent, config.local, config.symbols, symbols)
+    return {
+        "bits_per_byte": bits_per_byte(sum(one["nats"] for one in found), n_bytes),
+        "bytes": n_bytes,
+        "documents": len(texts),
+        "patches": len(ids),
+        "bytes_per_patch": n_bytes / len(ids),
+        "symbols_per_patch": symbols,
+        "fertility": fertility(len(ids), words) if words else None,
+        "forward_flops_per_byte": flops / window,
+        "parameters": parameters_of(saved.model),
+        "exact": b"".join(spelled[i] for i in ids.tolist()) == "".join(texts).encode("utf-8"),
+    }
+
+
+def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
+    if options.tokenizer is None:
+        tokenizer = learn_tokenizer(texts, options.vocab_size)
+    else:
+        tokenizer = read_tokenizer(options.tokenizer)
+    return PatchText.learn(tokenizer, options.patch_size, options.mode)
+
+
+def _record(texts: Sequence[str], text: PatchText, options: FitOptions, settings: TrainSettings) -> dict[str, Any]:
+    """Returns the record by which `open_run` knows the run again: settings, options, and a digest of the texts."""
+    digest = sha256()
+    for one in texts:
+        digest.update(one.encode("utf-8") + b"\0")
+    fixed = settings.deciding()
+    tokenizer = None if options.tokenizer is None else text.table.fingerprint
+    return {
+        "fixed": {"settings": {**fixed, **asdict(options), "tokenizer": tokenizer}},
+        "data": digest.hexdigest(),
+        "encoder": None,
+        "mlx_zip": mlx_zip.__version__,
+    }

@@ -1,0 +1,226 @@
+"""`prepare`: turns files and data sets into shards of compressed samples with loss masks.
+
+The result is the same for any number of workers. After an interruption only the missing shards are made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import mlx_zip
+from mlx_zip.codec.pack import write_pack
+from mlx_zip.errors import DataError, reason
+from mlx_zip.progress import ProgressBar
+from mlx_zip.text.sources import Reader, files_of, is_local
+from mlx_zip.training.prepare.mixture import kept_samples, next_sources
+from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
+from mlx_zip.training.prepare.prepared_folder import POOL, PreparedFolder
+from mlx_zip.training.prepare.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
+from mlx_zip.training.prepare.shards import codec_record
+
+ROUND = 16  # shards that are chosen at a time, by the shares that a mixture has reached
+Records = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
+
+
+def prepare(
+    options: PrepareOptions, workers: int = 1, progress: bool = False, report: Callable[[str], object] | None = None
+) -> dict[str, Any]:
+    """Prepares data and returns the index of the folder.
+
+    workers: number of processes. progress: show a bar on stderr, if that is a terminal. report: is called with a line
+    for every invalid record that is skipped; None prints it on stderr. A folder that an interrupted run with the same
+    options left is completed; for a finished one its index is returned.
+
+    Raises `DataError` naming file and line, or the option that does not fit; no index is written then.
+    """
+    report = report or (lambda line: print(line, file=sys.stderr))
+    if workers < 1:
+        raise DataError(f"workers must be 1 or more, got {workers}")
+    plan, tokenizer, settings = make_plan(options)
+    try:
+        with PreparedFolder(options.out) as folder:
+            if (index := folder.open(settings, report)) is not None:
+                return index
+            try:
+                if plan.pool is not None:
+                    write_pack(plan.out / POOL, plan.pool, plan.params.merge_size, plan.params.pad_id)
+                run = _Run(options, plan, folder, progress, report)
+                with _workers(plan, tokenizer, workers) as make:
+                    run.make_shards(make)
+                return run.finish(settings)
+            except (DataError, OSError):
+                folder.give_up()
+                raise
+    except BrokenProcessPool as error:
+        raise DataError(f"a worker process was killed, by lack of memory perhaps; {_GO_ON}") from error
+    except OSError as error:  # errors of reading are `DataError`s by now
+        go_on = f"; {_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
+        raise DataError(f"{options.out} cannot be written: {reason(error)}{go_on}") from error
+
+
+_GO_ON = "the shards written so far stay: run the same again to go on"
+Make = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
+
+
+@contextmanager
+def _workers(plan: Plan, tokenizer: Any, workers: int) -> Iterator[Make]:
+    """Yields a function that makes a shard of each chunk, in `workers` processes, and returns the records in order."""
+    if workers == 1:
+        maker = ShardMaker(plan, tokenizer)
+        yield lambda chunks: map(maker.make, chunks)
+        return
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, start_worker, (plan,))
+    try:
+        yield lambda chunks: pool.map(make_in_worker, chunks)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Run:
+    """One run of `prepare`: its readers, the records of finished shards, and the progress bar."""
+
+    def __init__(
+        self,
+        options: PrepareOptions,
+        plan: Plan,
+        folder: PreparedFolder,
+        progress: bool,
+        report: Callable[[str], object],
+    ) -> None:
+        self.options, self.plan, self.folder, self.report = options, plan, folder, report
+        self.shares = [source.share for source in options.sources]
+        self.readers = [Reader(source) for source in options.sources]
+        self.chunks = [
+            cut_chunks(iter(r), options.shard_samples, options.context, options.fill_windows) for r in self.readers
+        ]
+        self.records: Records = [[] for _ in options.sources]
+        self.skipped: Counter[str] = Counter()
+        names = [name for source in options.sources for name in source.data]
+        local = all(map(is_local, names))
+        total = sum(Path(file).stat().st_size for name in names for file in files_of(name)) if local else None
+        self.bar = ProgressBar(total, "byte", "Preparing", shown=progress)
+
+    def make_shards(self, make: Make) -> None:
+        """Reads the sources and makes shards, until a source has ended or there are enough samples."""
+        number, ended = 0, False
+        with self.bar:
+            while not ended and not self._enough():
+                base_ids = [[record["base_ids"] for record in done] for done in self.records]
+                chunks = []
+                for source in next_sources(self.shares, base_ids, ROUND):
+                    items = next(self.chunks[source], None)
+                    if items is None:
+                        ended = True
+                        continue
+                    chunks.append(Chunk(number, source, items, sum(reader.stored for reader in self.readers)))
+                    number += 1
+                self._make_round(make, chunks)
+
+    def _make_round(self, make: Make, chunks: Sequence[Chunk]) -> None:
+        """Makes the shards of some chunks, unless an earlier run has made them, and adds up their records."""
+        done = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
+        made = make([chunk for chunk in chunks if done[chunk.number] is None])
+        for chunk in chunks:
+            record = done[chunk.number]
+            if record is None:
+                record = next(made)
+                self._report_skipped(record)
+            self.records[chunk.source].append(record)
+            self._count(record)
+            base_ids = sum(r["base_ids"] for done in self.records for r in done)
+            self.bar.note(f"{base_ids:,} base ids")
+            self.bar.reach(chunk.stored)
+
+    def _report_skipped(self, record: dict[str, Any]) -> None:
+        """Reports the invalid records of a shard: the first ones in words, the number of all others."""
+        notes = record["notes"]
+        more = record["skipped"].get("wrong", 0) - len(notes)
+        for note in [*notes, *([f"{more} more wrong records after these"] if more else [])]:
+            self.bar.clear()
+            self.report(f"skipped {note}")
+
+    def _count(self, record: dict[str, Any]) -> None:
+        """Adds up the skipped records of a shard. Raises `DataError` for more than `max_skipped` invalid ones."""
+        self.skipped.update(record["skipped"])
+        if self.skipped["wrong"] > self.options.max_skipped:
+            first = next(r["notes"][0] for done in self.records for r in done if r["notes"])
+            raise DataError(
+                f"{self.skipped['wrong']} wrong records, more than max_skipped (--max-skipped) "
+                f"{self.options.max_skipped}; the first: {first}"
+            )
+
+    def _enough(self) -> bool:
+        """Returns whether every source has finished a shard and the samples to keep reach `options.limit`."""
+        limit = self.options.limit
+        return limit is not None and all(self.records) and sum(self._kept(None)) >= limit
+
+    def _kept(self, limit: int | None) -> list[int]:
+        """Returns how many first samples of each source to keep, see `kept_samples`."""
+        return kept_samples(self.shares, [self._base_ids(done) for done in self.records], limit)
+
+    def _base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
+        return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
+
+    def finish(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Chooses the samples to keep, writes the index and returns it; removes files that it does not name."""
+        kept = self._kept(self.options.limit)
+        if not all(kept):
+            poorest = min(range(len(kept)), key=lambda s: sum(record["base_ids"] for record in self.records[s]))
+            poor = self.options.sources[poorest].data[0]
+            counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.skipped.items()) if n) or "no record in it"
+            self.folder.discard()
+            if all(sum(record["samples"] for record in done) for done in self.records):
+                lost = self.options.sources[kept.index(0)].data[0]
+                raise DataError(f"{lost}: its share next to the others' is too small for a single sample of it")
+            raise DataError(f"{poor} gives no sample to train on ({counts})")
+        shards = sorted(self._shards(kept), key=lambda record: record["name"])
+        totals = {key: sum(record[key] for record in shards) for key in ("samples", "ids", "base_ids", "bytes")}
+        params, records = self.plan.params, [record for done in self.records for record in done]
+        index = {
+            "codec": codec_record(params) | ({} if params.start is None else {"start": params.start}),
+            "context": self.plan.context,
+            "tokenizer": settings["tokenizer"],
+            "shards": shards,
+            "pool": None if self.plan.pool is None else POOL,
+            "skipped": {kind: self.skipped[kind] for kind in ("wrong", "empty", "unlearnable windows")},
+            "windowed": sum(record["windowed"] for record in records),
+            "records": sum(record["records"] for record in records),
+            "totals": totals,
+            "sources": self._source_records(shards),
+            "settings": settings,
+            "mlx_zip": mlx_zip.__version__,
+        }
+        return self.folder.close(index)
+
+    def _shards(self, kept: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yields the records of the shards to keep, cut to the `kept` first samples of each source."""
+        for done, left in zip(self.records, kept, strict=True):
+            for record in done:
+                n = min(left, record["samples"])
+                left -= n
+                if n:
+                    yield self.folder.first_samples(record, n, self.plan.start_draw)
+
+    def _source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns each source's samples, base ids, and share of all base ids."""
+        whole = sum(record["base_ids"] for record in shards)
+        found = []
+        for s, source in enumerate(self.options.sources):
+            own = [record for record in shards if record["source"] == s]
+            base_ids = sum(record["base_ids"] for record in own)
+            samples = sum(record["samples"] for record in own)
+            found.append({"data": source.data, "samples": samples, "base_ids": base_ids, "share": base_ids / whole})
+        return found

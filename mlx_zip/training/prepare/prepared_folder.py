@@ -1,0 +1,191 @@
+"""The folder that data are prepared in: which shards are finished, and for which settings.
+
+While data are prepared, it holds the settings (`prepare.json`) and a record of each finished shard. The index replaces
+both in the end. A shard's record is written after its arrays, so a shard with a record is complete, whenever the run
+was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.errors import DataError, reason
+from mlx_zip.files import remove_partials, sole_user, write_json
+from mlx_zip.training.prepare.sharding import record_file
+from mlx_zip.training.prepare.shards import INDEX, PARTS, Shards, ShardWriter, part_file, read_array, write_index
+
+STATE, POOL = "prepare.json", "pool.npy"
+_POOL_FILES = {POOL, "pool.lengths.npy"}
+_COUNTS = ("name", "samples", "ids", "base_ids", "bytes", "source")
+_RECORD = {*_COUNTS, "records", "windowed", "skipped", "notes"}
+_INDEX = {"shards", "totals", "skipped", "records", "windowed", "sources"}
+
+
+class PreparedFolder:
+    """A folder to prepare data in, for one process at a time; a context manager.
+
+    Call `open` first: all other methods need a folder that it has accepted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._base: dict[str, NDArray[np.int64]] = {}
+        self._made = False
+        self._held = ExitStack()
+
+    def __enter__(self) -> PreparedFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Lets another process use the folder."""
+        self._held.close()
+
+    def open(self, settings: Mapping[str, Any], report: Callable[[str], object]) -> dict[str, Any] | None:
+        """Makes the folder, or continues one with the same settings; returns its index if it is finished, else None.
+
+        Unfinished data of other settings without a finished shard are removed, so that a failed run does not block the
+        next one; `report` is called with a line that says so.
+
+        Raises `DataError` for a folder with other files, one with finished shards of other settings, one that another
+        process prepares data in, and a finished one that is damaged; and `OSError`.
+        """
+        settings = json.loads(json.dumps(settings))
+        if self.folder.exists() and not self.folder.is_dir():
+            raise DataError(f"{self.folder} is a file, not a folder")
+        self._made = not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._held.enter_context(sole_user(self.folder)):
+            raise DataError(f"another process prepares data in {self.folder}; wait for it, or choose another (--out)")
+        remove_partials(self.folder)
+        index = self._read(self.folder / INDEX)
+        begun = self._read(self.folder / STATE) if index is None else index.get("settings")
+        if begun is None:
+            if any(self.folder.iterdir()) or index is not None:
+                raise DataError(f"{self.folder} holds other files; choose another folder for the prepared data (--out)")
+            write_json(self.folder / STATE, settings)
+            return None
+        if (difference := _difference(begun, settings)) and index is not None:
+            raise DataError(f"{self.folder} holds data prepared with {difference}: choose another folder (--out)")
+        if difference and self._has_shards():
+            raise DataError(
+                f"{self.folder} holds unfinished data prepared with {difference}: give the same settings to go on with "
+                "it, or choose another folder (--out)"
+            )
+        if difference:
+            report(f"{self.folder}: removed unfinished data of other settings ({difference})")
+            self._clean({"shards": []})
+            write_json(self.folder / STATE, settings)
+            return None
+        if index is not None:
+            if not index.keys() >= _INDEX:
+                raise DataError(f"{self.folder / INDEX} is damaged; delete the folder and prepare again")
+            Shards(self.folder)
+            self._clean(index)
+        return index
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """Returns the object in a JSON file, None without a file. Raises `DataError` if it is damaged."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} cannot be read: {reason(error)}; delete the folder and prepare again") from error
+        if not isinstance(data, dict):
+            raise DataError(f"{path} is damaged; delete the folder and prepare again")
+        return data
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """Returns the record of a shard, None if the shard is not finished. Raises `DataError` if it is damaged."""
+        path = record_file(self.folder, name)
+        found = self._read(path)
+        if found is not None and not (found.keys() >= _RECORD and found["name"] == name):
+            raise DataError(f"{path} is damaged; delete the folder and prepare again")
+        return found
+
+    def base_ids(self, record: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Returns the base ids of each sample of a finished shard, given its record."""
+        name = record["name"]
+        if name not in self._base:
+            file = part_file(self.folder, name, "base")
+            self._base[name] = read_array(file, np.int64) if record["samples"] else np.empty(0, np.int64)
+            if len(self._base[name]) != record["samples"]:
+                raise DataError(f"{file} is not what its record says; delete the folder and prepare again")
+        return self._base[name]
+
+    def first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
+        """Returns the record of a shard that holds the first `samples` samples of a finished one.
+
+        That is the finished shard itself, or a new one that is written. start_width: as in `ShardWriter`.
+        """
+        if samples == record["samples"]:
+            return {key: record[key] for key in _COUNTS}
+        name = record["name"]
+        arrays = {part: read_array(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
+        if start_width:
+            arrays["start"] = read_array(part_file(self.folder, name, "start"), np.int32, ndim=2)
+        writer = ShardWriter(self.folder, f"{name}-{samples}", start_width)
+        ends = arrays["ends"][:samples]
+        for i, (begin, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
+            start = arrays["start"][i] if start_width else None
+            counts = int(arrays["base"][i]), int(arrays["bytes"][i])
+            writer.add(arrays["ids"][begin:end], arrays["mask"][begin:end], *counts, start)
+        return writer.close() | {"source": record["source"]}
+
+    def close(self, index: dict[str, Any]) -> dict[str, Any]:
+        """Writes the index, removes files that are not part of the data, and returns the index as read back."""
+        write_index(self.folder, index)
+        index = self._read(self.folder / INDEX) or {}
+        self._clean(index)
+        return index
+
+    def give_up(self) -> None:
+        """Removes all that was written, unless a shard with samples is finished, from which a later run continues."""
+        names = (path.stem for path in self.folder.glob("shard-*.json"))
+        if self.folder.exists() and not any((self.record(name) or {}).get("samples") for name in names):
+            self.discard()
+
+    def _has_shards(self) -> bool:
+        return any(self.folder.glob("shard-*.json"))
+
+    def discard(self) -> None:
+        """Removes all that was written, and the folder too if `open` made it."""
+        self._clean({"shards": []})
+        if self._made:
+            shutil.rmtree(self.folder)
+
+    def _clean(self, index: Mapping[str, Any]) -> None:
+        """Removes all files of `prepare` that an index does not name; other files stay."""
+        named = {record["name"] for record in index["shards"]}
+        pool = _POOL_FILES if index.get("pool") else set()
+        for path in self.folder.iterdir():
+            ours = path.name.startswith("shard-") or path.name in {STATE, *_POOL_FILES}
+            if ours and path.name not in pool and (path.suffix == ".json" or path.name.split(".")[0] not in named):
+                path.unlink()
+
+
+def _difference(begun: Any, settings: Mapping[str, Any]) -> str:
+    old, new = dict(_flat(begun)), dict(_flat(settings))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            was, now = (f"{side.get(key)!r:.80}" for side in (old, new))
+            return f"{key} {was}, which is now {now}"
+    return ""
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for each value of nested settings."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if pairs is None:
+        yield key or "settings", value
+        return
+    for name, part in pairs:
+        yield from _flat(part, f"{key}.{name}" if key else str(name))

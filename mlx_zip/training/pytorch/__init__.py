@@ -1,1 +1,0 @@
-"""Training on PyTorch: model, objective and optimizer step; all else of a run is that of `mlx_zip.training`."""

@@ -1,0 +1,176 @@
+"""The data of a run: checked, several prepared folders read as one, some samples held out for validation."""
+
+from __future__ import annotations
+
+import shlex
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.errors import DataError
+from mlx_zip.text.hub import is_hub_id
+from mlx_zip.training.prepare.prepared_folder import STATE
+from mlx_zip.training.prepare.shards import Sample, Shards, grows, is_prepared
+from mlx_zip.training.settings import RunOptions
+
+_SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
+_LEAST = 4  # samples to hold out at least, if the data have enough
+_MOST_SHARE = 5  # hold out at most one in 5 samples
+
+
+def check_prepared(options: RunOptions) -> None:
+    """Raises `DataError` for data that are missing or not prepared, naming the command to run first."""
+    for folder in (*options.data, *options.valid):
+        if is_prepared(folder):
+            continue
+        if (folder / STATE).is_file():
+            raise DataError(f"{folder} is not finished: run the same `mlx_zip prepare` again, which goes on with it")
+        if not folder.exists() and not is_hub_id(str(folder)):
+            flag = "--data" if folder in options.data else "--valid"
+            raise DataError(f"{folder}: no such file or folder; {flag} names a folder that `mlx_zip prepare` made")
+        lines = [_command(options, *names) for names in _texts(folder)]
+        if not folder.exists():
+            raise DataError(
+                f"{folder}: no such folder; if it is the name of a data set, prepare it first: {' and '.join(lines)}"
+            )
+        raise DataError(f"{folder} is not prepared data; prepare it first: {' and '.join(lines)}")
+
+
+def _texts(path: Path) -> list[tuple[str, str]]:
+    """Returns (texts, folder to prepare them in) for each text file in a folder, or for a file or a hub name itself."""
+    found = [name for name in _SPLITS if (path / name).is_file()]
+    if found:
+        return [(str(path / name), f"{path.name}-{Path(name).stem}") for name in found]
+    return [(str(path), f"{path.name.removesuffix('.gz').partition('.')[0] or 'data'}-prepared")]
+
+
+def _command(options: RunOptions, data: str, out: str) -> str:
+    origin = ["--model", options.model] if options.model else ["--tokenizer", str(options.tokenizer or "FOLDER")]
+    context = ["--context", str(options.max_seq_length)] if options.max_seq_length else []
+    counted = ["--train-on", "all"] if options.mask_prompt is False else []
+    return shlex.join(["mlx_zip", "prepare", *origin, "--data", data, *context, *counted, "--out", out])
+
+
+def check_as_asked(options: RunOptions, data: Joined) -> None:
+    """Raises `DataError` if the data were prepared otherwise than --max-seq-length or --mask-prompt ask for."""
+    for part in data.parts:
+        if options.max_seq_length is not None and part.context > options.max_seq_length:
+            raise DataError(
+                f"--max-seq-length {options.max_seq_length}: {part.folder} holds windows of {part.context} base ids; "
+                f"their length is chosen by `mlx_zip prepare --context {options.max_seq_length}`"
+            )
+        train_on = (part.index.get("settings") or {}).get("train_on")
+        wanted = {None: None, True: "answers", False: "all"}[options.mask_prompt]
+        if wanted is not None and train_on not in (None, wanted):
+            raise DataError(
+                f"--mask-prompt is {str(options.mask_prompt).lower()}, but {part.folder} was prepared with --train-on "
+                f"{train_on}; what counts is chosen by `mlx_zip prepare --train-on {wanted}`"
+            )
+
+
+class Joined:
+    """Several prepared folders read as one, in the order given.
+
+    Folders prepared without hypertokens (merge size 1 or codebook size 0) may be among others, whose codec is then that
+    of all: their samples are plain. Raises `DataError` when the codecs differ otherwise.
+    """
+
+    def __init__(self, folders: Sequence[str | Path]) -> None:
+        self.parts = [Shards(folder) for folder in folders]
+        first = next((part for part in self.parts if grows(part.params)), self.parts[0])
+        self.params = first.params
+        as_plain = replace(self.params, codebook_size=0, merge_size=1, start=None)
+        for part in self.parts:
+            if part.params not in (self.params, as_plain):
+                raise DataError(f"{part.folder} was prepared for another codec than {first.folder}")
+        self._plain = [part.params != self.params for part in self.parts]
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> Sample:
+        number = bisect_right(self._ends, i)
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        sample = self.parts[number][i - (self._ends[number - 1] if number else 0)]
+        return replace(sample, plain=True) if self._plain[number] else sample
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids of every sample, int64 [len(self)]."""
+        return np.concatenate([part.lengths for part in self.parts])
+
+    @property
+    def base_ids(self) -> NDArray[np.int64]:
+        """Base ids of every sample, int64 [len(self)]."""
+        return np.concatenate([part.base_ids for part in self.parts])
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Entries of every sample's starting codebook, int64 [len(self)]."""
+        return np.concatenate([part.starts for part in self.parts])
+
+    def __str__(self) -> str:
+        return ", ".join(str(part.folder) for part in self.parts)
+
+
+class Chosen:
+    """Some samples of prepared data, numbered as in the whole data; all others have length 0 and are never read.
+
+    chosen: bool [samples], which ones.
+    """
+
+    def __init__(self, data: Joined, chosen: NDArray[np.bool_]) -> None:
+        self.data, self.params, self.chosen = data, data.params, chosen
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.data[i]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
+        return np.where(self.chosen, self.data.lengths, 0)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Entries of every sample's starting codebook, int64 [len(self)]."""
+        return self.data.starts
+
+    @property
+    def base_ids(self) -> NDArray[np.int64]:
+        """Base ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
+        return np.where(self.chosen, self.data.base_ids, 0)
+
+    def __str__(self) -> str:
+        return str(self.data)
+
+
+def held_out_count(data: Joined, share: float, batch_size: int) -> int:
+    """Returns the number of samples to hold out: `share` of them, at least `_LEAST`, at most one in `_MOST_SHARE`.
+
+    One batch is always left to train on. 0 for a share of 0.
+    """
+    usable = int((data.lengths >= 2).sum())
+    if not share:
+        return 0
+    wanted = min(max(_LEAST, round(share * usable)), usable // _MOST_SHARE)
+    return max(0, min(wanted, usable - batch_size))
+
+
+def split(data: Joined, count: int, seed: int) -> tuple[Joined | Chosen, Chosen | None]:
+    """Returns the samples to train on, and `count` random ones to validate on; (data, None) for a count of 0."""
+    if not count:
+        return data, None
+    drawn = np.random.default_rng([seed, count]).permutation(np.flatnonzero(data.lengths >= 2))[:count]
+    held = np.zeros(len(data), np.bool_)
+    held[drawn] = True
+    return Chosen(data, ~held), Chosen(data, held)

@@ -1,0 +1,285 @@
+"""Turns samples into the arrays of one training step: inputs, targets, entries, padded to shapes that recur.
+
+All of this runs on the CPU, in numpy and the C codec.
+
+Equal base ids are one entry, whichever sample installed them. With `--compile`, most sizes follow from the length and
+the number of entries: 4 combinations to trace instead of 10 in the test's run of 12 batches. Other steps keep close
+sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.generation.canonical import excluded_after
+from mlx_zip.training.prepare.shards import Sample, grows
+
+_SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
+_PER_OCTAVE = 8  # close sizes per doubling: at most 12.5 % padding
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rules for the sizes that a batch's arrays are padded to. few: whether sizes are coarse and tied to each other.
+
+    A step that is compiled is traced and compiled again for every new combination of shapes. So compiled steps get few
+    sizes, most of which follow from two of them (`FEW`); other steps get close ones (`CLOSE`).
+    """
+
+    few: bool = False
+
+    def length(self, n: int) -> int:
+        """Returns the positions of a sample, given those of the longest."""
+        return bucket(n, 32, 2) if self.few else bucket(n)
+
+    def entries(self, n: int) -> int:
+        """Returns the number of distinct entries."""
+        return bucket(n, 64, 2) if self.few else bucket(n, 32)
+
+    def pairs(self, n: int) -> int:
+        """Returns the number of pairs of a position and an id that is excluded there."""
+        return bucket(n, 64, 1) if self.few else bucket(n, 32)
+
+    def slots(self, n: int, length: int, codebook_size: int) -> int:
+        """Returns the slots of a sample; length: its padded positions, each of which may have installed an entry."""
+        if not self.few:
+            return bucket(n, 32)
+        return max(bucket(n, 32, 2), min(length, bucket(codebook_size, 32, 2)))
+
+    def read(self, n: int, entries: int) -> int:
+        """Returns the number of entries that inputs use; entries: the padded number of all of them."""
+        if not self.few:
+            return bucket(n, 32)
+        size = entries
+        while size % 2 == 0 and size // 2 >= max(n, 32):
+            size //= 2
+        return size
+
+
+def bucket(n: int, least: int = 8, per_octave: int = _PER_OCTAVE) -> int:
+    """Returns the size to pad n values to, at least `least`: one of `per_octave` evenly spaced sizes per doubling."""
+    step = max(least, (1 << max(0, n - 1).bit_length()) // (2 * per_octave))
+    return max(least, -(-n // step) * step)
+
+
+CLOSE, FEW = Padding(), Padding(few=True)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one step as arrays. `arrays` holds the arrays of `mlx_zip.training.steps.whole.Samples`, and:
+
+    targets [B, L] int32: the id each position should predict, a base id or vocab_size + slot. weights [B, L] float32:
+    1 where the loss counts, else 0. available [B, L] int32: the number of slots that may be predicted there.
+    excluded_at, excluded [P] int32, only for canonical decoding: pairs of a position (row * L + column) and an id that
+    cannot follow there. Without a codebook there are inputs, targets and weights only.
+
+    samples: the samples' indices. ids, base_ids, n_bytes: their sums, padding not counted. longest: inputs of the
+    longest sample. installed: entries of all samples; distinct: those that are left when equal ones are shared.
+    padding: the rules that the arrays' sizes follow.
+    """
+
+    arrays: dict[str, NDArray[Any]]
+    samples: tuple[int, ...]
+    ids: int
+    base_ids: int
+    n_bytes: int
+    longest: int
+    distinct: int = 0
+    installed: int = 0
+    padding: Padding = CLOSE
+
+
+def make_batch(
+    samples: Sequence[Sample],
+    params: CodecParams,
+    indices: Sequence[int] = (),
+    *,
+    availability: str = "causal",
+    base_positions: bool = False,
+    canonical: bool = False,
+    padding: Padding = CLOSE,
+) -> Batch:
+    """Returns the arrays of some samples, each of two ids or more.
+
+    indices: the samples' numbers, for messages. availability: "causal" lets an entry be predicted from the position
+    that installs it, as generation does; "legacy" lets every position predict all of the sample's entries (arXiv
+    2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
+    compressor would not have written (`mlx_zip.generation.canonical`), under "causal" only. padding: rules for the
+    arrays' sizes, which change no loss but its last digits. Raises `DataError` naming a sample that its codebook cannot
+    read, or whose base ids are not as many as recorded.
+    """
+    if params.policy != "freeze":
+        raise DataError(f"training follows codebooks of policy freeze, not {params.policy}")
+    books = _read_samples(samples, params, indices or range(len(samples)), availability)
+    longest = max(len(book.inputs) for book in books)
+    length = padding.length(longest)
+    arrays = {
+        "inputs": _pad([np.where(book.slots_read < 0, book.inputs, 0) for book in books], length),
+        "targets": _pad([book.targets for book in books], length),
+        "weights": _pad([book.weights for book in books], length, np.float32),
+    }
+    batch = Batch(
+        arrays,
+        tuple(indices),
+        ids=sum(len(book.targets) for book in books),
+        base_ids=sum(sample.base_ids for sample in samples),
+        n_bytes=sum(sample.n_bytes for sample in samples),
+        longest=longest,
+        padding=padding,
+    )
+    if grows(params):
+        batch = _with_entries(batch, books, params, length)
+    if base_positions:
+        arrays["index"] = _pad([book.index for book in books], length)
+    if canonical and availability == "causal" and grows(params):
+        arrays |= _excluded(books, length, padding)
+    return batch
+
+
+def _excluded(books: list[_ReadSample], length: int, padding: Padding) -> dict[str, NDArray[Any]]:
+    """Returns `excluded_at` and `excluded` of a batch, see `Batch`; padded with the position after the last one."""
+    pairs = [book.excluded() for book in books]
+    at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
+    more = padding.pairs(len(at)) - len(at)
+    return {
+        "excluded_at": np.pad(at, (0, more), constant_values=len(books) * length).astype(np.int32),
+        "excluded": np.pad(np.concatenate([column for _, column in pairs]), (0, more)).astype(np.int32),
+    }
+
+
+def _read_samples(
+    samples: Sequence[Sample], params: CodecParams, indices: Sequence[int], availability: str
+) -> list[_ReadSample]:
+    """Reads each sample with its codebook. Raises `DataError` naming a damaged sample by its index."""
+    books = []
+    for i, sample in zip(indices, samples, strict=True):
+        try:
+            books.append(_ReadSample(sample, params, availability))
+        except (CodecError, DataError) as error:
+            raise DataError(f"sample {i} is damaged: {error}; delete its folder and prepare the data again") from error
+    return books
+
+
+def _with_entries(batch: Batch, books: list[_ReadSample], params: CodecParams, length: int) -> Batch:
+    """Returns the batch with its distinct entries, and which of them each slot and each input holds."""
+    entries, lengths, held = _distinct([book.entries for book in books])
+    padding, most = batch.padding, max(map(len, held))
+    more = padding.entries(len(entries)) - len(entries)  # padding entries have one base id, so that means exist
+    batch.arrays.update(
+        available=_pad([book.available for book in books], length),
+        entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
+        lengths=np.pad(lengths, (0, more), constant_values=1).astype(np.int32),
+        slots=_pad(held, padding.slots(most, length, params.codebook_size)),
+        **_read_entries([book.slots_read for book in books], held, length, padding, len(entries) + more),
+    )
+    return replace(batch, distinct=len(entries), installed=sum(map(len, held)))
+
+
+class _ReadSample:
+    """One sample, read id by id with its codebook, as generation would; n ids give n - 1 positions.
+
+    inputs, targets, weights, index, available [n - 1]: see `Batch`. slots_read [n - 1]: the slot of a hypertoken in
+    the inputs, -1 for a base id. entries: base ids and lengths of all its entries, in slot order.
+    """
+
+    def __init__(self, sample: Sample, params: CodecParams, availability: str) -> None:
+        params = sample.params(params)
+        book = Codebook(params)
+        before = len(book)
+        ids = sample.ids.astype(np.int64)
+        new = book.push(sample.ids[:-1])
+        self.inputs, self.targets, self.weights = ids[:-1], ids[1:], sample.mask[1:].astype(np.float32)
+        self.entries = book.rows(0, len(book))
+        hyper = (self.inputs >= params.vocab_size) & ~np.isin(self.inputs, params.disabled_ids)
+        self.slots_read = np.where(hyper, self.inputs - params.vocab_size, -1)
+        self.available = np.full(len(self.inputs), len(book), np.int64)
+        if availability == "causal":
+            installed = np.zeros(len(self.inputs), np.int64)
+            installed[new.at] = 1
+            self.available = before + np.cumsum(installed)
+        closed = (self.targets >= params.vocab_size + self.available) & ~np.isin(self.targets, params.disabled_ids)
+        if closed.any():
+            at = int(np.argmax(closed))
+            raise DataError(f"id {self.targets[at]} at {at + 1} has no entry yet where it is to be predicted")
+        spans = book.spans(sample.ids)
+        if (base_ids := int(spans.sum())) != sample.base_ids:
+            raise DataError(f"its ids stand for {base_ids} base ids, not for {sample.base_ids} as recorded")
+        self.index = np.cumsum(spans[:-1]) - 1
+        self.params, self.ids = params, sample.ids
+
+    def excluded(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
+        found = excluded_after(Codebook(self.params), self.ids[:-1])
+        at, column = np.unique(np.stack(found), axis=1)
+        broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
+        kept = (self.weights[at] > 0) & ~np.isin(at, broken)
+        return at[kept], column[kept]
+
+
+def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
+    """Returns the distinct entries of all samples, base ids [U, S] and lengths [U], and `held`.
+
+    books: base ids and lengths of each sample's entries. held: for each sample and slot, the index of its entry among
+    the U distinct ones. Entries of equal base ids have equal rows, whichever samples installed them.
+    """
+    rows = np.concatenate([ids for ids, _ in books]).astype(np.uint32)
+    lengths = np.concatenate([n for _, n in books]).astype(np.uint32)
+    keys = np.ascontiguousarray(np.column_stack([rows, lengths])).view(np.dtype((np.void, 4 * (rows.shape[1] + 1))))
+    _, first, inverse = np.unique(keys.reshape(-1), return_index=True, return_inverse=True)
+    held = np.split(inverse.reshape(-1), np.cumsum([len(n) for _, n in books])[:-1])
+    return rows[first], lengths[first], held
+
+
+def _read_entries(
+    slots: list[NDArray[np.int64]], held: list[NDArray[np.int64]], length: int, padding: Padding, entries: int
+) -> dict[str, NDArray[Any]]:
+    """Returns `read`, the distinct entries that inputs use, and `input_rows`: each input's index into it, or -1.
+
+    slots: for each sample the slot that each input uses, -1 for a base id. held: as `_distinct` returns it. `read` is
+    sorted and padded, `input_rows` is padded to `length`. entries: padded number of all entries.
+    """
+    entry = [np.where(s < 0, -1, h[np.maximum(s, 0)] if len(h) else -1) for s, h in zip(slots, held, strict=True)]
+    read = np.unique(np.concatenate(entry))
+    read = read[read >= 0]
+    rows = [np.where(e < 0, -1, np.searchsorted(read, e)) for e in entry]
+    return {"read": _pad([read], padding.read(len(read), entries))[0], "input_rows": _pad(rows, length, fill=-1)}
+
+
+def _pad(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill: int = 0) -> NDArray[Any]:
+    """Returns arrays of different lengths as one [rows, length], padded with `fill`."""
+    out = np.full((len(rows), length), fill, dtype)
+    for row, values in zip(out, rows, strict=True):
+        row[: len(values)] = values
+    return out
+
+
+def batch_order(
+    lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int, starts: NDArray[np.int64] | None = None
+) -> list[NDArray[np.int64]]:
+    """Returns the batches of one epoch, each an array of sample indices. Equal arguments give equal batches.
+
+    lengths: ids of every sample. starts: number of entries in every sample's starting codebook; None: no entries.
+    Samples are shuffled; groups of them are sorted by `starts` and length and cut into batches, so that a batch needs
+    little padding; then the batches are shuffled. Left out: samples of fewer than two ids, which predict nothing, and
+    those that do not fill a batch.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(np.flatnonzero(lengths >= 2))
+    run = batch_size * _SORTED_TOGETHER
+    starts = np.zeros_like(lengths) if starts is None else starts
+    ordered = [part[np.lexsort((lengths[part], starts[part]))] for part in _cut(order, run)]
+    batches = [batch for part in ordered for batch in _cut(part, batch_size) if len(batch) == batch_size]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def _cut(values: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    """Yields parts of `size` values; the last one may be shorter."""
+    return (values[i : i + size] for i in range(0, len(values), size))

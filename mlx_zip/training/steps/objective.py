@@ -1,0 +1,325 @@
+"""The objective: cross entropy over base ids and entries together, and two optional losses.
+
+Every loss is a sum over the positions that count. Gradients of several batches and machines can so be added, and one
+division by the number of positions gives those of one large batch.
+
+Base and hyper logits are normalised separately and joined by `logaddexp`, so the joint softmax is never laid out. A
+closed entry's logit is -1e30, so that its gradient is 0 and not NaN.
+
+Rows of a pack's entries are trained alone, with the model frozen, or together with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.generation import canonical
+from mlx_zip.models.zip_model import Model
+from mlx_zip.training.steps.batches import CLOSE, Batch, Padding
+from mlx_zip.training.steps.whole import Outputs, Samples, encode, encode_rows, run_whole
+
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+CLOSED = -1e30  # logit of an entry that is not available; finite, so that its gradient is 0 and not NaN
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the losses that are added to the cross entropy; 0 leaves a loss out.
+
+    reconstruction: lambda of arXiv 2506.01084 eq. 3. token_type: binary cross entropy of "the next id is a
+    hypertoken" (zip2zip++ uses 0.05). reconstruct_entries: maximum number of entries per batch for the
+    reconstruction loss.
+    """
+
+    reconstruction: float = 0.0
+    token_type: float = 0.0
+    reconstruct_entries: int = 256
+
+
+class Trainee(nn.Module):
+    """The model, and the heads that only training needs.
+
+    decoder: f_psi of eq. 3, which maps a hyper row [D] to merge_size vectors [D] that the model's own matrix turns
+    into logits. type_head: maps a hidden state [D] to the logit of "the next id is a hypertoken".
+    """
+
+    def __init__(self, model: nn.Module, weights: LossWeights) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.loss_weights = weights
+        if isinstance(model, Model):
+            width = model.config.encoder.model_size
+            if weights.reconstruction:
+                self.decoder = nn.Linear(width, model.config.merge_size * width)
+            if weights.token_type:
+                self.type_head = nn.Linear(width, 1)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns a batch with the arrays that `losses` needs; runs on the CPU while the device trains on another."""
+        return batch
+
+    def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
+        """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
+
+        arrays: those of a `Batch`. long: use LongRoPE's long factors.
+        """
+        if not isinstance(self.model, Model):
+            return plain_nats(self.model(arrays["inputs"]), arrays)
+        if "entries" not in arrays:
+            raise ValueError("a zip model is trained on samples with a codebook")
+        samples = samples_of(arrays, long)
+        out = run_whole(self.model, samples, self.rows(arrays, samples))
+        sums = joint_nats(out.base, out.hyper, arrays)
+        if self.loss_weights.reconstruction:
+            mean = self._reconstruction(out, arrays)
+            sums["reconstruction"] = mean * sums["count"]
+        if self.loss_weights.token_type:
+            sums["token_type"] = self._token_type(out, arrays)
+        return sums
+
+    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array] | None:
+        """Returns the hyper rows of a batch as `run_whole` takes them; None: those that the hyper-encoders make."""
+        return None
+
+    def base_losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
+        """Returns `nats` and `count` of a batch of base ids, read without hypertokens.
+
+        arrays: those of a `Batch` that was made for a codec without a codebook. long: as in `losses`.
+        """
+        model = self.model
+        if not isinstance(model, Model):
+            return plain_nats(model(arrays["inputs"]), arrays)
+        none, row = mx.zeros((1,), mx.int32), mx.zeros((1, model.config.encoder.model_size))  # one entry, never open
+        rows = mx.full(arrays["inputs"].shape, -1, mx.int32)
+        slots = mx.zeros((arrays["inputs"].shape[0], 1), mx.int32)
+        index = arrays["index"] if model.config.position_mode == "base_token_end" else None
+        samples = Samples(arrays["inputs"], none, rows, none[:, None], none, slots, index=index, long=long)
+        out = run_whole(model, samples, (row, row))
+        return joint_nats(out.base, out.hyper, {**arrays, "available": mx.zeros_like(arrays["targets"])})
+
+    def total(self, sums: dict[str, mx.array]) -> mx.array:
+        """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`."""
+        added = [name for name in ("reconstruction", "token_type") if name in sums]
+        return sum((getattr(self.loss_weights, name) * sums[name] for name in added), sums["nats"])
+
+    def _reconstruction(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
+        """Returns the mean cross entropy of entries' base ids, predicted from their input and their output rows."""
+        size = arrays["entries"].shape[0]
+        n = min(self.loss_weights.reconstruct_entries, size)
+        chosen = (mx.arange(n) * size) // n  # spread over the batch's entries, which are sorted by their ids
+        entries, lengths = arrays["entries"][chosen], arrays["lengths"][chosen]
+        real = (mx.arange(entries.shape[1]) < lengths[:, None]) & (lengths[:, None] > 1)
+        both_sides = [
+            self._reconstruction_nats(out.output_rows[chosen], self.model.head_matrix, entries),
+            self._reconstruction_nats(
+                encode(self.model.input_encoder, self.model.model.embed_tokens, entries, lengths),
+                self.model.model.embed_tokens,
+                entries,
+            ),
+        ]
+        return sum((nats * real).sum() for nats in both_sides) / (2 * mx.maximum(real.sum(), 1))
+
+    def _reconstruction_nats(self, rows: mx.array, matrix: nn.Module, entries: mx.array) -> mx.array:
+        """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from their rows [N, D].
+
+        matrix: the embedding or head that turns the decoder's vectors into logits.
+        """
+        guesses = self.decoder(rows).reshape(*entries.shape, -1)
+        logits = matrix.as_linear(guesses) if isinstance(matrix, EMBEDDINGS) else matrix(guesses)
+        return nn.losses.cross_entropy(logits.astype(mx.float32), entries)
+
+    def _token_type(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
+        """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
+        is_hyper = (arrays["targets"] >= out.base.shape[-1]).astype(mx.float32)
+        logits = self.type_head(out.hidden)[..., 0].astype(mx.float32)
+        loss = nn.losses.binary_cross_entropy(logits, is_hyper, with_logits=True, reduction="none")
+        return (loss * arrays["weights"]).sum()
+
+
+def samples_of(arrays: dict[str, mx.array], long: bool = False) -> Samples:
+    """Returns the arrays of a batch that the model reads. long: use LongRoPE's long factors."""
+    names = ("inputs", "read", "input_rows", "entries", "lengths", "slots")
+    return Samples(*(arrays[name] for name in names), index=arrays.get("index"), long=long)
+
+
+def plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Returns `nats` and `count`: summed cross entropy of logits [B, L, V] over base ids, and positions that count."""
+    nats = nn.losses.cross_entropy(logits.astype(mx.float32), arrays["targets"])
+    return {"nats": (nats * arrays["weights"]).sum(), "count": arrays["weights"].sum()}
+
+
+def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Returns `nats` and `count`: summed cross entropy over base ids and available entries, and positions that count.
+
+    base [B, L, V], hyper [B, L, K]: logits of base ids and of slots; they are normalised together without being
+    concatenated. arrays: those of a `Batch`; with `excluded` in it, the probabilities are those of canonical decoding.
+    Source: arXiv 2506.01084 eq. 2.
+    """
+    base, hyper = base.astype(mx.float32), hyper.astype(mx.float32)
+    vocab, slots = base.shape[-1], hyper.shape[-1]
+    is_open = mx.arange(slots) < arrays["available"][..., None]
+    hyper = mx.where(is_open, hyper, CLOSED)
+    targets = arrays["targets"]
+    is_hyper = targets >= vocab
+    in_base = mx.take_along_axis(base, mx.where(is_hyper, 0, targets)[..., None], axis=-1)
+    in_hyper = mx.take_along_axis(hyper, mx.where(is_hyper, targets - vocab, 0)[..., None], axis=-1)
+    target = mx.where(is_hyper[..., None], in_hyper, in_base)[..., 0]
+    normaliser = mx.logaddexp(mx.logsumexp(base, axis=-1), mx.logsumexp(hyper, axis=-1))
+    nats = normaliser - target
+    if "excluded" in arrays:
+        nats += canonical_gain(base, hyper, normaliser, arrays)
+    nats *= arrays["weights"]
+    return {"nats": nats.sum(), "count": arrays["weights"].sum()}
+
+
+def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays: dict[str, mx.array]) -> mx.array:
+    """Returns nats [B, L], at most 0: how much cheaper each target is when excluded ids get no probability.
+
+    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `joint_nats`; normaliser [B, L]:
+    their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.generation.canonical`), without a second
+    pass.
+    """
+    at, column = arrays["excluded_at"], arrays["excluded"]
+    batch, length, vocab = base.shape
+    real, is_hyper = at < batch * length, column >= vocab
+    row, place = mx.where(real, at // length, 0), at % length
+    in_base = base[row, place, mx.where(is_hyper, 0, column)]
+    in_hyper = hyper[row, place, mx.where(is_hyper, column - vocab, 0)]
+    share = mx.where(real, mx.exp(mx.where(is_hyper, in_hyper, in_base) - normaliser[row, place]), 0)
+    excluded = mx.zeros(batch * length).at[mx.where(real, at, 0)].add(share).reshape(batch, length)  # their probability
+    return mx.log1p(-mx.where(excluded <= canonical.MOST, excluded, 0))
+
+
+# ---- rows of a pack's entries
+
+
+class PackTrainee(Trainee):
+    """A frozen model, and the trained rows of the P entries that every sample begins with.
+
+    output_rows [P, D]: one row per entry. input_rows [P, D]: likewise; absent if the model uses the same rows for input
+    and output.
+    """
+
+    def __init__(self, model: Model, input_rows: mx.array, output_rows: mx.array) -> None:
+        super().__init__(model, LossWeights())
+        model.freeze()
+        self.output_rows = output_rows
+        if not model.sides_are_one:
+            self.input_rows = input_rows
+
+    @property
+    def read_rows(self) -> mx.array:
+        """The rows [P, D] that the pack's entries have in the input."""
+        return self.output_rows if self.model.sides_are_one else self.input_rows
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
+        return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows), batch.padding))
+
+    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+        """Returns the pack's rows, then those that the hyper-encoder makes of entries that the samples installed."""
+        grown = encode_rows(self.model, samples)
+        return mx.concatenate([self.read_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
+
+
+class PackAndModelTrainee(Trainee):
+    """A model that is trained together with rows of the P entries that every sample begins with.
+
+    output_rows, input_rows: as of `PackTrainee`, but added to the hyper-encoder's rows, and 0 at first. So what
+    the encoder learns of one entry serves all others, and the rest is the entry's own.
+    """
+
+    def __init__(self, model: Model, entries: int) -> None:
+        super().__init__(model, LossWeights())
+        self.output_rows = mx.zeros((entries, model.config.encoder.model_size))
+        if not model.sides_are_one:
+            self.input_rows = mx.zeros_like(self.output_rows)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns the batch with `in_pack` [U] int32: the place of each distinct entry in the pack, P for none."""
+        size = len(self.output_rows)
+        places = _places_in_pack(batch.arrays, size)
+        return replace(batch, arrays={**batch.arrays, "in_pack": np.where(places < 0, size, places).astype(np.int32)})
+
+    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+        """Returns the encoder's rows, with those of the pack's entries added to them."""
+        read, output = encode_rows(self.model, samples)
+        places = arrays["in_pack"]
+        own_read = self.input_rows if "input_rows" in self else self.output_rows
+        return read + _with_zero(own_read)[places[samples.read]], output + _with_zero(self.output_rows)[places]
+
+    def pack_rows(self, entries: Sequence[Sequence[int]], params: CodecParams) -> dict[str, mx.array]:
+        """Returns the rows [P, D] float32 of the pack's entries, by the names that `TunedRows` stores them under."""
+        read, output = encoded_rows(self.model, entries, params)
+        rows = {"output_rows": output + self.output_rows}
+        return rows if self.model.sides_are_one else {**rows, "input_rows": read + self.input_rows}
+
+
+def _places_in_pack(arrays: Mapping[str, NDArray[Any]], pack: int) -> NDArray[np.int64]:
+    """Returns the place of each distinct entry in the pack, -1 for none, [U].
+
+    arrays: those of a `Batch`, whose samples have the pack's entries in their first `pack` slots, in one order; plain
+    samples have no entry.
+    """
+    places = np.full(len(arrays["entries"]), -1)
+    with_pack = np.flatnonzero(arrays["available"].max(1) >= pack)
+    if pack and len(with_pack):
+        places[arrays["slots"][with_pack[0], :pack]] = np.arange(pack)
+    return places
+
+
+def _with_zero(rows: mx.array) -> mx.array:
+    """Returns rows [P, D] and one more row of zeros."""
+    return mx.concatenate([rows, mx.zeros((1, rows.shape[1]), rows.dtype)])
+
+
+def encoded_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecParams) -> list[mx.array]:
+    """Returns the input rows and the output rows that a model's hyper-encoders make of entries, float32 [P, D] each."""
+    lengths = np.array([len(entry) for entry in entries], np.int64)
+    base_ids = np.full((len(entries), params.merge_size), params.fill, np.uint32)
+    for row, entry in zip(base_ids, entries, strict=True):
+        row[: len(entry)] = entry
+    rows = [side.astype(mx.float32) for side in model.rows(base_ids, lengths)]
+    mx.eval(rows)
+    return rows
+
+
+def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int, padding: Padding = CLOSE) -> dict[str, NDArray]:
+    """Returns a batch's arrays for a model that already has rows for the pack's entries.
+
+    arrays: as of `_places_in_pack`. distinct: number of real entries, which come before the padding. padding: rules for
+    the arrays' sizes. "Grown" entries are those outside the pack.
+
+    entries, lengths: only of grown entries. slots: index of each slot's row in [pack rows | grown rows]. read: the
+    grown entries that inputs use, as indices into `entries`. input_rows: index of each input's row in [pack rows | rows
+    of `read`], -1 for a base id.
+    """
+    place = _places_in_pack(arrays, pack)  # of each entry in [pack | grown]
+    grown = np.flatnonzero(place[:distinct] < 0)
+    place[grown] = pack + np.arange(len(grown))
+    read = place[arrays["read"][: int(arrays["input_rows"].max()) + 1]]
+    is_grown = read >= pack
+    new_index = np.where(is_grown, pack + np.cumsum(is_grown) - 1, read)  # of each entry in the old `read`
+    rows, size = arrays["input_rows"], padding.entries(len(grown))
+    grown_read = (read[is_grown] - pack).astype(np.int32)
+    return {
+        **arrays,
+        "entries": _padded(arrays["entries"][grown], arrays["entries"], size),
+        "lengths": _padded(arrays["lengths"][grown], arrays["lengths"], size),
+        "slots": np.maximum(place[arrays["slots"]], 0).astype(np.int32),
+        "read": _padded(grown_read, np.zeros(1, np.int32), padding.read(len(grown_read), size)),
+        "input_rows": np.where(rows < 0, -1, new_index[rows] if len(new_index) else -1).astype(np.int32),
+    }
+
+
+def _padded(values: NDArray, like: NDArray, size: int) -> NDArray:
+    """Returns the values, padded to `size` with copies of the first value of `like`."""
+    return np.concatenate([values, np.repeat(like[:1], size - len(values), axis=0)])

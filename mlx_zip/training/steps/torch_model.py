@@ -1,0 +1,271 @@
+"""The model that a run trains, as PyTorch modules: transformers' decoder, LoRA layers, hyper-encoders, training heads.
+
+Weights are copied from the MLX trainee once. Trained ones keep the trainee's names, so that both trainers read and
+write the same checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
+
+from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.cuda.encoders import Weights, make_encoder
+from mlx_zip.cuda.kernels.dispatch import forced
+from mlx_zip.errors import TrainingError, first_line
+from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.pack import ROWS
+from mlx_zip.training.steps.objective import Trainee
+
+Tensors = dict[str, torch.Tensor]
+BODY, HEAD = "model.model.", "model.lm_head.weight"  # names in the MLX trainee
+NO_PART_OF_THE_BODY = ("zip2zip", "quantization", "quantization_config")
+BESIDE = ("decoder.", "type_head.", *ROWS)  # parts of a trainee that are not its model
+
+
+class TorchModel(nn.Module):
+    """The model of an MLX trainee on a device.
+
+    body: transformers' decoder without its head. head [V, D]: the embedding's weight if both are tied. parts: weights
+    of the hyper-encoders, the training heads and a pack's rows, by the trainee's names. trained: the trained weights,
+    float32, by the trainee's names. zip: codec and encoder, None for a plain model. cap: soft cap of logits, None
+    for none.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        config: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        dropout: float = 0.0,
+    ) -> None:
+        """Copies the trainee. config: the model's config.json. dtype: of frozen weights. dropout: of LoRA inputs.
+
+        Raises `TrainingError` for a model that transformers lacks or builds from other tensors.
+        """
+        super().__init__()
+        trained = {name for name, _ in _flat(trainee.trainable_parameters())}
+        source = trainee.model
+        self.zip: ZipConfig | None = source.config if isinstance(source, Model) else None
+        self.device, self.dtype = device, dtype
+        self._reader = _Reader(trained, device, dtype)
+        self.body = _make_body(config, device.type == "cpu" and dtype == torch.bfloat16).to(device, dtype)
+        self.cap: float | None = getattr(self.body.config, "final_logit_softcapping", None)
+        self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
+        self._fill_body(source, dropout)
+        loose = {f"model.{name}": value for name, value in _flat(source.parameters())}
+        self.parts = self._reader.take(
+            {name: v for name, v in loose.items() if name.removeprefix("model.").startswith(SIDES)}
+        )
+        self.parts |= self._reader.take({n: v for n, v in _flat(trainee.parameters()) if n.startswith(BESIDE)})
+        head = getattr(source, "lm_head", None)
+        tied = head is None or config.get("tie_word_embeddings") is True
+        self.head = self.body.embed_tokens.weight if tied else self._reader.weight(HEAD, head)
+        self.trained = self._reader.trained
+        if missing := sorted(trained - self.trained.keys()):
+            raise TrainingError(f"--engine torch has no place for {', '.join(missing[:4])}; train with --engine mlx")
+        self._cast_body()
+
+    def _fill_body(self, source: Any, dropout: float) -> None:
+        """Copies the decoder's weights and puts LoRA layers in. Raises `TrainingError` naming a tensor that differs."""
+        filled: set[str] = set()
+        for name, module in source.model.named_modules():
+            if not name or not hasattr(module, "parameters"):
+                continue
+            if isinstance(module, LoRALinear):
+                inner = self.body.get_submodule(name)
+                self._copy(f"{name}.weight", inner, "weight", module.linear, filled)
+                if "bias" in module.linear:
+                    self._copy(f"{name}.bias", inner, "bias", module.linear, filled)
+                a, b = (self._reader.value(f"{BODY}{name}.{side}", module[side]) for side in ("lora_a", "lora_b"))
+                parent, _, last = name.rpartition(".")
+                setattr(self.body.get_submodule(parent), last, Lora(inner, a, b, module.scale, dropout))
+            elif "weight" in module and f"{name}.linear" not in filled and not name.endswith(".linear"):
+                inner = self.body.get_submodule(name)
+                self._copy(f"{name}.weight", inner, "weight", module, filled)
+                if "bias" in module:
+                    self._copy(f"{name}.bias", inner, "bias", module, filled)
+        wanted = {name for name, _ in self.body.named_parameters() if ".lora_" not in name}
+        wanted = {name.replace(".linear.", ".") for name in wanted}
+        if lacking := sorted(wanted - filled):
+            raise TrainingError(f"--engine torch: the model lacks {', '.join(lacking[:4])}; train with --engine mlx")
+
+    def _copy(self, name: str, inner: nn.Module, field: str, module: Any, filled: set[str]) -> None:
+        """Puts one array of an MLX module into a PyTorch module as its parameter `field`."""
+        value = (
+            self._reader.weight(BODY + name, module)
+            if field == "weight"
+            else self._reader.value(BODY + name, module[field])
+        )
+        there = getattr(inner, field, None)
+        if there is None or there.shape != value.shape:
+            raise TrainingError(f"--engine torch: {name} has shape {list(value.shape)}, transformers' differs")
+        setattr(inner, field, value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False))
+        filled.add(name)
+
+    def _cast_body(self) -> None:
+        """Lets layers read trained weights in `dtype`, each time, so also when activations are computed again.
+
+        `Lora` casts its own, and the embedding's readers cast what they read.
+        """
+        embedding = self.body.embed_tokens
+        modules = [one for one in self.body.modules() if one is not embedding and not isinstance(one, Lora)]
+        for module in modules:
+            for name, value in list(module.named_parameters(recurse=False)):
+                if value.dtype != self.dtype:
+                    register_parametrization(module, name, _Cast(self.dtype), unsafe=True)  # another dtype than stored
+
+    # ---- the forward pass
+
+    def hidden(self, arrays: Mapping[str, torch.Tensor], longest: int, rows: torch.Tensor | None) -> torch.Tensor:
+        """Returns the body's output [B, L, D]. arrays: those of a `Batch`; longest: inputs of its longest sample.
+
+        rows [R, D]: input rows of the hypertokens that occur, None for none.
+        """
+        inputs = arrays["inputs"]
+        h = functional.embedding(inputs, self.body.embed_tokens.weight).to(self.dtype)
+        if rows is not None:
+            at = arrays["input_rows"]
+            h = torch.where((at >= 0)[..., None], rows.to(h.dtype)[at.clamp(min=0)], h)
+        if self.scale != 1.0:
+            h = h * torch.tensor(self.scale, dtype=h.dtype, device=h.device)
+        places = torch.arange(inputs.shape[1], device=h.device).clamp(max=longest - 1)[None].expand_as(inputs)
+        places = arrays.get("index", places)
+        mask = torch.ones_like(inputs)  # without one, transformers takes jumps in positions for several sequences
+        call = {"inputs_embeds": h, "attention_mask": mask, "position_ids": places, "use_cache": False}
+        return self.body(**call).last_hidden_state
+
+    def rows(self, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns input rows [R, D] of the entries that inputs use, and output rows [U, D] of all entries."""
+        assert self.zip is not None
+        tied, one_matrix = self.zip.encoder.tie_encoders, self.head is self.body.embed_tokens.weight
+        output = self.encode(SIDES[0] if tied else SIDES[1], self.head, arrays["entries"], arrays["lengths"])
+        output = self._with_own("output_rows", output, arrays.get("in_pack"))
+        if tied and one_matrix:
+            return output[arrays["read"]], output
+        entries, lengths = arrays["entries"][arrays["read"]], arrays["lengths"][arrays["read"]]
+        read = self.encode(SIDES[0], self.body.embed_tokens.weight, entries, lengths)
+        places = arrays["in_pack"][arrays["read"]] if "in_pack" in arrays else None
+        return self._with_own("input_rows", read, places), output
+
+    def _with_own(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """Adds to rows [N, D] what the pack's entries add to the encoder's. places [N]: as `in_pack` of a batch."""
+        if places is None:
+            return rows
+        own = self.parts[name].to(rows.dtype)
+        return rows + torch.cat([own, own.new_zeros(1, own.shape[1])])[places]
+
+    def encode(self, side: str, matrix: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns rows [N, D] of entries [N, S], padded; lengths [N]. side: prefix of the encoder's weights."""
+        assert self.zip is not None
+
+        def take(name: str, *shape: int) -> torch.Tensor:
+            return self.parts[f"model.{name}"].to(self.dtype)
+
+        with forced("reference"):
+            encoder = make_encoder(self.zip.encoder, self.zip.merge_size, Weights(take, side))
+            return encoder(entries, lengths, matrix.to(self.dtype))
+
+
+class Lora(nn.Module):
+    """A linear layer and its LoRA adapter: x W' + bias + scale * (dropout(x) A) B; A [in, r], B [r, out]."""
+
+    def __init__(self, linear: nn.Module, a: torch.Tensor, b: torch.Tensor, scale: float, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.lora_a, self.lora_b = linear, a, b
+        self.scale, self.dropout = scale, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the output in x's dtype."""
+        z = functional.dropout(x, self.dropout, self.training) if self.dropout else x
+        low = z @ self.lora_a.to(x.dtype)
+        return self.linear(x) + self.scale * (low @ self.lora_b.to(x.dtype))
+
+
+class _Cast(nn.Module):
+    """Gives a weight in another dtype; its gradient goes to the weight."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.dtype)
+
+
+class _Reader:
+    """Copies MLX arrays to PyTorch. Trained ones become float32 parameters in `trained`, others `dtype` constants."""
+
+    def __init__(self, names: set[str], device: torch.device, dtype: torch.dtype) -> None:
+        self.names, self.device, self.dtype = names, device, dtype
+        self.trained: dict[str, nn.Parameter] = {}
+
+    def take(self, arrays: Mapping[str, mx.array]) -> Tensors:
+        return {name: self.value(name, value) for name, value in arrays.items()}
+
+    def weight(self, name: str, module: Any) -> torch.Tensor:
+        """Returns a module's weight, dequantized if it is quantized."""
+        if "scales" in module:
+            return self.value(name, dequantized(module))
+        return self.value(name, module["weight"])
+
+    def value(self, name: str, value: mx.array) -> torch.Tensor:
+        tensor = to_torch(value).to(self.device)
+        if name not in self.names:
+            return tensor.to(self.dtype)
+        self.trained[name] = nn.Parameter(tensor)
+        return self.trained[name]
+
+
+def dequantized(module: Any) -> mx.array:
+    """Returns a quantized module's weight, float32."""
+    biases = module.get("biases")
+    return mx.dequantize(
+        module["weight"], module["scales"], biases, group_size=module.group_size, bits=module.bits, mode=module.mode
+    ).astype(mx.float32)
+
+
+def to_torch(value: mx.array) -> torch.Tensor:
+    """Returns a copy of an array in float32."""
+    return torch.from_numpy(np.array(value.astype(mx.float32)))
+
+
+def to_mlx(tensor: torch.Tensor) -> mx.array:
+    """Returns a copy of a tensor in float32."""
+    return mx.array(tensor.detach().float().cpu().numpy())
+
+
+def _make_body(config: Mapping[str, Any], eager: bool) -> Any:
+    """Returns transformers' decoder for a config.json, without weights of use. Raises `TrainingError`.
+
+    eager: whether attention is computed in plain products, which in bfloat16 are faster on a CPU than the fused one.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    known = {key: value for key, value in config.items() if key not in NO_PART_OF_THE_BODY}
+    known["pad_token_id"] = None  # which would only zero a row of the embedding
+    if config["model_type"] == MODEL_TYPE:
+        known["model_type"] = config["zip2zip"]["base_model_type"]
+    kind = known.pop("model_type")
+    attention = "eager" if eager or kind == "gemma2" else "sdpa"  # gemma2: soft caps on scores
+    try:
+        body = AutoModel.from_config(AutoConfig.for_model(kind, **known), attn_implementation=attention)
+    except (ValueError, TypeError, KeyError) as error:
+        raise TrainingError(f"transformers cannot build this {kind}: {first_line(error)}") from error
+    return body.requires_grad_(False)
+
+
+def _flat(tree: Any) -> list[tuple[str, mx.array]]:
+    found: Any = tree_flatten(tree)
+    return found

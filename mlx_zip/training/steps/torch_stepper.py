@@ -1,0 +1,345 @@
+"""Takes optimizer steps on PyTorch for a run whose data, checkpoints and log are those of the MLX trainer.
+
+The MLX model stays the owner of names, checkpoints, fingerprints and the saved folder; trained weights and the
+optimizer's moments are copied back when a checkpoint is written. So either engine goes on from the other's checkpoint,
+at the price of a second copy of the base's weights in memory.
+
+The objective's sums are those of `mlx_zip.training.steps.objective`, chunk by chunk. Logits over tens of thousands of
+base ids are never laid out for a whole batch. Each chunk of positions gets its logits, its loss and the loss's gradient
+at once, in the forward pass; the backward pass only scales these gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import torch
+from mlx.utils import tree_unflatten
+from torch.nn import functional
+
+from mlx_zip.config import SIDES
+from mlx_zip.errors import TrainingError
+from mlx_zip.generation.exclusions import MOST
+from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.steps.batches import Batch
+from mlx_zip.training.steps.objective import LossWeights, Trainee
+from mlx_zip.training.steps.stepping import READ, peak_of, schedule, single_of
+from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
+
+
+class TorchStepper:
+    """Takes the steps of one run; has the interface of `mlx_zip.training.steps.stepping.Stepper`.
+
+    Trained weights and the optimizer's state live in PyTorch between `publish` calls, which write them back into the
+    MLX trainee and optimizer, where checkpoints are made from. device: an NVIDIA card if there is one, else the CPU.
+    """
+
+    traces = 0  # nothing is compiled
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        optimizer: optim.Optimizer,
+        settings: TrainSettings,
+        group: mx.distributed.Group,
+        *,
+        config: Mapping[str, Any],
+    ) -> None:
+        """config: the model's config.json. Raises `TrainingError` for what this trainer cannot do."""
+        if group.size() > 1:
+            raise TrainingError("--engine torch trains on one machine; train on several with --engine mlx")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.trainee, self.mlx_optimizer, self.settings = trainee, optimizer, settings
+        self.model = TorchModel(trainee, config, self.device, DTYPES[settings.dtype], settings.lora_dropout)
+        if settings.grad_checkpoint:
+            self.model.body.activation_checkpointing_enable({"use_reentrant": False})
+        self.weights = trainee.loss_weights
+        self.parameters = self.model.trained
+        self.optimizer = _make_optimizer(settings, self.parameters)
+        self._take_state()
+
+    def _take_state(self) -> None:
+        """Takes the optimizer's state from the MLX optimizer, which a checkpoint may have filled."""
+        done: Any = single_of(self.mlx_optimizer, self.settings, "").step
+        self.steps = int(done.item())
+        if not self.steps or self.settings.optimizer == "sgd":
+            return
+        for name, parameter in self.parameters.items():
+            mine = _at(single_of(self.mlx_optimizer, self.settings, name).state, name)
+            moments = {theirs: to_torch(mine[ours]).to(self.device) for ours, theirs in MOMENTS.items()}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
+
+    def publish(self) -> None:
+        """Writes trained weights and the optimizer's state back into the MLX trainee and optimizer."""
+        named = [(name, to_mlx(value)) for name, value in self.parameters.items()]
+        self.trainee.update(tree_unflatten(named))
+        for name, parameter in self.parameters.items():
+            if found := self.optimizer.state.get(parameter):
+                _at(single_of(self.mlx_optimizer, self.settings, name).state, name).update(
+                    {ours: to_mlx(found[theirs]) for ours, theirs in MOMENTS.items() if theirs in found}
+                )
+        mx.eval(self.trainee.trainable_parameters(), self.mlx_optimizer.state)
+
+    def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
+        """Trains one step on its batches; arguments and result are those of `Stepper.step`."""
+        self.model.train()
+        torch.manual_seed(hash((self.settings.seed, self.steps)) & 0xFFFFFFFF)  # of dropout: the same after a restart
+        sums: dict[str, float] = {}
+        for batch in batches:
+            found = losses(self.model, self.weights, self._to_device(batch), batch.longest)
+            self._total(found).backward()
+            sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
+        norm = self._update(sums["count"])
+        counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in READ}
+        samples = float(sum(len(batch.samples) for batch in batches))
+        return {**sums, **counts, "samples": samples, "stop": float(stop), "grad_norm": norm}
+
+    def losses(self, batch: Batch, long: bool) -> dict[str, float]:
+        """Returns the sums of the losses on one batch, without training."""
+        self.model.eval()
+        with torch.no_grad():
+            found = losses(self.model, self.weights, self._to_device(batch), batch.longest)
+        return {name: float(value) for name, value in found.items()}
+
+    def base_nats(self, batch: Batch, long: bool) -> float:
+        """Returns the summed nats of a batch of base ids."""
+        self.model.eval()
+        with torch.no_grad():
+            return float(plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
+
+    def _total(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        added = [name for name in ("reconstruction", "token_type") if name in sums]
+        return sum((getattr(self.weights, name) * sums[name] for name in added), sums["nats"])
+
+    def _update(self, count: float) -> float:
+        """Applies the gradients, divided by the `count` positions; returns their norm before clipping."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(max(count, 1.0))
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        if (limit := self.settings.max_grad_norm) and norm > limit:
+            for gradient in gradients:
+                gradient.mul_(limit / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(schedule(self.settings, group["peak"])(mx.array(self.steps)).item())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            known = {"step": mx.array(self.steps, mx.uint64), "learning_rate": mx.array(group["lr"])}
+            single_of(self.mlx_optimizer, self.settings, group["name"]).state.update(known)
+        return norm
+
+    def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Returns a batch's arrays as tensors, whole numbers as int64."""
+        tensors = {name: torch.from_numpy(value) for name, value in batch.arrays.items()}
+        return {
+            name: value.to(self.device, value.dtype if value.is_floating_point() else torch.int64)
+            for name, value in tensors.items()
+        }
+
+
+def _make_optimizer(settings: TrainSettings, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """Returns the run's optimizer, with a group of parameters for each peak learning rate.
+
+    A group holds its `peak` and the `name` of one of its weights. Raises `TrainingError` for an optimizer that only
+    MLX's trainer has.
+    """
+    groups: dict[float, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        peak = peak_of(settings, name)
+        groups.setdefault(peak, {"params": [], "peak": peak, "name": name})["params"].append(parameter)
+    made, rate = list(groups.values()), settings.learning_rate
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(made, rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=settings.weight_decay)
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(made, rate, betas=(0.9, 0.999), eps=1e-8)
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(made, rate)
+    raise TrainingError(f"--engine torch has no optimizer {settings.optimizer}; it has adamw, adam and sgd")
+
+
+def _at(tree: Any, name: str) -> dict[str, Any]:
+    for part in name.split("."):
+        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+    return tree
+
+
+# ---- the objective
+
+CHUNK = 256  # positions whose logits are there together
+Arrays = Mapping[str, torch.Tensor]
+
+
+def losses(model: TorchModel, weights: LossWeights, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
+    """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
+
+    arrays: those of a `Batch`; longest: inputs of its longest sample.
+    """
+    if model.zip is None:
+        return plain_losses(model, arrays, longest)
+    if "entries" not in arrays:
+        raise ValueError("a zip model is trained on samples with a codebook")
+    read, written = model.rows(arrays)
+    h = model.hidden(arrays, longest, read)
+    sums = _sums(model, h, written, arrays)
+    if weights.reconstruction:
+        sums["reconstruction"] = _reconstruction(model, weights, written, arrays) * sums["count"]
+    if weights.token_type:
+        sums["token_type"] = _token_type(model, h, arrays)
+    return sums
+
+
+def plain_losses(model: TorchModel, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
+    """Returns `nats` and `count` of a batch of base ids, read without hypertokens."""
+    return _sums(model, model.hidden(arrays, longest, None), None, arrays)
+
+
+def _sums(model: TorchModel, h: torch.Tensor, rows: torch.Tensor | None, arrays: Arrays) -> dict[str, torch.Tensor]:
+    """Returns `nats` and `count` for the body's output h [B, L, D]. rows [U, D]: output rows of all entries."""
+    vocab = len(model.head) if model.zip is None else model.zip.vocab_size
+    rows = h.new_zeros(0, h.shape[-1]) if rows is None else rows
+    nats = JointNats.apply(h, model.head[:vocab], rows, arrays, model.cap)
+    return {"nats": nats, "count": arrays["weights"].sum()}
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some positions of one sample. h [N, D]; targets, available [N]; weights [N]; excluded: row and id, [X] each."""
+
+    h: torch.Tensor
+    targets: torch.Tensor
+    available: torch.Tensor | None
+    weights: torch.Tensor
+    excluded: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class JointNats(torch.autograd.Function):
+    """The summed cross entropy over base ids and available entries together (arXiv 2506.01084 eq. 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, head: torch.Tensor, rows: torch.Tensor, arrays: Arrays, cap: float | None):
+        """Returns nats, a float32 scalar, of h [B, L, D], head [V, D] and the output rows [U, D] of all entries."""
+        wanted = any(ctx.needs_input_grad)  # false in validation
+        grad_h, grad_rows = torch.zeros_like(h), torch.zeros_like(rows, dtype=torch.float32)
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
+        total = h.new_zeros((), dtype=torch.float32)
+        for b in range(len(h)):
+            held = arrays["slots"][b] if len(rows) else None
+            table = rows.new_zeros(0, rows.shape[1]) if held is None else rows[held].to(h.dtype)
+            for at, chunk in _chunks(h, arrays, b):
+                nats, by_base, by_slot = _loss_and_gradient(chunk, head.to(h.dtype), table, cap)
+                total += nats
+                if not wanted:
+                    continue
+                grad_h[b, at] = by_base @ head.to(h.dtype) + by_slot @ table
+                if held is not None:
+                    grad_rows.index_add_(0, held, (by_slot.mT @ chunk.h).float())
+                if grad_head is not None:
+                    grad_head += by_base.mT @ chunk.h
+        ctx.save_for_backward(grad_h, grad_rows, grad_head)
+        ctx.dtypes = rows.dtype, head.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> Any:
+        grad_h, grad_rows, grad_head = ctx.saved_tensors
+        of_rows, of_head = ctx.dtypes
+        by_head = None if grad_head is None else (grad_head * outer[0]).to(of_head)
+        return (grad_h * outer[0]).to(grad_h.dtype), by_head, (grad_rows * outer[0]).to(of_rows), None, None
+
+
+def _chunks(h: torch.Tensor, arrays: Arrays, b: int) -> Any:
+    """Yields (positions [N], chunk) of sample b; positions that do not count are left out."""
+    counting = torch.nonzero(arrays["weights"][b] > 0)[:, 0]
+    pairs = None
+    if "excluded_at" in arrays:
+        mine = torch.div(arrays["excluded_at"], h.shape[1], rounding_mode="floor") == b
+        pairs = arrays["excluded_at"][mine] % h.shape[1], arrays["excluded"][mine]
+    for at in counting.split(CHUNK):
+        excluded = None
+        if pairs is not None:
+            inside = torch.isin(pairs[0], at)
+            excluded = torch.searchsorted(at, pairs[0][inside]), pairs[1][inside]
+        available = arrays["available"][b, at] if "available" in arrays else None
+        yield at, _Chunk(h[b, at], arrays["targets"][b, at], available, arrays["weights"][b, at], excluded)
+
+
+def _loss_and_gradient(
+    chunk: _Chunk, head: torch.Tensor, table: torch.Tensor, cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the nats of a chunk, and their gradient by the logits of base ids [N, V] and of slots [N, K].
+
+    table [K, D]: output rows of the sample's slots. Logits are float32; their gradient has h's dtype.
+    """
+    vocab = len(head)
+    logits = torch.cat([chunk.h @ head.mT, chunk.h @ table.mT], 1).float()
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+        slope = 1 - (logits / cap).square()
+    if chunk.available is not None:
+        slots = torch.arange(len(table), device=logits.device)
+        logits[:, vocab:].masked_fill_(slots >= chunk.available[:, None], -torch.inf)
+    normaliser = logits.logsumexp(1)
+    nats = normaliser - logits.gather(1, chunk.targets[:, None])[:, 0]
+    share = logits.sub_(normaliser[:, None]).exp_()
+    if chunk.excluded is not None:
+        nats = nats + _exclude(share, *chunk.excluded)
+    share.scatter_add_(1, chunk.targets[:, None], share.new_full((len(share), 1), -1.0))
+    share *= chunk.weights[:, None]
+    if cap is not None:
+        share *= slope
+    gradient = share.to(chunk.h.dtype)
+    return (nats * chunk.weights).sum(), gradient[:, :vocab], gradient[:, vocab:]
+
+
+def _exclude(share: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Takes excluded ids out of the probabilities `share` [N, V + K], in place; returns the nats [N] that this saves.
+
+    row, column [X]: which id is excluded where. Nothing is excluded where such ids hold more than `MOST` together.
+    """
+    theirs = share[row, column]
+    held = share.new_zeros(len(share)).index_add_(0, row, theirs)
+    held = torch.where(held <= MOST, held, 0.0)
+    share[row, column] = torch.where(held[row] > 0, 0.0, theirs)
+    share /= (1 - held)[:, None]
+    return torch.log1p(-held)
+
+
+def _token_type(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+    """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
+    assert model.zip is not None
+    weight, bias = (model.parts[f"type_head.{name}"].to(h.dtype) for name in ("weight", "bias"))
+    logits = functional.linear(h, weight, bias)[..., 0].float()
+    is_hyper = (arrays["targets"] >= model.zip.vocab_size).float()
+    loss = functional.binary_cross_entropy_with_logits(logits, is_hyper, reduction="none")
+    return (loss * arrays["weights"]).sum()
+
+
+def _reconstruction(model: TorchModel, weights: LossWeights, written: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+    """Returns the mean cross entropy of entries' base ids, predicted from their input and output rows (eq. 3)."""
+    assert model.zip is not None
+    size = len(arrays["entries"])
+    n = min(weights.reconstruct_entries, size)
+    chosen = torch.arange(n, device=written.device) * size // n
+    entries, lengths = arrays["entries"][chosen], arrays["lengths"][chosen]
+    real = (torch.arange(entries.shape[1], device=written.device) < lengths[:, None]) & (lengths[:, None] > 1)
+    matrix = model.body.embed_tokens.weight
+    read = model.encode(SIDES[0], matrix, entries, lengths)
+    both = [_reconstructed(model, written[chosen], model.head, entries), _reconstructed(model, read, matrix, entries)]
+    return sum((nats * real).sum() for nats in both) / (2 * real.sum().clamp(min=1))
+
+
+def _reconstructed(model: TorchModel, rows: torch.Tensor, matrix: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from their rows [N, D] through `matrix`."""
+    weight, bias = (model.parts[f"decoder.{name}"].to(rows.dtype) for name in ("weight", "bias"))
+    guesses = functional.linear(rows, weight, bias).view(*entries.shape, -1)
+    logits = (guesses @ matrix.to(rows.dtype).mT).float()
+    return functional.cross_entropy(logits.flatten(0, 1), entries.flatten(), reduction="none").view(entries.shape)

@@ -1,0 +1,136 @@
+"""The forward pass of training: whole samples at once, with codebooks that are known beforehand.
+
+A request builds its codebook id by id; a training sample's codebook is known in full. So each distinct entry of a batch
+is encoded once, and the decoder runs without KV caches. Every function here is plain MLX over given arrays, so that it
+can be differentiated and compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_zip.models.layers import Positions
+from mlx_zip.models.rows.encoders import matrix_rows
+from mlx_zip.models.zip_model import Model
+
+
+@dataclass(frozen=True)
+class Samples:
+    """B samples of L ids and the U distinct entries of their codebooks.
+
+    inputs [B, L] int32: base ids, 0 in place of a hypertoken. entries [U, S] int32: each entry's base ids, padded;
+    lengths [U] int32: how many of the S are real. read [R] int32: the distinct entries that occur in the inputs, as
+    indices into `entries`. input_rows [B, L] int32: for a hypertoken the index into `read`, for a base id -1.
+    slots [B, K] int32: the entry that each slot of a sample holds, as an index into `entries`. index [B, L] int32:
+    positions for position mode `base_token_end`, None for `compressed`. long: whether to use LongRoPE's long factors.
+    """
+
+    inputs: mx.array
+    read: mx.array
+    input_rows: mx.array
+    entries: mx.array
+    lengths: mx.array
+    slots: mx.array
+    index: mx.array | None = None
+    long: bool = False
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The result of `run_whole`.
+
+    hidden [B, L, D]: the body's output. base [B, L, V], hyper [B, L, K]: logits of base ids and of slots. input_rows
+    [R, D], output_rows [U, D]: the hyper rows that were used.
+    """
+
+    hidden: mx.array
+    base: mx.array
+    hyper: mx.array
+    input_rows: mx.array
+    output_rows: mx.array
+
+
+class NoCache:
+    """A KV cache that keeps nothing, for layers that expect one."""
+
+    offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns the keys and values as they were given."""
+        return keys, values
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        """Returns the causal mask of `length` ids. Padding is on the right, so real ids never attend to it."""
+        from mlx_lm.models.base import create_causal_mask
+
+        if window_size is None and not return_array:
+            return "causal"
+        return create_causal_mask(length, window_size=window_size)
+
+
+def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> Outputs:
+    """Runs whole samples through the model. Logits are soft-capped where the model caps them, but not masked.
+
+    rows: input rows [R, D] of the entries in `samples.read` and output rows [U, D] of all entries; None encodes them
+    (`encode_rows`).
+
+    Right padding needs no mask, because attention is causal. For entries installed by then, logits equal those of
+    `model(ids, causal=True)` for each sample alone (tests).
+    """
+    input_rows, output_rows = encode_rows(model, samples) if rows is None else rows
+    h = model.model.embed_tokens(samples.inputs)
+    is_hyper = (samples.input_rows >= 0)[..., None]
+    h = mx.where(is_hyper, input_rows[mx.maximum(samples.input_rows, 0)].astype(h.dtype), h)
+    positions = Positions(index=samples.index, long=samples.long)
+    h = model.run_layers(model.scaled(h), [NoCache()] * len(model.layers), positions)
+    base = model.base_logits(h)
+    slots = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
+    hyper = model.cap(h @ slots.swapaxes(-1, -2))
+    return Outputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
+
+
+def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
+    """Returns input rows [R, D] of the entries in `samples.read`, and output rows [U, D] of all entries.
+
+    If encoders and matrices are tied, each entry is encoded once, and the input rows are some of the output rows.
+    """
+    output = encode(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
+    if model.sides_are_one:
+        return output[samples.read], output
+    entries, lengths = samples.entries[samples.read], samples.lengths[samples.read]
+    return encode(model.input_encoder, model.model.embed_tokens, entries, lengths), output
+
+
+def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
+    """Returns rows [N, D] of N entries: entries [N, S] base ids, padded, lengths [N].
+
+    The encoder's activations are not kept but computed again in the backward pass. They would take more memory than the
+    decoder's activations, because every entry has several positions.
+    """
+    return recomputed(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))
+
+
+def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) -> Any:
+    """Returns `call(x)`, keeping only x and the module's weights for the backward pass, which runs `call` again.
+
+    `call` must use no trained weights but the module's, and must draw no random numbers, because the second run would
+    draw others. The second run uses the weights of the first, frozen ones included, and then restores the weights that
+    the module has by then.
+    """
+    first = module.parameters()
+
+    def again(parameters: Any, x: mx.array) -> Any:
+        """Returns `call(x)`, run with the first run's weights and these trained ones."""
+        own = module.parameters()
+        module.update(first)
+        module.update(parameters)
+        out = call(x)
+        module.update(own)
+        return out
+
+    return mx.checkpoint(again)(module.trainable_parameters(), x)

@@ -1,0 +1,333 @@
+"""The patches of a whole vocabulary as one table: a text's patches are a lookup of its first-stage ids.
+
+`PatchText` is a first-stage tokenizer with its table. Files of all kinds that `mlx_zip.vocab.first_stage` lists can be
+read.
+
+A table file is a .npz archive without pickle; `version` is checked first, `checksum` covers everything else:
+
+    version      1
+    patch_size   S
+    mode         "stop" or "full"
+    merges       uint16 [V', 2]
+    rows         uint16 [V, S]: the patch of each id, padded with the end mark
+    fingerprint  sha256 in hex of the tokens' bytes (`first_stage.fingerprint`)
+    checksum     sha256 in hex
+
+Tables over other patches are made here too, as baselines: bytes cut at blanks, and where the next byte is hard to
+predict (arXiv 2510.15517 §3.2, which uses published code for both). Every patch ends with the end mark here, so that
+one model reads all kinds; the published code has no end mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.arrays import read_npz
+from mlx_zip.codec.ids import as_ids
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.files import whole_file
+from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, fingerprint, open_tokenizer
+from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode, learn
+
+VERSION = 1
+SUFFIX = ".npz"
+_FIELDS = ("version", "patch_size", "mode", "merges", "rows", "fingerprint", "checksum")
+
+Uint16s = NDArray[np.uint16]
+_WORD = re.compile(rb" ?[^\s]+|\s")
+_LONGEST = 6  # maximum bytes of a patch, as in the paper
+
+
+class PatchTable:
+    """The patches of V tokens: rows uint16 [V, S], padded with the end mark; lengths int32 [V], end mark included.
+
+    A patch is the symbols up to the first end mark of its row. Raises `CodecError` naming an id whose row is no patch.
+    """
+
+    def __init__(self, merges: Merges, rows: Uint16s, mode: str = "stop") -> None:
+        check_mode(mode)
+        size = merges.patch_size
+        if rows.dtype != np.uint16 or rows.ndim != 2 or rows.shape[1] != size:
+            raise CodecError(f"rows must be uint16 [V, {size}], got {rows.dtype} {rows.shape}")
+        marked = rows == MARK
+        if len(bad := np.flatnonzero((rows.max(axis=1, initial=0) >= merges.symbols) | ~marked.any(axis=1))):
+            raise CodecError(
+                f"the patch of id {bad[0]} has no end mark, or a symbol that is not below {merges.symbols}"
+            )
+        self.merges, self.rows, self.mode = merges, rows, mode
+        self.lengths = (marked.argmax(axis=1) + 1).astype(np.int32)
+        if (np.arange(size) >= self.lengths[:, None])[~marked].any():
+            raise CodecError("a patch has symbols after its end mark")
+
+    @classmethod
+    def build(cls, merges: Merges, tokens: Sequence[bytes], mode: str = "stop") -> PatchTable:
+        """Returns the table of a vocabulary. tokens: the bytes of each id. mode: see `Merges.encode_all`.
+
+        Raises `CodecError` naming a token that takes more than S symbols.
+        """
+        rows = np.full((len(tokens), merges.patch_size), MARK, np.uint16)
+        for i, patch in enumerate(merges.encode_all(tokens, mode)):
+            if len(patch) > merges.patch_size:
+                raise CodecError(
+                    f"token {i} {tokens[i][:20]!r} takes {len(patch)} symbols, more than {merges.patch_size}: "
+                    "learn the merges from these tokens"
+                )
+            rows[i, : len(patch)] = patch
+        return cls(merges, rows, mode)
+
+    @classmethod
+    def learn(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
+        """Learns merges from a vocabulary and returns its table. tokens: the bytes of each id.
+
+        Errors as in `hbpe.learn`.
+        """
+        return cls.build(learn(tokens, patch_size).merges, tokens, mode)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def patch_size(self) -> int:
+        """S, the maximum number of symbols in a patch, end mark included."""
+        return self.merges.patch_size
+
+    def encode(self, ids: Any) -> Uint16s:
+        """Returns the patches of first-stage ids (see `as_ids`), uint16 [n, S].
+
+        Raises `CodecError` for an id that the table does not have.
+        """
+        ids = as_ids(ids)
+        if len(bad := np.flatnonzero(ids >= len(self.rows))):
+            raise CodecError(f"id {ids[bad[0]]} at index {bad[0]} is not below {len(self.rows)}: another tokenizer's?")
+        return self.rows[ids]
+
+    def decode(self, patches: Any) -> bytes:
+        """Returns the bytes of n patches [n, S]; a patch without end mark has S symbols.
+
+        Errors as in `Merges.decode`.
+        """
+        return b"".join(self.merges.decode(patch) for patch in np.asarray(patches).tolist())
+
+    @cached_property
+    def tokens(self) -> tuple[bytes, ...]:
+        """The bytes of each id."""
+        return tuple(self.merges.decode(row) for row in self.rows.tolist())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the first-stage tokenizer (`first_stage.fingerprint`)."""
+        return fingerprint(self.tokens)
+
+    def check_tokens(self, tokens: Sequence[bytes]) -> None:
+        """Raises `DataError` unless the table was made for a tokenizer with these tokens."""
+        if fingerprint(tokens) != self.fingerprint:
+            raise DataError(
+                f"the table was made for another tokenizer ({len(self)} tokens, fingerprint {self.fingerprint[:12]}) "
+                f"than the one given ({len(tokens)} tokens, {fingerprint(tokens)[:12]})"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table to a .npz file; a file that exists is replaced only by a complete one.
+
+        Raises `DataError` for another suffix, and `OSError`.
+        """
+        path = _checked_path(path)
+        fields = {
+            "version": np.array(VERSION),
+            "patch_size": np.array(self.patch_size),
+            "mode": np.array(self.mode),
+            "merges": np.array(self.merges.pairs, np.uint16).reshape(-1, 2),
+            "rows": self.rows,
+            "fingerprint": np.array(self.fingerprint),
+        }
+        with whole_file(path) as partial, open(partial, "wb") as file:
+            np.savez_compressed(file, checksum=np.array(_checksum(fields)), **fields)
+
+    @classmethod
+    def load(cls, path: str | Path) -> PatchTable:
+        """Reads a table that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
+        path = _checked_path(path)
+        fields = _read_fields(path)
+        try:
+            if fields["merges"].dtype != np.uint16:
+                raise CodecError(f"merges must be uint16, got {fields['merges'].dtype}")
+            pairs = tuple(map(tuple, fields["merges"].tolist()))
+            table = cls(Merges(int(fields["patch_size"]), pairs), fields["rows"], str(fields["mode"]))
+        except (CodecError, TypeError, ValueError) as error:
+            raise DataError(f"{path} is not a patch table: {error}") from error
+        if str(fields["fingerprint"]) != table.fingerprint:
+            raise DataError(f"{path}: its fingerprint does not match its tokens; make the table again")
+        return table
+
+
+def _checked_path(path: str | Path) -> Path:
+    """Returns the path of a patch table. Raises `DataError` unless its suffix is .npz."""
+    path = Path(path)
+    if path.suffix != SUFFIX:
+        raise DataError(f"{path}: a patch table is a {SUFFIX} file")
+    return path
+
+
+def _read_fields(path: Path) -> dict[str, NDArray[Any]]:
+    """Reads the fields of a table file, after checks of version and checksum. Raises `DataError` naming the file."""
+    fields = read_npz(path, "a patch table")
+    version = fields["version"].tolist() if "version" in fields else None
+    if version != VERSION:
+        raise DataError(f"{path} is a patch table of version {version!r:.40}; this mlx_zip reads version {VERSION}")
+    if fields.keys() != set(_FIELDS):
+        raise DataError(f"{path} must hold {', '.join(_FIELDS)}; it holds {', '.join(sorted(fields))}")
+    if str(fields.pop("checksum")) != _checksum(fields):
+        raise DataError(f"{path} is damaged: its checksum does not match; make the table again")
+    return fields
+
+
+def _checksum(fields: dict[str, NDArray[Any]]) -> str:
+    """Returns the sha256 in hex of all fields in order of their names.
+
+    It covers the values of scalars, and dtype, shape and content of arrays.
+    """
+    digest = sha256()
+    for name, array in sorted(fields.items()):
+        content = array.tobytes() if array.ndim else str(array).encode()
+        kind = f"{array.dtype.str} {array.shape}" if array.ndim else ""
+        digest.update(f"{name} {kind} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def space_patches(data: bytes) -> list[bytes]:
+    """Cuts bytes into patches: each word with the blank before it, and each other white-space byte.
+
+    A word of more than `_LONGEST` bytes becomes several patches. Joined, the patches are `data`.
+    """
+    return [piece for word in _WORD.findall(data) for piece in _parts(word)]
+
+
+def entropy_patches(data: bytes, entropies: Any, threshold: float) -> list[bytes]:
+    """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
+
+    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `_LONGEST` bytes
+    becomes several patches. Joined, the patches are `data`.
+    """
+    starts = np.flatnonzero(np.asarray(entropies) > threshold)
+    cuts = sorted({0, *starts.tolist(), len(data)})
+    return [piece for a, b in pairwise(cuts) for piece in _parts(data[a:b])]
+
+
+def number(documents: Sequence[Iterable[bytes]], longest: int = _LONGEST) -> tuple[list[list[int]], PatchTable]:
+    """Gives distinct patches ids in order of appearance -> (ids of each document, table of the patches).
+
+    documents: the patches of each document, of at most `longest` bytes. The table has no merges.
+    """
+    known: dict[bytes, int] = {}
+    ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
+    return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
+
+
+def _parts(data: bytes) -> list[bytes]:
+    """Cuts bytes into parts of `_LONGEST` bytes; the last part may be shorter."""
+    return [data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST)]
+
+
+# ---- first-stage tokenizers
+
+END = "<|endofdocument|>"  # added to a tokenizer without a token for the end
+
+
+def read_tokens(path: str | Path) -> list[bytes]:
+    """Reads a tokenizer's file and returns the bytes of each id; b"" for special tokens and ids without a token.
+
+    Raises `DataError` naming the file, and the wrong token or line.
+    """
+    return open_tokenizer(path).tokens()
+
+
+def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
+    """Returns a function from text to the ids of the tokenizer in a file, without special tokens.
+
+    Errors as in `read_tokenizer`.
+    """
+    return encoder_of(read_tokenizer(path))
+
+
+def encoder_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Returns a function from text to the ids of a `tokenizers.Tokenizer`, without special tokens."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_tokenizer(path: str | Path) -> Any:
+    """Reads a tokenizer.json or a merge list -> `tokenizers.Tokenizer`.
+
+    Raises `DataError` for the other kinds of files, which do not say how text is split.
+    """
+    return open_tokenizer(path).library()
+
+
+def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """Learns a byte-level BPE tokenizer of at most `size` tokens, the 256 bytes included -> `tokenizers.Tokenizer`.
+
+    Raises `DataError` for a size below 256.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if size < len(BYTE_OF):
+        raise DataError(f"a byte-level tokenizer has 256 tokens or more, got {size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = list(texts)
+    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # the trainer allocates so many
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(BYTE_OF), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokens_of(tokenizer: Any) -> list[bytes]:
+    """Returns the bytes of each id of a `tokenizers.Tokenizer`; b"" for special tokens and ids without a token."""
+    return TokenizerFile(Path("tokenizer.json"), "tokenizer", tokenizer.to_str().encode("utf-8")).tokens()
+
+
+class PatchText:
+    """A `tokenizers.Tokenizer` with the patch table of its tokens: turns text into patches.
+
+    end: id of the first token without bytes, which ends a document. Raises `DataError` if the table was made for
+    another tokenizer, or if every token has bytes.
+    """
+
+    def __init__(self, tokenizer: Any, table: PatchTable) -> None:
+        table.check_tokens(tokens_of(tokenizer))
+        if b"" not in table.tokens:
+            raise DataError("the tokenizer has no token without bytes, such as a special token, to end a document with")
+        self.tokenizer, self.table = tokenizer, table
+        self.end = table.tokens.index(b"")
+        self._encode = encoder_of(tokenizer)
+
+    @classmethod
+    def learn(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
+        """Learns a tokenizer's patch table; adds the special token `END` if every token of the tokenizer has bytes."""
+        if b"" not in tokens_of(tokenizer):
+            tokenizer.add_special_tokens([END])
+        return cls(tokenizer, PatchTable.learn(tokens_of(tokenizer), patch_size, mode))
+
+    @cached_property
+    def unit_bytes(self) -> NDArray[np.int64]:
+        """Number of bytes of each token, int64 [V]."""
+        return np.fromiter(map(len, self.table.tokens), np.int64, len(self.table))
+
+    def ids(self, text: str) -> Sequence[int]:
+        """Returns the first-stage ids of a text, without special tokens."""
+        return self._encode(text)
+
+    def patches(self, text: str) -> list[list[int]]:
+        """Returns the patches of a text, each up to its end mark."""
+        ids = list(self.ids(text))
+        rows, lengths = self.table.rows[ids].tolist(), self.table.lengths[ids].tolist()
+        return [row[:n] for row, n in zip(rows, lengths, strict=True)]
