@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import ConversionError, first_line
+from mlx_zip.named import here_or_bundled
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
 
