@@ -142,7 +142,7 @@ def counted() -> Iterator[Launches]:
 def _kernel_functions() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
     """Yields (module, name, function) of every kernel's plain reference."""
     for info in pkgutil.iter_modules(kernels.__path__):
-        if info.name.endswith("_triton"):
+        if info.ispkg:  # the Triton kernels themselves
             continue
         module = import_module(f"{kernels.__name__}.{info.name}")
         for name, value in vars(module).items():
@@ -179,7 +179,7 @@ def _triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
     from triton.runtime import interpreter  # type: ignore[import-not-found]
     from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 
-    from mlx_zip.cuda.kernels.tuning import is_interpreted
+    from mlx_zip.cuda.kernels.triton.tuning import is_interpreted
 
     if is_interpreted():
         return interpreter.GridExecutor, "__call__", interpreter.GridExecutor.__call__
@@ -264,8 +264,7 @@ def _install(args: Arguments, out: Any) -> int:
 
 # launches of a kernel's Triton form where they are not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
-    # blocks of ids, and what joins their findings; twice again for the highest logits
-    "head.reference": lambda args: 4 if args.get("top") else 2,
+    "head.reference": lambda args: 2,  # blocks of ids, and what joins their findings
     "attention.reference": _attention_launches,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.folder import Folder
+from mlx_zip.cuda.kernels.activations import rms_norm
 from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.rope import rope_and_cache
 from mlx_zip.cuda.kernels.rotation import Rotation
 from mlx_zip.cuda.kv import KV, make_kv

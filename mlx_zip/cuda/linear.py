@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from mlx_zip.cuda.cpu_products import Half, kept
+from mlx_zip.cuda.kernels.activations import rms_norm
 from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.matvec import MOST, matvec
-from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.unpack import unpack
 

@@ -28,7 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from mlx_zip.cuda.kernels import dispatch, tuning
+from mlx_zip.cuda.kernels import dispatch
+from mlx_zip.cuda.kernels.triton import tuning
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

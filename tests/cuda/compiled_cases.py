@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 
+from mlx_zip.cuda.kernels.activations import rms_norm
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, entry_rows, pool, small_attention
@@ -18,7 +19,6 @@ from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.install import install_rows
 from mlx_zip.cuda.kernels.matvec import matvec
-from mlx_zip.cuda.kernels.norm import rms_norm
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.rope import rope_and_cache
 from mlx_zip.cuda.kernels.rotation import Rotation

@@ -19,7 +19,7 @@ if not MISSING:
     from triton.runtime import interpreter
 
     from mlx_zip.cuda.kernels.packed import Packed, dequantize
-    from mlx_zip.cuda.kernels.tuning import is_interpreted
+    from mlx_zip.cuda.kernels.triton.tuning import is_interpreted
     from support.card_tensor import held
 
     BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a float
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_of_the_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives tuned kernels the sizes that the test's name chooses: all of them are tried, and none is measured."""
     if not MISSING:
-        from mlx_zip.cuda.kernels import tuning
+        from mlx_zip.cuda.kernels.triton import tuning
 
         name = zlib.crc32(request.node.nodeid.encode())
         monkeypatch.setattr(tuning, "can_measure", lambda: False)

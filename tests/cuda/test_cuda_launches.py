@@ -20,12 +20,13 @@ from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, zip_config  # 
 from mlx_zip.bench.gpu import card_steps  # noqa: E402
 from mlx_zip.bench.gpu.launches import Launches, counted, extrapolated, shape_costs, step_costs  # noqa: E402  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
-from mlx_zip.cuda.kernels import gate, norm  # noqa: E402
+from mlx_zip.cuda.kernels import activations as norm
+from mlx_zip.cuda.kernels import gate  # noqa: E402
+from mlx_zip.cuda.kernels.activations import rms_norm  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.encoder import entry_rows  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
-from mlx_zip.cuda.kernels.norm import rms_norm  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from support.torch_folders import make_model, save  # noqa: E402

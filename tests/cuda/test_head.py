@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import head_triton  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head, reference  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
+from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 

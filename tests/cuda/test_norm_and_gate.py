@@ -7,8 +7,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from mlx_zip.cuda.kernels import gate, norm  # noqa: E402
-from mlx_zip.cuda.kernels.tuning import is_interpreted  # noqa: E402
+from mlx_zip.cuda.kernels import activations as norm
+from mlx_zip.cuda.kernels import gate  # noqa: E402
+from mlx_zip.cuda.kernels.triton.tuning import is_interpreted  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 

@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import attention_triton, encoder, gate, head_triton, matvec_triton, norm  # noqa: E402
+from mlx_zip.cuda.kernels import activations as norm
+from mlx_zip.cuda.kernels import encoder, gate  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.attention import reference as attention_reference  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
@@ -22,6 +23,9 @@ from mlx_zip.cuda.kernels.packed import dequantize  # noqa: E402
 from mlx_zip.cuda.kernels.rope import reference as rope_reference  # noqa: E402
 from mlx_zip.cuda.kernels.rope import rope_and_cache  # noqa: E402
 from mlx_zip.cuda.kernels.rotation import Rotation  # noqa: E402
+from mlx_zip.cuda.kernels.triton import attention as attention_triton
+from mlx_zip.cuda.kernels.triton import head as head_triton
+from mlx_zip.cuda.kernels.triton import matvec as matvec_triton
 from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 
 HEAD_WIDTHS = (64, 80, 96, 128)

@@ -17,7 +17,7 @@ from triton.compiler.errors import (  # noqa: E402
 )
 from triton.runtime.errors import OutOfResources, PTXASError  # noqa: E402
 
-from mlx_zip.cuda.kernels import tuning  # noqa: E402
+from mlx_zip.cuda.kernels.triton import tuning  # noqa: E402
 
 CHOICES = [({"COLUMNS": 512}, 4), ({"COLUMNS": 1024}, 8), ({"COLUMNS": 2048}, 8)]
 TIMES = {512: 3.0, 1024: 1.0, 2048: 2.0}

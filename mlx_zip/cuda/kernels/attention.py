@@ -36,7 +36,7 @@ def decode_attention(
         scale = 1.0 / math.sqrt(q.shape[2])
     window = window or keys.shape[2]
     if use_triton(impl, q, keys, values, lengths):
-        from mlx_zip.cuda.kernels.attention_triton import launch
+        from mlx_zip.cuda.kernels.triton.attention import launch
 
         return launch(q, keys, values, lengths, window, scale)
     return reference(q, keys, values, lengths, window, scale)

@@ -28,7 +28,7 @@ def hyper_embedding(
     if not 0 <= boundary <= base.shape[0]:
         raise ValueError(f"boundary {boundary} lies outside the base table of {base.shape[0]} rows")
     if use_triton(impl, ids, *parts, rows):
-        from mlx_zip.cuda.kernels.embedding_triton import launch
+        from mlx_zip.cuda.kernels.triton.embedding import launch
 
         return launch(ids, base, rows, boundary)
     return reference(ids, base, rows, boundary)

@@ -44,7 +44,7 @@ def joint_head(
     if not 1 <= boundary <= height:
         raise ValueError(f"boundary {boundary} lies outside 1..{height}, the rows of the base matrix")
     if use_triton(impl, x, *check_matrix("base", base), rows, installed):
-        from mlx_zip.cuda.kernels.head_triton import launch
+        from mlx_zip.cuda.kernels.triton.head import launch
 
         return Head(*launch(x, base, rows, installed, boundary, logits))
     return reference(x, base, rows, installed, boundary, logits)

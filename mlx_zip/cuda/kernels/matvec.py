@@ -40,7 +40,7 @@ def matvec(
     if residual is not None:
         check_shape("residual", residual, x.shape[0], rows // 2 if gate else rows)
     if use_triton(impl, x, *check_matrix("weight", weight), bias, norm[0] if norm else None, residual):
-        from mlx_zip.cuda.kernels.matvec_triton import launch
+        from mlx_zip.cuda.kernels.triton.matvec import launch
 
         return launch(x, weight, bias, norm, residual, gate)
     return reference(x, weight, bias, norm, residual, gate)

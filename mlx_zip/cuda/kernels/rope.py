@@ -33,7 +33,7 @@ def rope_and_cache(
         raise ValueError(f"qkv has {columns} columns, which hold no {keys.shape[1]} key heads of {width}")
     parts = _check_rotation(rotation, batch, width)
     if use_triton(impl, qkv, positions, slots, keys, values, *parts):
-        from mlx_zip.cuda.kernels.rope_triton import launch
+        from mlx_zip.cuda.kernels.triton.rope import launch
 
         return launch(qkv, positions, slots, rotation, keys, values, heads)
     return reference(qkv, positions, slots, rotation, keys, values, heads)

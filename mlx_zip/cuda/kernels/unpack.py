@@ -12,7 +12,7 @@ def unpack(packed: Packed, dtype: torch.dtype, impl: str | None = None) -> torch
     """Returns the matrix [R, D] in `dtype`; scale * level + bias is computed in float32 and rounded once."""
     packed.check()
     if use_triton(impl, packed.words, packed.scales, packed.biases):
-        from mlx_zip.cuda.kernels.unpack_triton import launch
+        from mlx_zip.cuda.kernels.triton.packed import launch
 
         return launch(packed, dtype)
     return reference(packed, dtype)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Packed, as_parts
-from mlx_zip.cuda.kernels.products_triton import dense_sums, many_sums, packed_sums
-from mlx_zip.cuda.kernels.tuning import Sizes, Tuned, is_interpreted
+from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
+from mlx_zip.cuda.kernels.triton.tuning import Sizes, Tuned, is_interpreted
 
 
 def _sizes(*choices: tuple[int, int, int, int]) -> list[Sizes]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Packed, as_parts
-from mlx_zip.cuda.kernels.unpack_triton import row_values
+from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 1024  # columns per program
 

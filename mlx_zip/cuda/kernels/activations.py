@@ -19,7 +19,7 @@ def rms_norm(
     if out is not None:
         check_shape("out", out, *x.shape)
     if use_triton(impl, x, weight, out):
-        from mlx_zip.cuda.kernels.norm_triton import launch
+        from mlx_zip.cuda.kernels.triton.activations import launch
 
         return launch(x, weight, eps, out)
     return reference(x, weight, eps, out)

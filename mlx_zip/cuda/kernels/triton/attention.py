@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels import parts
-from mlx_zip.cuda.kernels.tuning import is_interpreted
+from mlx_zip.cuda.kernels.triton.tuning import is_interpreted
 
 
 def launch(
