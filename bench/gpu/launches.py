@@ -25,8 +25,8 @@ from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder
 from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.kernels.attention import part_count
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.kernels.parts import part_count
 from mlx_zip.cuda.memory import bytes_of
 from mlx_zip.cuda.model import CudaModel
 

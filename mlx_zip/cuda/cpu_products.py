@@ -11,8 +11,7 @@ from functools import cache
 
 import torch
 
-from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.kernels.unpack import unpack
+from mlx_zip.cuda.kernels.packed import Packed, unpack
 
 LOST = 2.0**-25  # at most lost when a number below float16's normal range is rounded
 LARGEST = 65504.0  # of float16

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from mlx_zip.cuda.cpu_products import Half, kept
-from mlx_zip.cuda.kernels.activations import rms_norm
-from mlx_zip.cuda.kernels.gate import silu_gate
+from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
 from mlx_zip.cuda.kernels.matvec import MOST, matvec
-from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.kernels.unpack import unpack
+from mlx_zip.cuda.kernels.packed import Packed, levels_of, unpack
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,7 @@ def _wider(packed: Packed, bits: int) -> Packed:
     """Returns the same matrix with 8 bits a level instead of 4, if `bits` asks for them."""
     if packed.bits == bits:
         return packed
-    halves = packed.words.view(torch.uint8)
-    words = torch.stack([halves & 15, halves >> 4], dim=-1).view(len(halves), -1).view(torch.int32)
-    return packed._replace(words=words, bits=bits)
+    return packed._replace(words=levels_of(packed).view(torch.int32), bits=bits)
 
 
 def _finer(packed: Packed, group: int) -> Packed:

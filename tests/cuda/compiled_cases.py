@@ -11,18 +11,15 @@ from itertools import product
 
 import torch
 
-from mlx_zip.cuda.kernels.activations import rms_norm
+from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, entry_rows, pool, small_attention
-from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.install import install_rows
 from mlx_zip.cuda.kernels.matvec import matvec
-from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.kernels.rope import rope_and_cache
-from mlx_zip.cuda.kernels.rotation import Rotation
-from mlx_zip.cuda.kernels.unpack import unpack
+from mlx_zip.cuda.kernels.packed import Packed, unpack
+from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
 
 WIDTH, ROWS, SLOTS = 3072, 512, 64
 HALF, FULL = torch.bfloat16, torch.float32

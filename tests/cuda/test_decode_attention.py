@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import parts  # noqa: E402
+from mlx_zip.cuda.kernels import attention  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention, reference  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
@@ -16,8 +16,8 @@ HEADS = [(1, 1, 33), (4, 2, 8), (6, 2, 24), (3, 3, 96)]  # H, K, E
 @pytest.fixture(autouse=True)
 def few_keys(monkeypatch):
     """Gives each round few keys, so that short caches have several parts and rounds."""
-    monkeypatch.setattr(parts, "KEYS", 16)
-    monkeypatch.setattr(parts, "MOST_PARTS", 3)
+    monkeypatch.setattr(attention, "KEYS", 16)
+    monkeypatch.setattr(attention, "MOST_PARTS", 3)
 
 
 def caches(guard, dtype, lengths, kv_heads, places, width):
@@ -75,11 +75,11 @@ def test_large_scores_do_not_overflow(guard):
 
 
 def test_parts_are_as_many_as_keys_and_programs_allow():
-    assert parts.part_count(1, 1) == 1
-    assert parts.part_count(1, 33) == 3
-    assert parts.part_count(1, 10_000) == 3
-    assert parts.part_count(600, 10_000) == 1
-    assert parts.part_count(5000, 10_000) == 1
+    assert attention.part_count(1, 1) == 1
+    assert attention.part_count(1, 33) == 3
+    assert attention.part_count(1, 10_000) == 3
+    assert attention.part_count(600, 10_000) == 1
+    assert attention.part_count(5000, 10_000) == 1
 
 
 def test_heads_that_do_not_fit_are_refused():

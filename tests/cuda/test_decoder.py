@@ -18,8 +18,7 @@ mx = pytest.importorskip("mlx.core")
 from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import Folder, read_folder  # noqa: E402
-from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

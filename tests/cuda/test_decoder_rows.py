@@ -178,7 +178,7 @@ def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
         "matvec.reference": 4 * 2,  # of two layers
         "rope.reference": 2,
         "attention.reference": 2 * (2 if decoder.layers[0].window is None else 1),  # a short window is one part
-        "norm.reference": 1,
+        "activations.reference_norm": 1,
         "add": 1,
         "add_": 1,
     }

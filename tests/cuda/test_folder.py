@@ -21,8 +21,7 @@ from mlx_zip.cuda import memory  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.decoder_config import DecoderConfig  # noqa: E402
 from mlx_zip.cuda.folder import read_folder  # noqa: E402
-from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, dequantize, unpack  # noqa: E402
 from mlx_zip.cuda.kv import kv_bytes, make_kv  # noqa: E402
 from mlx_zip.cuda.linear import Linear, joined  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402

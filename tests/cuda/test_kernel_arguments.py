@@ -8,12 +8,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import dispatch, encoder  # noqa: E402
+from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
-from mlx_zip.cuda.kernels.gate import silu_gate  # noqa: E402
-from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
-from mlx_zip.cuda.kernels.rope import rope_and_cache  # noqa: E402
-from mlx_zip.cuda.kernels.rotation import Rotation  # noqa: E402
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
+from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache  # noqa: E402
 
 ONE = torch.ones(1, dtype=torch.int64)
 IDS = torch.zeros((1, 3), dtype=torch.int64)

@@ -9,8 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import activations as norm
-from mlx_zip.cuda.kernels import encoder, gate  # noqa: E402
+from mlx_zip.cuda.kernels import activations, encoder  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.attention import reference as attention_reference  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
@@ -19,14 +18,12 @@ from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.head import reference as head_reference  # noqa: E402
 from mlx_zip.cuda.kernels.matvec import matvec  # noqa: E402
 from mlx_zip.cuda.kernels.matvec import reference as matvec_reference  # noqa: E402
-from mlx_zip.cuda.kernels.packed import dequantize  # noqa: E402
+from mlx_zip.cuda.kernels.packed import dequantize, unpack  # noqa: E402
+from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache  # noqa: E402
 from mlx_zip.cuda.kernels.rope import reference as rope_reference  # noqa: E402
-from mlx_zip.cuda.kernels.rope import rope_and_cache  # noqa: E402
-from mlx_zip.cuda.kernels.rotation import Rotation  # noqa: E402
-from mlx_zip.cuda.kernels.triton import attention as attention_triton
-from mlx_zip.cuda.kernels.triton import head as head_triton
-from mlx_zip.cuda.kernels.triton import matvec as matvec_triton
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
+from mlx_zip.cuda.kernels.triton import attention as attention_triton  # noqa: E402
+from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
+from mlx_zip.cuda.kernels.triton import matvec as matvec_triton  # noqa: E402
 
 HEAD_WIDTHS = (64, 80, 96, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -172,11 +169,11 @@ def test_norms_gates_and_unpacked_matrices(guard, matrix, draw):
     x, gate_up = guard(torch.randn(count, width).to(dtype)), guard(torch.randn(count, 2 * width).to(dtype))
     factors = guard((1 + torch.rand(width)).to(dtype))
     near(
-        norm.rms_norm(x, factors, 1e-5, impl="triton"),
-        norm.reference(x.double(), factors.double(), 1e-5),
+        activations.rms_norm(x, factors, 1e-5, impl="triton"),
+        activations.reference_norm(x.double(), factors.double(), 1e-5),
         dtype,
     )
-    near(gate.silu_gate(gate_up, impl="triton"), gate.reference(gate_up.double()), dtype)
+    near(activations.silu_gate(gate_up, impl="triton"), activations.reference_gate(gate_up.double()), dtype)
     packed, exact = matrix(draw, draw.randint(1, 40), dtype)
     if not isinstance(packed, torch.Tensor):
         near(unpack(packed, dtype, impl="triton"), exact, dtype)
@@ -193,8 +190,8 @@ def test_empty_inputs_give_empty_results():
         assert encoder.entry_rows(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
         assert encoder.small_attention(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
         assert encoder.pool(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
-        assert gate.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
-        assert norm.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
+        assert activations.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
+        assert activations.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
         cache = torch.ones(0, 1, 5, 4)
         assert decode_attention(torch.ones(0, 2, 4), cache, cache, none, impl=impl).shape == (0, 2, 4)
         assert matvec(torch.ones(0, 4), torch.ones(3, 4), impl=impl).shape == (0, 3)

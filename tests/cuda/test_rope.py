@@ -5,8 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.rope import reference, rope_and_cache  # noqa: E402
-from mlx_zip.cuda.kernels.rotation import Rotation  # noqa: E402
+from mlx_zip.cuda.kernels.rope import Rotation, reference, rope_and_cache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 

@@ -6,8 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, dequantize, unpack  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 

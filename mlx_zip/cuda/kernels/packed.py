@@ -1,4 +1,4 @@
-"""Weights in MLX's affine packing: 4 or 8 bits a weight, a scale and a bias for each group of columns."""
+"""Matrices in MLX's affine packing: 4 or 8 bits a weight, a scale and a bias per group of columns; unpacking them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape
+from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
 
 
 class Packed(NamedTuple):
@@ -59,13 +59,35 @@ def as_parts(
     return matrix, None, None, 0, 1
 
 
+def unpack(packed: Packed, dtype: torch.dtype, impl: str | None = None) -> torch.Tensor:
+    """Returns the matrix [R, D] in `dtype`, for products with many rows; values are float32, rounded once."""
+    packed.check()
+    if use_triton(impl, packed.words, packed.scales, packed.biases):
+        from mlx_zip.cuda.kernels.triton.packed import launch
+
+        return launch(packed.shape, *as_parts(packed), dtype)
+    return reference(packed, dtype)
+
+
+def reference(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what `unpack` returns, in plain PyTorch; float64 scales are computed with in float64."""
+    return dequantize(packed).to(dtype)
+
+
 def dequantize(packed: Packed) -> torch.Tensor:
-    """Returns the matrix [R, D]: float64 if the scales are, else float32."""
-    shifts = torch.arange(0, 32, packed.bits, device=packed.words.device)
-    levels = (packed.words[..., None] >> shifts) & (2**packed.bits - 1)
-    dtype = torch.promote_types(packed.scales.dtype, torch.float32)
-    grouped = levels.view(packed.shape[0], -1, packed.group_size).to(dtype)
-    return (grouped * packed.scales[..., None].to(dtype) + packed.biases[..., None].to(dtype)).view(packed.shape)
+    """Returns the matrix [R, D] by PyTorch's own operations: float64 if the scales are, else float32."""
+    exact = torch.promote_types(packed.scales.dtype, torch.float32)
+    grouped = levels_of(packed).view(*packed.scales.shape, packed.group_size).to(exact)
+    scales, biases = packed.scales[..., None].to(exact), packed.biases[..., None].to(exact)
+    return torch.addcmul(biases, grouped, scales).view(packed.shape)
+
+
+def levels_of(packed: Packed) -> torch.Tensor:
+    """Returns the levels [R, D], uint8."""
+    levels = packed.words.view(torch.uint8)
+    if packed.bits == 4:  # the low half of a byte is the earlier column
+        levels = torch.stack([levels & 15, levels >> 4], dim=-1)
+    return levels.view(packed.shape)
 
 
 def packed_rows(packed: Packed, ids: torch.Tensor) -> torch.Tensor:

@@ -15,32 +15,40 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels import parts
 from mlx_zip.cuda.kernels.triton.tuning import is_interpreted
 
 
 def launch(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int,
+    scale: float,
+    count: int,
+    round_keys: int,
 ) -> torch.Tensor:
-    """Returns attention [B, H, E]; arguments as in `attention.decode_attention`, which has checked them."""
+    """Returns attention [B, H, E]; arguments as in `attention.decode_attention`, which has checked them.
+
+    count: parts that the keys of a sequence are divided into. round_keys: keys of a round.
+    """
     (batch, heads, width), (_, kv_heads, places, _) = q.shape, keys.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    count = parts.part_count(batch * kv_heads, min(places, window))
     kind = {"dtype": torch.float32, "device": q.device}
     partial = torch.empty((batch, heads, count, width), **kind)
     sums = torch.empty((2, batch, heads, count), **kind)  # highest score, and sum of the exponentials
     block, group = max(16, triton.next_power_of_2(width)), heads // kv_heads
     _parts[(batch * kv_heads, count)](
         q, keys, values, lengths, out, partial, sums, scale, window, kv_heads, places, width, group, batch * heads,
-        PARTS=count, GROUP=max(16, triton.next_power_of_2(group)), KEYS=parts.KEYS, BLOCK=block,
+        PARTS=count, GROUP=max(16, triton.next_power_of_2(group)), KEYS=round_keys, BLOCK=block,
         UPCAST=is_interpreted(), num_warps=4, num_stages=3 if q.element_size() < 4 else 2,
     )  # fmt: skip
     if count > 1:
         _combine[(batch * heads,)](
             partial, sums, lengths, out, window, heads, places, width, batch * heads,
-            PARTS=count, LANES=triton.next_power_of_2(count), KEYS=parts.KEYS, BLOCK=block,
+            PARTS=count, LANES=triton.next_power_of_2(count), KEYS=round_keys, BLOCK=block,
         )  # fmt: skip
     return out
 

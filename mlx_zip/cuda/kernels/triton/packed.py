@@ -1,30 +1,31 @@
 """The Triton kernel that unpacks a packed matrix, and the piece of kernels that reads columns of one row."""
 
-from __future__ import annotations
-
 # Triton may be missing, and its decorators are not typed.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed
-
-# Triton may be missing, and its decorators are not typed.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
-
-
 WORDS = 512  # words per program
 
 
-def launch(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the matrix [R, D]; arguments as in `unpack.unpack`, which has checked them."""
-    out = torch.empty(packed.shape, dtype=dtype, device=packed.words.device)
-    count = packed.words.numel()
-    if count:
+def launch(
+    shape: tuple[int, int],
+    words: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Returns the matrix [R, D] of this shape; the rest is what `as_parts` returns, which `unpack` has checked."""
+    out = torch.empty(shape, dtype=dtype, device=words.device)
+    if count := words.numel():
         _kernel[(triton.cdiv(count, WORDS),)](
-            packed.words, packed.scales, packed.biases, out, count,
-            BITS=packed.bits, GROUP=packed.group_size, WORDS=WORDS,
+            words, scales, biases, out, count, BITS=bits, GROUP=group, WORDS=WORDS
         )  # fmt: skip
     return out
 

@@ -9,22 +9,27 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.rotation import Rotation
-
 
 def launch(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    rotation: Rotation,
     keys: torch.Tensor,
     values: torch.Tensor,
     heads: int,
+    frequencies: torch.Tensor,
+    scale: float,
+    which: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
-    """Returns rotated queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them."""
+    """Returns rotated queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them.
+
+    The last six are those of a `rope.Rotation`.
+    """
     batch, length, _ = qkv.shape
     kv_heads, places, width = keys.shape[1:]
-    frequencies, scale, which, q_norm, k_norm, eps = rotation
     sets, half = frequencies.shape
     out = torch.empty((batch, length, heads, width), dtype=qkv.dtype, device=qkv.device)
     if out.numel():
