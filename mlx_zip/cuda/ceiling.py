@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from mlx_zip.cuda.cpu_products import Half
-from mlx_zip.cuda.linear import Linear
 from mlx_zip.cuda.memory import bytes_of, free_bytes
 from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.network.cpu_products import Half
+from mlx_zip.cuda.network.linear import Linear
 from mlx_zip.device import BANDWIDTH_SIDE
 from mlx_zip.engine.interface import Ceiling
 

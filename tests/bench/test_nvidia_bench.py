@@ -24,7 +24,8 @@ from mlx_zip.bench.gpu.nvidia import PARTS
 from mlx_zip.bench.gpu.summary import exported, parameters
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
-from mlx_zip.cuda import decoder, memory
+from mlx_zip.cuda import memory
+from mlx_zip.cuda.network import decoder
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.places import DOCS, REPO

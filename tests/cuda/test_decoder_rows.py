@@ -14,11 +14,11 @@ pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.bench.gpu.launches import counted  # noqa: E402
-from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
-from mlx_zip.cuda.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.folder import read_folder  # noqa: E402
-from mlx_zip.cuda.kv import KV  # noqa: E402
-from mlx_zip.cuda.rope import LONG, SHORT  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
+from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
+from mlx_zip.cuda.network.frequencies import LONG, SHORT  # noqa: E402
+from mlx_zip.cuda.network.kv import KV  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
 ROOM = 60  # slots of a sequence

@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mlx_zip.cuda import cpu_products  # noqa: E402
-from mlx_zip.cuda.cpu_decoder import cpu_head  # noqa: E402
-from mlx_zip.cuda.cpu_products import LARGEST, Half, has_half, kept, multiplies_bfloat16  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
-from mlx_zip.cuda.linear import Linear, joined  # noqa: E402
+from mlx_zip.cuda.network import cpu_products  # noqa: E402
+from mlx_zip.cuda.network.cpu_decoder import cpu_head  # noqa: E402
+from mlx_zip.cuda.network.cpu_products import LARGEST, Half, has_half, kept, multiplies_bfloat16  # noqa: E402
+from mlx_zip.cuda.network.linear import Linear, joined  # noqa: E402
 
 with_half = pytest.mark.skipif(not has_half(), reason="PyTorch has no FBGEMM here")
 

@@ -372,7 +372,7 @@ def _numbered(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _patch_bias(monkeypatch: Any) -> None:
     """Makes PyTorch's causal bias, a tensor of a class of its own, outside of the mode, which it does not bear."""
-    from mlx_zip.cuda import decoder
+    from mlx_zip.cuda.network import decoder
 
     make = decoder.causal_lower_right
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from mlx_zip.config import ZipConfig, config_of
-from mlx_zip.cuda.checkpoint import FLOATS, Entry, list_tensors, read_tensors
-from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import check_dtype, check_room, find_device
+from mlx_zip.cuda.network.decoder_config import DecoderConfig
+from mlx_zip.cuda.network.tensors import FLOATS, Entry, list_tensors, read_tensors
 from mlx_zip.errors import ModelError
 from mlx_zip.models.folders import model_folder, read_config
 from mlx_zip.models.register import MODEL_TYPE

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.memory import check_room
+from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.cuda.transfers import copy_to, to_host
 
 

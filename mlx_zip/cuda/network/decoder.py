@@ -14,13 +14,13 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from mlx_zip.cuda.decoder_config import DecoderConfig
-from mlx_zip.cuda.folder import Folder
 from mlx_zip.cuda.kernels.activations import rms_norm
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
-from mlx_zip.cuda.kv import KV, make_kv
-from mlx_zip.cuda.linear import Linear, joined, product
+from mlx_zip.cuda.network.checkpoint import Folder
+from mlx_zip.cuda.network.decoder_config import DecoderConfig
+from mlx_zip.cuda.network.kv import KV, make_kv
+from mlx_zip.cuda.network.linear import Linear, joined, product
 from mlx_zip.errors import ModelError
 
 

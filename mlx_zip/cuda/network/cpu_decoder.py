@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from mlx_zip.cuda.decoder import Attention, Decoder, Layer, Seen, attend, seen_keys
 from mlx_zip.cuda.kernels.head import Head
-from mlx_zip.cuda.kv import KV
-from mlx_zip.cuda.linear import Linear
+from mlx_zip.cuda.network.decoder import Attention, Decoder, Layer, Seen, attend, seen_keys
+from mlx_zip.cuda.network.kv import KV
+from mlx_zip.cuda.network.linear import Linear
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines [N, 1, R]
 
 
 class CpuDecoder(Decoder):
-    """A decoder whose weights are kept for a CPU (`mlx_zip.cuda.cpu_products`)."""
+    """A decoder whose weights are kept for a CPU (`mlx_zip.cuda.network.cpu_products`)."""
 
     def read(
         self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV, end: int | None = None

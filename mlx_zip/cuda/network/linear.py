@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from mlx_zip.cuda.cpu_products import Half, kept
 from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
 from mlx_zip.cuda.kernels.matvec import MOST, matvec
 from mlx_zip.cuda.kernels.packed import Packed, levels_of, unpack
+from mlx_zip.cuda.network.cpu_products import Half, kept
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.cuda.rope import Rope, make_rope
+from mlx_zip.cuda.network.frequencies import Rope, make_rope
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.decoders import (
     TORCH_FAMILIES,
