@@ -11,8 +11,7 @@ import torch
 
 from mlx_zip.cuda.memory import bytes_of, free_bytes
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.cpu_products import Half
-from mlx_zip.cuda.network.linear import Linear
+from mlx_zip.cuda.network.linear import Half, Linear
 from mlx_zip.device import BANDWIDTH_SIDE
 from mlx_zip.engine.interface import Ceiling
 

@@ -14,7 +14,7 @@ Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines [N, 1, R]
 
 
 class CpuDecoder(Decoder):
-    """A decoder whose weights are kept for a CPU (`mlx_zip.cuda.network.cpu_products`)."""
+    """A decoder whose weights are kept for a CPU (`mlx_zip.cuda.network.linear`)."""
 
     def read(
         self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV, end: int | None = None
