@@ -29,11 +29,11 @@ from mlx_zip.models.decoders import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.models.folders import model_folder, read_config
 from mlx_zip.models.register import MODEL_TYPE
 
-FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
-WORDS = "U32"  # dtype of packed matrices
-INDEX = "model.safetensors.index.json"
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
+_WORDS = "U32"  # dtype of packed matrices
+_INDEX = "model.safetensors.index.json"
 Weight = torch.Tensor | Packed
-NORM = "model.norm.weight"  # its dtype is the folder's own
+_NORM = "model.norm.weight"  # its dtype is the folder's own
 
 
 @dataclass
@@ -104,14 +104,14 @@ def read_folder(
     skip = (*without, "lm_head.") if decoder.tied else tuple(without)
     entries = {
         name: entry
-        for name, entry in list_tensors(folder).items()
+        for name, entry in _list_tensors(folder).items()
         if not name.startswith(skip) and "rotary_emb.inv_freq" not in name
     }
     own, asked = _own_dtype(folder, entries), _dtype(dtype)
     kind = asked or (own if kernels else torch.float32)
     check_dtype(kind, where)
     _check_room(folder, entries, kind, decoder, where)
-    tensors = read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
+    tensors = _read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
     files = {name: entry.file for name, entry in entries.items()}
     return Folder(folder, config, section, decoder, kind, where, tensors, files, kernels=kernels)
 
@@ -120,25 +120,25 @@ def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """Returns the dtype of this name, None for None. Raises `ModelError` for one that is not supported."""
     if name is None:
         return None
-    for kind in FLOATS.values():
+    for kind in _FLOATS.values():
         if name in (kind, str(kind).removeprefix("torch.")):
             return kind
-    known = ", ".join(str(kind).removeprefix("torch.") for kind in FLOATS.values())
+    known = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATS.values())
     raise ModelError(f"dtype {name} is not supported; supported: {known}")
 
 
-def _own_dtype(folder: Path, entries: Mapping[str, Entry]) -> torch.dtype:
+def _own_dtype(folder: Path, entries: Mapping[str, _Entry]) -> torch.dtype:
     """Returns the dtype of the final norm, which stands for the folder's. Raises `ModelError`."""
-    if NORM not in entries:
-        raise ModelError(f"{folder}: the tensor {NORM} is missing")
-    entry = entries[NORM]
-    if entry.dtype not in FLOATS:
-        raise ModelError(f"{folder / entry.file}: {NORM} has the dtype {entry.dtype}; supported: {', '.join(FLOATS)}")
-    return FLOATS[entry.dtype]
+    if _NORM not in entries:
+        raise ModelError(f"{folder}: the tensor {_NORM} is missing")
+    entry = entries[_NORM]
+    if entry.dtype not in _FLOATS:
+        raise ModelError(f"{folder / entry.file}: {_NORM} has the dtype {entry.dtype}; supported: {', '.join(_FLOATS)}")
+    return _FLOATS[entry.dtype]
 
 
 def _check_room(
-    folder: Path, entries: Mapping[str, Entry], dtype: torch.dtype, decoder: DecoderConfig, device: torch.device
+    folder: Path, entries: Mapping[str, _Entry], dtype: torch.dtype, decoder: DecoderConfig, device: torch.device
 ) -> None:
     """Raises `ModelError` if the device has too little memory for the weights.
 
@@ -153,7 +153,7 @@ def _check_room(
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """What a file says of one tensor before it is read. dtype: safetensors' name."""
 
     file: str
@@ -162,21 +162,21 @@ class Entry:
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes that the tensor takes if floating-point tensors are stored in `dtype`."""
-        return math.prod(self.shape) * (dtype.itemsize if self.dtype in FLOATS else 4)
+        return math.prod(self.shape) * (dtype.itemsize if self.dtype in _FLOATS else 4)
 
 
-def list_tensors(folder: Path) -> dict[str, Entry]:
+def _list_tensors(folder: Path) -> dict[str, _Entry]:
     """Returns every tensor of a folder's model*.safetensors by name. Raises `ModelError` naming the file at fault."""
     files = sorted(folder.glob("model*.safetensors"))
     _check_shards(folder, {file.name for file in files})
-    found: dict[str, Entry] = {}
+    found: dict[str, _Entry] = {}
     for file in files:
         with _opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
                 part = tensors.get_slice(name)
                 if name in found:
                     raise ModelError(f"{file}: {name} is in {found[name].file} too")
-                found[name] = Entry(file.name, str(part.get_dtype()), tuple(part.get_shape()))
+                found[name] = _Entry(file.name, str(part.get_dtype()), tuple(part.get_shape()))
     return found
 
 
@@ -184,7 +184,7 @@ def _check_shards(folder: Path, files: set[str]) -> None:
     """Raises `ModelError` if there is no weight file, or not every file that the folder's index names."""
     if not files:
         raise ModelError(f"{folder}: there is no model*.safetensors")
-    path = folder / INDEX
+    path = folder / _INDEX
     if not path.exists():
         return
     try:
@@ -206,10 +206,10 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
 
 
-def read_tensors(
+def _read_tensors(
     folder: Path,
     config: Mapping[str, Any],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, _Entry],
     device: torch.device,
     dtype: torch.dtype,
     as_stored: bool = False,
@@ -219,10 +219,10 @@ def read_tensors(
     as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file.
     Raises `ModelError` naming file and tensor for dtypes and quantizations that are not supported.
     """
-    settings = {name: _packing(folder, config, name, entry) for name, entry in entries.items() if entry.dtype == WORDS}
+    settings = {name: _packing(folder, config, name, entry) for name, entry in entries.items() if entry.dtype == _WORDS}
     for name, entry in entries.items():
-        if entry.dtype not in (*FLOATS, WORDS):
-            known = ", ".join(FLOATS)
+        if entry.dtype not in (*_FLOATS, _WORDS):
+            known = ", ".join(_FLOATS)
             raise ModelError(f"{folder / entry.file}: {name} has the dtype {entry.dtype}; supported: {known}")
     loose: dict[str, torch.Tensor] = {}
     for file in sorted({entry.file for entry in entries.values()}):
@@ -240,7 +240,7 @@ def _moved(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> to
     return tensor.to(device, dtype)
 
 
-def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: Entry) -> tuple[int, int]:
+def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: _Entry) -> tuple[int, int]:
     """Returns bits and group size of a packed matrix, its own in config.json or those of all. Raises `ModelError`."""
     where, module = folder / entry.file, name.removesuffix(".weight")
     record = config.get("quantization")
@@ -261,7 +261,7 @@ def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: Entry) -
 
 def _put_together(
     folder: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, _Entry],
     settings: Mapping[str, tuple[int, int]],
     loose: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor | Packed]:
@@ -287,25 +287,21 @@ def _put_together(
 # Packs with tuned rows name their model by it (`mlx_zip.hyper.model_fingerprint`): each tensor's name, type and shape,
 # and a few of its values. It is computed from the files, so it does not depend on the dtype that this engine runs in.
 
-SAMPLES = 64  # as in mlx_zip.hyper.row_kinds
-HEAD = "lm_head."
-Fact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
+_SAMPLES = 64  # as in mlx_zip.hyper.row_kinds
+_HEAD = "lm_head."
+_Fact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
 
 
 def folder_fingerprint(folder: Path, tied: bool) -> str:
     """Returns a sha256, as hex, of a folder's tensors. tied: whether the head is the embedding. Raises `ModelError`."""
-    return fingerprint_of(fact for fact in _facts(folder) if not (tied and fact[0].startswith(HEAD)))
+    facts = sorted(fact for fact in _facts(folder) if not (tied and fact[0].startswith(_HEAD)))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def fingerprint_of(facts: Iterable[Fact]) -> str:
-    """Returns a sha256, as hex, of facts about tensors in any order."""
-    return hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()
-
-
-def _facts(folder: Path) -> Iterable[Fact]:
+def _facts(folder: Path) -> Iterable[_Fact]:
     """Yields the facts of every tensor that MLX would hold as a parameter. Only samples of the values are read."""
     names: dict[str, list[str]] = {}
-    for name, entry in list_tensors(folder).items():
+    for name, entry in _list_tensors(folder).items():
         if "rotary_emb.inv_freq" not in name:
             names.setdefault(entry.file, []).append(name)
     for file, inside in names.items():
@@ -314,10 +310,10 @@ def _facts(folder: Path) -> Iterable[Fact]:
                 yield _fact(name, tensors.get_tensor(name))
 
 
-def _fact(name: str, tensor: torch.Tensor) -> Fact:
+def _fact(name: str, tensor: torch.Tensor) -> _Fact:
     """Returns what a fingerprint covers of one tensor."""
     size = tensor.numel()
-    at = np.linspace(0, size - 1, min(SAMPLES, size)).astype(np.int64)
+    at = np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64)
     values = tensor.reshape(-1)[torch.from_numpy(at)].contiguous().view(torch.uint8).numpy()
     dtype = str(tensor.dtype).replace("torch.", "mlx.core.")
     return name, dtype, tuple(tensor.shape), values.tobytes().hex()
