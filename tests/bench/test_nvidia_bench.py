@@ -283,7 +283,7 @@ def test_the_script_refuses_what_it_cannot_do(tmp_path):
 def test_the_tests_that_the_script_runs_on_a_card_are_those_that_run_on_a_pretended_one():
     text = (REPO / "bench" / "h100.sh").read_text()
     named = set(re.search(r"^tests=\((.*?)\)", text, re.DOTALL | re.MULTILINE)[1].split())  # type: ignore[index]
-    files = (REPO / "tests" / "cuda").glob("test_*.py")
+    files = (REPO / "tests" / "cuda" / "kernels").glob("test_*.py")
     assert named == {file.stem for file in files if 'usefixtures("on_a_card")' in file.read_text()}
 
 

@@ -1,6 +1,6 @@
 """Compiles kernels for a GPU, on a machine that needs none. A program: run without the interpreter.
 
-    python tests/cuda/compile_for_gpu.py CAPABILITY [--every | --products]
+    python tests/cuda/kernels/compile_for_gpu.py CAPABILITY [--every | --products]
 
 The interpreter lets pass what the compiler refuses: branches of different types, shapes that are no powers of two. It
 also knows nothing of registers. One line is printed for each variant: capability, kernel, warps, registers, bytes
