@@ -178,7 +178,6 @@ def fastest(call: Callable[[], Any], limit_s: float = math.inf) -> float:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Calls the function once and returns the seconds it took."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun

@@ -364,7 +364,6 @@ def shape_costs(config: dict[str, Any], dtype: torch.dtype, bits: int | None = N
 
 
 def _few_layers(config: dict[str, Any], layers: int, dtype: torch.dtype, bits: int | None, group: int) -> StepCosts:
-    """Returns what a step costs with so many layers."""
     folder = random_folder({**config, "num_hidden_layers": layers}, "cpu", dtype, bits, group)
     zeros = ZeroFolder(**vars(folder))
     return step_costs(CudaModel(zeros, zeros.zip, store_bytes=0))

@@ -243,7 +243,6 @@ class CudaModel:
 
     @property
     def _no_rows(self) -> torch.Tensor:
-        """Rows [0, D]."""
         return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
 
     @property

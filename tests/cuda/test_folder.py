@@ -368,7 +368,7 @@ def test_a_device_that_is_not_supported_is_named(name):
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    monkeypatch.setattr("mlx_zip.cuda.network.checkpoint.read_tensors", lambda *_: pytest.fail("tensors were read"))
+    monkeypatch.setattr("mlx_zip.cuda.network.checkpoint._read_tensors", lambda *_: pytest.fail("tensors were read"))
     whole = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
     layers = sum(v.numel() for n, v in load_file(folder / "model.safetensors").items() if ".layers." in n)
     needed = 2 * whole + layers  # two bytes each, and one of two layers once more

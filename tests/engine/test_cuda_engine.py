@@ -323,8 +323,8 @@ def test_the_bandwidth_is_measured_by_reading_and_not_where_memory_is_short(monk
     assert memory.read_speed(torch.device("cpu"), 128, 0.0) > 0
     assert len(calls) == 2  # there is no time, but one product is needed after the one that warms up
     monkeypatch.setattr(memory, "_measured", {})
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * memory.BANDWIDTH_SIDE**2 - 1)
     with engine() as made:
+        monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * memory.BANDWIDTH_SIDE**2 - 1)
         assert made.ceiling() is None
 
 

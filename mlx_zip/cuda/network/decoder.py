@@ -74,7 +74,6 @@ def _layer(folder: Folder, config: DecoderConfig, index: int) -> Layer:
 
 
 def _qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
-    """Returns the product that makes queries, keys and values."""
     queries, keys = config.query_columns, config.key_columns
     rows = {"qkv_proj": queries + 2 * keys} if config.joined else {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     return _made(folder, *(_linear(folder, at + name, n, config.width, config.qkv_bias) for name, n in rows.items()))
@@ -87,7 +86,6 @@ def _made(folder: Folder, *parts: Linear) -> Linear:
 
 
 def _linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) -> Linear:
-    """Returns the product of this name."""
     bias = folder.take_dense(f"{name}.bias", rows) if biased else None
     return Linear(folder.take(f"{name}.weight", rows, columns), bias)
 

@@ -61,7 +61,6 @@ def _default(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[s
 
 
 def _linear(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
-    """Returns all frequencies divided by `factor`."""
     scaled = plain / parameters["factor"]
     return (scaled, scaled), 1.0
 
