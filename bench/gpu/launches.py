@@ -26,9 +26,10 @@ from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.kernels.attention import part_count
-from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.packed import Matrix, Packed
 from mlx_zip.cuda.memory import bytes_of
 from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.network.checkpoint import Weight
 
 FREE = {  # operations that launch nothing although their schema does not say so
     *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
@@ -207,7 +208,7 @@ def _counting_triton(mode: _Mode, function: Callable[..., Any]) -> Callable[...,
 Arguments = Mapping[str, Any]
 
 
-def _rows(matrix: torch.Tensor | Packed, count: int) -> int:
+def _rows(matrix: Matrix, count: int) -> int:
     """Returns the bytes of this many rows of a matrix, dense or packed."""
     return count * bytes_of(matrix) // matrix.shape[0]
 
@@ -343,7 +344,7 @@ def step(batch: Batch, ids: torch.Tensor) -> None:
 class ZeroFolder(RandomFolder):
     """Gives zeros for each name: memory that the system hands out but need not hold, as long as it is only read."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor | Packed:
+    def take(self, name: str, *shape: int) -> Weight:
         """Returns zeros of this shape, packed where the weights of a quantized model are."""
         if self.bits is None or len(shape) == 1 or shape[1] % self.group or "pos_embed" in name:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -17,11 +17,12 @@ from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.hyper_rows import STORE_BYTES, RowStore
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
+from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.memory import bytes_of, find_device
 from mlx_zip.cuda.network.checkpoint import Folder, folder_fingerprint, read_folder
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, cpu_head
 from mlx_zip.cuda.network.decoder import Decoder
-from mlx_zip.cuda.network.encoders import Matrix, Weights, make_encoder
+from mlx_zip.cuda.network.encoders import Weights, make_encoder
 from mlx_zip.cuda.network.linear import Half, Linear
 from mlx_zip.cuda.sequence import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Packed, check_matrix, packed_rows
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, packed_rows
 
 MOST_PLACES = 16
 MASKS = ("both", "keys", "causal")  # which queries see which keys
@@ -16,7 +16,7 @@ POOLS = ("all", "real", "last")  # which places are pooled
 
 
 def entry_rows(
-    entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None, impl: str | None = None
+    entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None, impl: str | None = None
 ) -> torch.Tensor:
     """Returns matrix[entries] + places [N, S, D] in the matrix's dtype, that of the scales for a packed one.
 
@@ -36,7 +36,7 @@ def entry_rows(
     return reference_rows(entries, matrix, places)
 
 
-def reference_rows(entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None) -> torch.Tensor:
+def reference_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
     """Returns what `entry_rows` returns, in plain PyTorch."""
     known = (entries >= 0) & (entries < matrix.shape[0])
     chosen = torch.where(known, entries, 0)

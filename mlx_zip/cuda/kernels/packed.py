@@ -41,7 +41,10 @@ class Packed(NamedTuple):
         check_shape("biases", self.biases, height, width // self.group_size)
 
 
-def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor, ...]:
+Matrix = torch.Tensor | Packed  # [R, D], dense or packed
+
+
+def check_matrix(name: str, matrix: Matrix) -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a matrix, dense or packed. Raises ValueError if they do not fit together."""
     if isinstance(matrix, Packed):
         matrix.check()
@@ -50,9 +53,7 @@ def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor
     return (matrix,)
 
 
-def as_parts(
-    matrix: torch.Tensor | Packed,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
+def as_parts(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
     """Returns what kernels take of a matrix: values or words, scales, biases, bits (0 if dense) and group size."""
     if isinstance(matrix, Packed):
         return matrix.words, matrix.scales, matrix.biases, matrix.bits, matrix.group_size

@@ -32,7 +32,7 @@ from mlx_zip.models.register import MODEL_TYPE
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
 _WORDS = "U32"  # dtype of packed matrices
 _INDEX = "model.safetensors.index.json"
-Weight = torch.Tensor | Packed
+Weight = torch.Tensor | Packed  # a dense tensor of any axes, or a packed matrix
 _NORM = "model.norm.weight"  # its dtype is the folder's own
 
 
@@ -213,7 +213,7 @@ def _read_tensors(
     device: torch.device,
     dtype: torch.dtype,
     as_stored: bool = False,
-) -> dict[str, torch.Tensor | Packed]:
+) -> dict[str, Weight]:
     """Returns the tensors of `entries` on a device, floating-point ones in `dtype`, packed ones as `Packed`.
 
     as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file.
@@ -264,9 +264,9 @@ def _put_together(
     entries: Mapping[str, _Entry],
     settings: Mapping[str, tuple[int, int]],
     loose: dict[str, torch.Tensor],
-) -> dict[str, torch.Tensor | Packed]:
+) -> dict[str, Weight]:
     """Returns the tensors with words, scales and biases of each packed matrix as one `Packed`. Raises `ModelError`."""
-    whole: dict[str, torch.Tensor | Packed] = {}
+    whole: dict[str, Weight] = {}
     for name, (bits, group) in settings.items():
         module, where = name.removesuffix(".weight"), folder / entries[name].file
         parts = [loose.pop(part, None) for part in (name, f"{module}.scales", f"{module}.biases")]

@@ -15,12 +15,11 @@ from torch.nn.functional import gelu, layer_norm
 
 from mlx_zip.config import EncoderConfig
 from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
-from mlx_zip.cuda.kernels.packed import Packed, unpack
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
 from mlx_zip.cuda.network.linear import Linear, joined, product
 from mlx_zip.errors import ConfigError
 
 LAYER_NORM_EPS = 1e-5
-Matrix = torch.Tensor | Packed
 Encoder = Callable[[torch.Tensor, torch.Tensor, Matrix], torch.Tensor]
 
 

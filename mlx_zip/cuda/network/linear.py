@@ -15,7 +15,7 @@ import torch
 
 from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
 from mlx_zip.cuda.kernels.matvec import MOST, matvec
-from mlx_zip.cuda.kernels.packed import Packed, levels_of, unpack
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, levels_of, unpack
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Linear:
     kept: whether the weight was made for PyTorch's own products on a CPU, which no kernel takes.
     """
 
-    weight: torch.Tensor | Packed | Half
+    weight: Matrix | Half
     bias: torch.Tensor | None = None
     kept: bool = False
 
@@ -147,7 +147,7 @@ class Half:
 
 
 def kept(
-    weight: torch.Tensor | Packed, bias: torch.Tensor | None, dtype: torch.dtype
+    weight: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | Half, torch.Tensor | None]:
     """Returns a matrix [R, D] as products of vectors of `dtype` take it, and the bias that is still to be added."""
     short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32

@@ -18,7 +18,7 @@ from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, entry_rows, pool, small_a
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.install import install_rows
 from mlx_zip.cuda.kernels.matvec import matvec
-from mlx_zip.cuda.kernels.packed import Packed, unpack
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
 
 WIDTH, ROWS, SLOTS = 3072, 512, 64
@@ -38,7 +38,7 @@ def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def matrices(dtype: torch.dtype = HALF, group: int = 64) -> Iterator[torch.Tensor | Packed]:
+def matrices(dtype: torch.dtype = HALF, group: int = 64) -> Iterator[Matrix]:
     """Yields a dense matrix and two packed ones [ROWS, WIDTH]."""
     yield zeros(ROWS, WIDTH, dtype=dtype)
     for bits in (4, 8):
@@ -85,7 +85,7 @@ def every() -> None:
             unpack(matrix, HALF, impl="triton")
 
 
-def products(batch: int, matrix: torch.Tensor | Packed, dtype: torch.dtype = HALF) -> None:
+def products(batch: int, matrix: Matrix, dtype: torch.dtype = HALF) -> None:
     """Launches the products of a layer and of an encoder."""
     x, norm, more = zeros(batch, WIDTH, dtype=dtype), (zeros(WIDTH, dtype=dtype), 1e-5), zeros(batch, ROWS, dtype=dtype)
     bias = zeros(ROWS, dtype=dtype)
@@ -98,7 +98,7 @@ def products(batch: int, matrix: torch.Tensor | Packed, dtype: torch.dtype = HAL
 
 def heads(
     batch: int,
-    matrix: torch.Tensor | Packed,
+    matrix: Matrix,
     boundary: int,
     dtype: torch.dtype = HALF,
     logits: bool = False,
@@ -108,7 +108,7 @@ def heads(
     joint_head(zeros(batch, WIDTH, dtype=dtype), matrix, rows, installed, boundary, logits, impl="triton")
 
 
-def rows_of(batch: int, matrix: torch.Tensor | Packed, dtype: torch.dtype = HALF) -> None:
+def rows_of(batch: int, matrix: Matrix, dtype: torch.dtype = HALF) -> None:
     """Launches what takes single rows out of a matrix."""
     ids, rows = zeros(batch, 1, dtype=torch.int64), zeros(batch, SLOTS, WIDTH, dtype=dtype)
     hyper_embedding(ids, matrix, rows, ROWS - 3, impl="triton")

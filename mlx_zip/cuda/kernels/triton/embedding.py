@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, as_parts
 from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 1024  # columns per program
 
 
-def launch(ids: torch.Tensor, base: torch.Tensor | Packed, rows: torch.Tensor, boundary: int) -> torch.Tensor:
+def launch(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -> torch.Tensor:
     """Returns embeddings [B, L, D]; arguments as in `embedding.hyper_embedding`, which has checked them."""
     (batch, length), width = ids.shape, base.shape[1]
     matrix, scales, biases, bits, group = as_parts(base)

@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, as_parts
 from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 512  # columns per program
 PLACES = 16  # places of an attention program, the smallest side of a matrix product
 
 
-def launch_rows(entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None) -> torch.Tensor:
+def launch_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
     """Returns rows [N, S, D]; arguments as in `encoder.entry_rows`, which has checked them."""
     (count, length), (height, width) = entries.shape, matrix.shape
     values, scales, biases, bits, group = as_parts(matrix)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, as_parts
 from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
 from mlx_zip.cuda.kernels.triton.tuning import Sizes, Tuned, is_interpreted
 
@@ -31,7 +31,7 @@ MANY = _sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
 
 def launch(
     x: torch.Tensor,
-    base: torch.Tensor | Packed,
+    base: Matrix,
     rows: torch.Tensor,
     installed: torch.Tensor,
     boundary: int,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, as_parts
 from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
 from mlx_zip.cuda.kernels.triton.tuning import Sizes, Tuned, is_interpreted
 
@@ -35,7 +35,7 @@ MANY = _sizes((16, 128, 4, 4), (16, 256, 3, 4), (16, 256, 3, 8), (32, 128, 4, 4)
 
 def launch(
     x: torch.Tensor,
-    weight: torch.Tensor | Packed,
+    weight: Matrix,
     bias: torch.Tensor | None,
     norm: tuple[torch.Tensor, float] | None,
     residual: torch.Tensor | None,
