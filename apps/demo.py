@@ -15,10 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import DEFAULT, MAX_TOKENS, PROMPT, bundled_model
-from mlx_zip.device import choose_device
+from mlx_zip.device import choose_device, full_precision
 from mlx_zip.errors import ModelError
-from mlx_zip.tf32 import full_precision
+from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT, bundled_model
 
 CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_untied_v2"
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from mlx_zip.arguments import Parser
-from mlx_zip.bundled import DEFAULT, MAX_TOKENS, PROMPT
 from mlx_zip.engine.generate import load, stream_generate
 from mlx_zip.files import whole_file
+from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT
 
 COLUMNS = 86  # characters per line
 CELL, LINE, MARGIN = 9, 24, 24  # width of a character, distance of lines, border; in pixels

@@ -13,8 +13,8 @@ from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.apps.replay import ReplayEngine
 from mlx_zip.arguments import Parser
-from mlx_zip.bundled import DEFAULT, bundled_model
 from mlx_zip.engine.engines import Engines
+from mlx_zip.named import DEFAULT, bundled_model
 from mlx_zip.server.options import Options
 from mlx_zip.text.tokenizers import load_tokenizer
 

@@ -19,8 +19,8 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bundled import bundled_model
 from mlx_zip.engine import Emitted
+from mlx_zip.named import bundled_model
 from mlx_zip.text.tokenizers import load_tokenizer
 
 from .record import load_before, surroundings

@@ -130,12 +130,12 @@ bench() { # bench PART SECONDS
 { timeout 20 "$python" -m torch.utils.collect_env || true; } >"$folder/environment.txt" 2>&1
 bench checks 60
 # kernels against float64, with fresh inputs, poisoned outputs and guarded borders
-tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_install test_norm_and_gate test_rope
+tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_install test_activations test_rope
     test_unpack)
 [ $rehearsal = 1 ] && tests=(test_embedding)
 several=() # every test compiles kernels of its own
 [ $rehearsal = 0 ] && "$python" -c 'import xdist' 2>/dev/null && several=(-n 8)
-files=("${tests[@]/#/$root/tests/cuda/}")
+files=("${tests[@]/#/$root/tests/cuda/kernels/}")
 files=("${files[@]/%/.py}")
 pytest=(-m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.toml" -o "pythonpath=$root/tests")
 untested=
@@ -161,7 +161,7 @@ command -v compute-sanitizer >/dev/null || untested=${untested:-compute-sanitize
 if [ -z "$untested" ]; then
     # each tensor gets memory of its own, so that a read beyond it is seen; what PyTorch asks the driver for may fail
     part sanitizer 40 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9 \
-        "$python" "${pytest[@]}" -x "$root/tests/cuda/test_embedding.py"
+        "$python" "${pytest[@]}" -x "$root/tests/cuda/kernels/test_embedding.py"
 else
     echo "== sanitizer: not run ($untested)"
 fi

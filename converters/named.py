@@ -40,14 +40,14 @@ _WAIT_S = 0.5
 
 
 def make_named(name: str) -> Path:
-    """Makes the folder of a model of `named.NAMES`, unless it is there already, and returns it.
+    """Makes the folder of a model of `named.MADE`, unless it is there already, and returns it.
 
     The folder appears whole or not at all. A second process that wants a model meanwhile waits. Progress is
     reported on stderr. Raises `ModelError` if no source of the base is there or the folder cannot be written, and
     `ConversionError` for a base that is not the one expected.
     """
-    if name not in named.NAMES:
-        raise ModelError(f"{name} is not a model that mlx_zip makes; there are {', '.join(named.NAMES)}")
+    if name not in named.MADE:
+        raise ModelError(f"{name} is not a model that mlx_zip makes; there are {', '.join(named.MADE)}")
     named.check_adapter(name)
     kept = named.models_folder()
     if problem := make_private(kept):

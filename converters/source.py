@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import here_or_bundled
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters.gguf.gguf_file import is_gguf
 from mlx_zip.converters.tensors import Table, read_header, read_model_files, read_object, some
 from mlx_zip.errors import ConversionError, first_line
 from mlx_zip.files import at_home
+from mlx_zip.named import here_or_bundled
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
 

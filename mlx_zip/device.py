@@ -1,4 +1,4 @@
-"""The device to compute on, MLX's default or what MLX_ZIP_DEVICE names; how fast its memory is, and wiring it."""
+"""The device to compute on, MLX's default or what MLX_ZIP_DEVICE names: precision, memory's speed, wiring it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from mlx_zip.errors import ConfigError
 
 VARIABLE = "MLX_ZIP_DEVICE"
+TF32_VARIABLE = "MLX_ENABLE_TF32"
 DEVICES = ("cpu", "gpu")
 BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more than any cache
 BANDWIDTH_TRIALS = 5
@@ -40,6 +41,14 @@ def choose_device() -> None:
         mx.set_default_device(mx.Device(getattr(mx, name)))
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}={name}: MLX has no such device here") from error
+
+
+def full_precision() -> None:
+    """Switches off TF32, which some GPUs use for float32 products, in this process and its children.
+
+    MLX reads the variable once per process: call it before MLX is imported.
+    """
+    os.environ[TF32_VARIABLE] = "0"
 
 
 def on_gpu() -> bool:
@@ -169,7 +178,6 @@ def fastest(call: Callable[[], Any], limit_s: float = math.inf) -> float:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Calls the function once and returns the seconds it took."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun

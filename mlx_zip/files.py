@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all: written under a temporary name, flushed to disk, renamed."""
+"""Files and folders that appear whole or not at all: written under a temporary name, flushed to disk, renamed.
+
+`signals_as_exit` has temporary ones removed where a signal ends the process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import sys
 import threading
@@ -263,3 +267,24 @@ def write_json(path: Path, data: Any) -> None:
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     with whole_file(path) as partial:
         partial.write_text(_INTEGERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def signals_as_exit() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP raise `SystemExit`, so that unfinished files are cleaned up as on Ctrl-C.
+
+    Leaves a signal alone if a handler is already installed for it.
+    """
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

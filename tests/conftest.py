@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from mlx_zip.device import choose_device
-from mlx_zip.tf32 import full_precision
+from mlx_zip.device import choose_device, full_precision
 from support.places import SHARED
 
 full_precision()  # recorded results are float32; before anything imports MLX

@@ -15,7 +15,7 @@ from mlx_zip.apps.chat.answering import Answers, as_bytes, failed, frame_of, new
 from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody, RaceBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
-from mlx_zip.bundled import QUALITY
+from mlx_zip.named import QUALITY
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import described, json_response, read_body, stream_response
 from mlx_zip.server.turn import Done, Turn

@@ -14,7 +14,6 @@ import torch
 
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.ceiling import step_weight_bytes
 from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
@@ -113,7 +112,7 @@ class TorchEngine(Engine):
         self.model = whole if name == "torch-zip" else whole.without_hypertokens()
         if name == "torch-base" and models.folder is not None and models.zip_folder is not None:
             self.model = open_model(models.folder, hypertokens=False)
-        self.weight_bytes, self.kv_bytes = step_weight_bytes(self.model), id_bytes(self.model)
+        self.weight_bytes, self.kv_bytes = self.model.step_weight_bytes, id_bytes(self.model)
         self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self.batch: Batch | None = None
 
@@ -240,4 +239,4 @@ def _peak(model: CudaModel, before: int) -> int | None:
     """Returns the model's bytes and the most that a run took beside what was in use before; None on a CPU."""
     if model.device.type != "cuda":
         return None
-    return step_weight_bytes(model) + max(0, torch.cuda.max_memory_allocated(model.device) - before)
+    return model.step_weight_bytes + max(0, torch.cuda.max_memory_allocated(model.device) - before)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from mlx_zip.config import config_of
-from mlx_zip.cuda.decoder_config import DecoderConfig
-from mlx_zip.cuda.folder import Folder, Weight
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import check_dtype, check_room, find_device
+from mlx_zip.cuda.network.checkpoint import Folder, Weight
+from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.models.register import MODEL_TYPE
 
 

@@ -18,9 +18,8 @@ import torch  # type: ignore[import-not-found]
 
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.config import SIDES
-from mlx_zip.cuda.folder import read_folder
-from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.kernels.unpack import unpack
+from mlx_zip.cuda.kernels.packed import Packed, unpack
+from mlx_zip.cuda.network.checkpoint import read_folder
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.folders import read_config
 from mlx_zip.models.register import MODEL_TYPE

@@ -1,7 +1,7 @@
 """Computes what a step can reach on cards, from published rates, counted launches and counted instructions.
 
 Nothing here is a measurement. The launches are those that `tests/cuda` counts and holds to; the instructions are read
-from compiled code by `python tests/cuda/compile_for_gpu.py 90 --products`.
+from compiled code by `python tests/cuda/kernels/compile_for_gpu.py 90 --products`.
 """
 
 from __future__ import annotations

@@ -119,7 +119,6 @@ def _forget(folder: Path, part: str) -> None:
 
 
 def _records_file(folder: Path, part: str) -> Path:
-    """Returns the file of a part's records."""
     return folder / f"{part}.jsonl"
 
 
@@ -179,7 +178,6 @@ def _stated(record: Record, field: str) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, or one is not known."""
     return a is None or b is None or a == b
 
 

@@ -25,10 +25,11 @@ from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder
 from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.graphs import Graphs
-from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.kernels.parts import part_count
+from mlx_zip.cuda.kernels.attention import part_count
+from mlx_zip.cuda.kernels.packed import Matrix, Packed
 from mlx_zip.cuda.memory import bytes_of
 from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.network.checkpoint import Weight
 
 FREE = {  # operations that launch nothing although their schema does not say so
     *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
@@ -142,7 +143,7 @@ def counted() -> Iterator[Launches]:
 def _kernel_functions() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
     """Yields (module, name, function) of every kernel's plain reference."""
     for info in pkgutil.iter_modules(kernels.__path__):
-        if info.name.endswith("_triton"):
+        if info.ispkg:  # the Triton kernels themselves
             continue
         module = import_module(f"{kernels.__name__}.{info.name}")
         for name, value in vars(module).items():
@@ -179,7 +180,7 @@ def _triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
     from triton.runtime import interpreter  # type: ignore[import-not-found]
     from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 
-    from mlx_zip.cuda.kernels.tuning import is_interpreted
+    from mlx_zip.cuda.kernels.triton.tuning import is_interpreted
 
     if is_interpreted():
         return interpreter.GridExecutor, "__call__", interpreter.GridExecutor.__call__
@@ -207,7 +208,7 @@ def _counting_triton(mode: _Mode, function: Callable[..., Any]) -> Callable[...,
 Arguments = Mapping[str, Any]
 
 
-def _rows(matrix: torch.Tensor | Packed, count: int) -> int:
+def _rows(matrix: Matrix, count: int) -> int:
     """Returns the bytes of this many rows of a matrix, dense or packed."""
     return count * bytes_of(matrix) // matrix.shape[0]
 
@@ -264,8 +265,7 @@ def _install(args: Arguments, out: Any) -> int:
 
 # launches of a kernel's Triton form where they are not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
-    # blocks of ids, and what joins their findings; twice again for the highest logits
-    "head.reference": lambda args: 4 if args.get("top") else 2,
+    "head.reference": lambda args: 2,  # blocks of ids, and what joins their findings
     "attention.reference": _attention_launches,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
@@ -344,7 +344,7 @@ def step(batch: Batch, ids: torch.Tensor) -> None:
 class ZeroFolder(RandomFolder):
     """Gives zeros for each name: memory that the system hands out but need not hold, as long as it is only read."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor | Packed:
+    def take(self, name: str, *shape: int) -> Weight:
         """Returns zeros of this shape, packed where the weights of a quantized model are."""
         if self.bits is None or len(shape) == 1 or shape[1] % self.group or "pos_embed" in name:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -365,7 +365,6 @@ def shape_costs(config: dict[str, Any], dtype: torch.dtype, bits: int | None = N
 
 
 def _few_layers(config: dict[str, Any], layers: int, dtype: torch.dtype, bits: int | None, group: int) -> StepCosts:
-    """Returns what a step costs with so many layers."""
     folder = random_folder({**config, "num_hidden_layers": layers}, "cpu", dtype, bits, group)
     zeros = ZeroFolder(**vars(folder))
     return step_costs(CudaModel(zeros, zeros.zip, store_bytes=0))

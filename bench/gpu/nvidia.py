@@ -146,7 +146,6 @@ def _name(args: argparse.Namespace, shape: str) -> str:
 
 
 def _trials(plan: Sizes, shape: str) -> int:
-    """Returns how often a shape is timed."""
     return min(plan.trials, MOST) if shape in LARGE else plan.trials
 
 
@@ -213,7 +212,6 @@ def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 
 def _timed_kernel(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
-    """Times a kernel alone, prints a line and returns its record."""
     from mlx_zip.bench.engines.device_clock import torch_device, yardstick
 
     from .kernels import time_kernel
@@ -261,7 +259,6 @@ def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Itera
 
 
 def _generate(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    """Runs the engines on PyTorch and Triton in turns."""
     if own := [name for name in args.engines if name.startswith("torch-")]:
         for shape, precision in WHOLE:
             _whole(args, plan, cases, own, shape, precision, _trials(plan, shape))
@@ -285,7 +282,6 @@ def _whole(
     precision: str,
     trials: int,
 ) -> None:
-    """Runs whole requests of a shape's random weights in replay."""
     name = _name(args, shape)
     flags = ["--shape", name, "--engines", *engines, "--precision", precision, "--tokenizer", args.tokenizer]
     flags += ["--text", f"code={_text(args)}", "--trials", str(trials), "--sizes", *plan.whole]

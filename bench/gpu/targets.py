@@ -20,13 +20,11 @@ Cases = dict[str, float]  # figure by case, such as a shape or a text
 
 
 def _steps(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
-    """Returns the records of an engine's steps by shape and precision."""
     named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
     return {named(one): one for one in _kind(records, "nvidia-steps") if (one["engine"], one["rows"]) == (engine, rows)}
 
 
 def _step_ms(record: Record) -> float:
-    """Returns the median time of a step in ms."""
     return record["step"]["device_ms"]["median"]
 
 
@@ -84,7 +82,6 @@ def _end_to_end(records: Sequence[Record]) -> Cases:
 
 
 def _prefill(records: Sequence[Record]) -> Cases:
-    """Returns the speed of torch-zip's prefill over torch-base's on the same text."""
     return _against("torch-base", "prefill_tokens_per_s", records)
 
 
@@ -134,7 +131,6 @@ def _agreeing(start: str) -> Callable[[Sequence[Record]], Cases]:
 
 
 def _logits_error(records: Sequence[Record]) -> Cases:
-    """Returns the relative error of the bfloat16 logits."""
     return {one["check"]: one["value"] for one in _kind(records, "nvidia-checks") if one.get("value") is not None}
 
 

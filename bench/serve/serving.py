@@ -25,10 +25,10 @@ from mlx_zip.bench.engines.shapes import from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.performance_tables import serving_table
 from mlx_zip.bench.record import header, load_before, summary, surroundings
-from mlx_zip.bundled import here_or_bundled
 from mlx_zip.engine.generate import stream_generate
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
+from mlx_zip.named import here_or_bundled
 from mlx_zip.progress import ProgressBar
 
 from .client import CHAT, DIALECTS, Dialect, Reply, ask

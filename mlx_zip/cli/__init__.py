@@ -19,7 +19,7 @@ from mlx_zip.cli.actions import printable
 from mlx_zip.cli.engines import MLX
 from mlx_zip.device import choose_device
 from mlx_zip.errors import MlxZipError, explained_imports, reason
-from mlx_zip.signals import signals_as_exit
+from mlx_zip.files import signals_as_exit
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {

@@ -56,7 +56,7 @@ def first_stage(name: str) -> Any:
     A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
     `DataError` for a name that cannot be read.
     """
-    from mlx_zip.bundled import here_or_bundled
+    from mlx_zip.named import here_or_bundled
     from mlx_zip.text.formats import is_tokenizer_file, pair_in, read_library
     from mlx_zip.text.tokenizers import names_a_file, tokenizer_folder
     from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer

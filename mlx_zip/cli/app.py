@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip import bundled, named
+from mlx_zip import named
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.engines import choose, open_row_store
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, packs.read(args)
     asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
     choose(args, name)
     with (
@@ -126,10 +126,10 @@ def _window_folder() -> Path | None:
 
 def _offered(main: str) -> dict[str, str]:
     """Returns the models that the page offers beside a bundled one: those that nothing has to be fetched for."""
-    if main not in bundled.KNOWN:
+    if main not in named.KNOWN:
         return {}
-    offered = [bundled.DEFAULT, named.ZIP] if named.ZIP in named.at_hand() else [bundled.DEFAULT]
-    return {name: {**bundled.NAMES, **named.NAMES}[name] for name in offered}
+    offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.at_hand() else [named.DEFAULT]
+    return {name: named.KNOWN[name] for name in offered}
 
 
 def _other(args: argparse.Namespace, name: str) -> Any:

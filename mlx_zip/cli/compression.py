@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.named import here_or_bundled
 
 if TYPE_CHECKING:
     from mlx_zip.text.vocabularies import Vocabulary

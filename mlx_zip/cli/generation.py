@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.cli import colours, engines, packs, rows
 from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_kv_size
 from mlx_zip.cli.opening import json_map, request_pack
@@ -227,11 +227,11 @@ def notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[s
 
 def _choose_bundled_model(args: argparse.Namespace) -> None:
     """Sets the bundled model in `args`, and its own default prompt and length unless the user gave them."""
-    args.model = str(bundled.bundled_model(bundled.DEFAULT))  # even if a folder of that name is here
+    args.model = str(named.bundled_model(named.DEFAULT))  # even if a folder of that name is here
     if not hasattr(args, "given_prompt"):
-        args.prompt = bundled.PROMPT
+        args.prompt = named.PROMPT
     if not hasattr(args, "given_max_tokens"):
-        args.max_tokens = bundled.MAX_TOKENS
+        args.max_tokens = named.MAX_TOKENS
 
 
 def show(

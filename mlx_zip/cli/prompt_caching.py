@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.engines import MLX, NAMES, is_torch
 from mlx_zip.cli.generation import read_prompt
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     file = at_home(args.prompt_cache_file)
     check_out(file)
     prompt, chosen = read_prompt(args.prompt), packs.read(args)
-    name = args.model or str(bundled.bundled_model(bundled.DEFAULT))
+    name = args.model or str(named.bundled_model(named.DEFAULT))
     check_kv_size(args, name)
 
     import mlx.core as mx

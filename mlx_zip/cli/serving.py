@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import engines, packs
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack, session_folder
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, packs.read(args)
     options = _options(args, name)
     with _bound(running, args.host, args.port, options["api_key"]) as listener:
         engines.choose(args, name, group=group)
@@ -70,7 +70,7 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, packs.read(args)
     engines.choose(args, name, group=group)
     with (
         engines.open_row_store(args) as store,

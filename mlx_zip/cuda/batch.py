@@ -19,9 +19,9 @@ from mlx_zip.codec.entries import Installed
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.filling import NewRows, Reader
 from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.hyper_rows import Tables
 from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.rows import Tables
 from mlx_zip.cuda.sequence import Begin, PackOrEntries, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
 from mlx_zip.errors import CodecError, ModelError

@@ -14,11 +14,10 @@ import torch
 
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Batch, Seat, Seats
-from mlx_zip.cuda.ceiling import ceiling
 from mlx_zip.cuda.group import CudaGroup, CudaReading
-from mlx_zip.cuda.kv import kv_bytes
-from mlx_zip.cuda.memory import check_room, find_device, free_bytes, host_bytes, too_little, use
+from mlx_zip.cuda.memory import ceiling, check_room, find_device, free_bytes, host_bytes, too_little, use
 from mlx_zip.cuda.model import CudaModel, open_model
+from mlx_zip.cuda.network.kv import kv_bytes
 from mlx_zip.cuda.sampling import BasePenalties, Draws
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
@@ -78,7 +77,7 @@ class CudaEngine(ThreadedEngine):
         }
 
     def ceiling(self) -> Ceiling | None:
-        return self._inbox.ask(lambda: ceiling(self._scheduler.served.model))
+        return self._inbox.ask(lambda: ceiling(self._device, self._scheduler.served.model.step_weight_bytes))
 
     def without_hypertokens(self, name: str) -> Engine:
         served: CudaServed = self._inbox.ask(lambda: self._scheduler.served)

@@ -10,10 +10,10 @@ import torch
 
 from mlx_zip.codec.entries import Installed
 from mlx_zip.cuda.graphs import Graphs
+from mlx_zip.cuda.hyper_rows import Tables, keys_of
 from mlx_zip.cuda.kernels.install import install_rows
-from mlx_zip.cuda.kv import KV
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.rows import Tables, keys_of
+from mlx_zip.cuda.network.kv import KV
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.transfers import Upload, ids_to_device
 

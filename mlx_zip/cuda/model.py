@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ import torch
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, ZipConfig
-from mlx_zip.cuda.checkpoint import folder_fingerprint
-from mlx_zip.cuda.cpu_decoder import CpuDecoder, cpu_head
-from mlx_zip.cuda.decoder import Decoder
-from mlx_zip.cuda.encoders import Matrix, Weights, make_encoder
-from mlx_zip.cuda.folder import Folder, read_folder
+from mlx_zip.cuda.hyper_rows import STORE_BYTES, RowStore
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
-from mlx_zip.cuda.linear import Linear
-from mlx_zip.cuda.memory import find_device
-from mlx_zip.cuda.rows import STORE_BYTES, RowStore
+from mlx_zip.cuda.kernels.packed import Matrix
+from mlx_zip.cuda.memory import bytes_of, find_device
+from mlx_zip.cuda.network.checkpoint import Folder, folder_fingerprint, read_folder
+from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, cpu_head
+from mlx_zip.cuda.network.decoder import Decoder
+from mlx_zip.cuda.network.encoders import Weights, make_encoder
+from mlx_zip.cuda.network.linear import Half, Linear
 from mlx_zip.cuda.sequence import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
@@ -168,6 +168,16 @@ class CudaModel:
         plain.begin = Begin(plain.params, None, None)
         return plain
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of the weights that a step reads: layers, norms and the head."""
+        values: list[Any] = [self.matrix if self.scores is None else self.scores, self.decoder.norm]
+        for layer in self.decoder.layers:
+            values += [getattr(layer, each.name) for each in fields(layer)]
+        linear = [one for one in values if isinstance(one, Linear)]
+        half = sum(one.weight.nbytes for one in linear if isinstance(one.weight, Half))
+        return half + bytes_of([*values, *((one.weight, one.bias) for one in linear)])
+
     # ---- what requests begin with
 
     @property
@@ -233,7 +243,6 @@ class CudaModel:
 
     @property
     def _no_rows(self) -> torch.Tensor:
-        """Rows [0, D]."""
         return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
 
     @property

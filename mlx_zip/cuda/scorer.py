@@ -15,7 +15,7 @@ import torch
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.filling import CHUNK
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.rope import LONG, SHORT
+from mlx_zip.cuda.network.frequencies import LONG, SHORT
 from mlx_zip.cuda.sequence import Begin
 from mlx_zip.cuda.transfers import ids_to_device
 from mlx_zip.engine.scored import LOGITS, Compressed, Pairs, Scored

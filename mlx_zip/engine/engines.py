@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_zip import bundled
 from mlx_zip.engine.interface import (
     Ceiling,
     Counts,
@@ -32,6 +31,7 @@ from mlx_zip.engine.interface import (
     Ticket,
 )
 from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_line
+from mlx_zip.named import LABELS, PARTNERS, QUALITY
 
 OFF = "off"
 _WITHOUT = "the same weights with hypertokens switched off"
@@ -42,7 +42,7 @@ _NAMED = "a model that you named"
 class OtherModel:
     """A model to compare the main one with. open: returns its engine.
 
-    kind: "control" (the main model's partner in `bundled.PARTNERS`), "model" (one that the user named or is offered)
+    kind: "control" (the main model's partner in `named.PARTNERS`), "model" (one that the user named or is offered)
     or "off" (the main model with its hypertokens switched off). label: what the model is, in words. quality: its
     quality figures in words, None if none are known.
     """
@@ -66,14 +66,14 @@ def other_models(
     sessions. offered: further models, name -> what the model is, in words.
     """
     name, opened, found = main.info.name, open_model or _opened, list[OtherModel]()
-    kinds = {bundled.PARTNERS[name]: "control"} if name in bundled.PARTNERS else {}
+    kinds = {PARTNERS[name]: "control"} if name in PARTNERS else {}
     if named is not None and named != name:
         kinds.setdefault(named, "model")
     kinds |= {other: "model" for other in offered if other != name and other not in kinds}
     for other, kind in kinds.items():
-        words = bundled.LABELS[other] if kind == "control" else offered.get(other, _NAMED)
+        words = LABELS[other] if kind == "control" else offered.get(other, _NAMED)
         label = f"{other}: {words}"
-        found.append(OtherModel(other, kind, lambda other=other: opened(other), label, bundled.QUALITY.get(other)))
+        found.append(OtherModel(other, kind, lambda other=other: opened(other), label, QUALITY.get(other)))
     if main.info.codebook_size:
         without = f"{name} without hypertokens"
         found.append(OtherModel(OFF, OFF, lambda: main.without_hypertokens(without), f"{name}: {_WITHOUT}"))

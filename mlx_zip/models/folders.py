@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import KNOWN, here_or_bundled
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import ZipConfig, config_of
 from mlx_zip.errors import ConfigError, DataError, ModelError, first_line
 from mlx_zip.files import check_in
 from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.named import KNOWN, here_or_bundled
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
@@ -24,9 +24,9 @@ _MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, "*.jsonl")
 
 
 def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """Returns the local folder of a model, given a folder, a name of `bundled.KNOWN` or a hub id, tried in that order.
+    """Returns the local folder of a model, given a folder, a name of `named.KNOWN` or a hub id, tried in that order.
 
-    A model on the hub is downloaded first, and a model of `named.NAMES` is made the first time. revision: the hub's
+    A model on the hub is downloaded first, and a model of `named.MADE` is made the first time. revision: the hub's
     branch, tag or commit. Raises `ModelError`, and `MlxZipError` for a model that cannot be made.
     """
     path, name = here_or_bundled(path_or_hf_repo), str(path_or_hf_repo)

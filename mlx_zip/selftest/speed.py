@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.device import TF32_VARIABLE
 from mlx_zip.selftest.checks import PACKAGES, Check, attempt
-from mlx_zip.tf32 import tf32_line
 
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
 TRIALS = 7
@@ -47,7 +50,7 @@ def measure(golden: Path, folder: Path) -> list[Check]:
         attempt("codec: compress 2,048 ids", _compress_speed),
         attempt("codec: push one id", _push_speed),
         attempt("memory: read and write 64 MB", _bandwidth),
-        attempt("TF32 in float32 products", lambda: (None, tf32_line())),
+        attempt("TF32 in float32 products", lambda: (None, _tf32_line())),
         attempt("step, plain tiny model", lambda: (None, _step_time(plain))),
     ]
     return [*checks, attempt("step, same model with hypertokens", lambda: (None, _step_time(zipped)))]
@@ -163,3 +166,43 @@ def _steps_part(
     elif (tried := attempt(f"{name}: steps", measured)).passed is False:
         return [tried]
     return [Check(f"{name}: {what}", None, text) for what, text in lines(data[name])]
+
+
+# ---- what TF32 changes: measured in processes of their own, because MLX reads the variable once per process
+
+_SURELY_TF32 = 2e-5  # the error below is about 1e-6 with float32 and about 2e-4 with TF32
+_PRODUCT_S = 60  # limit of one process
+_PRODUCT = """
+import mlx.core as mx
+import numpy as np
+
+draw = np.random.default_rng(0)
+a, b = draw.standard_normal((128, 512)), draw.standard_normal((512, 512))
+a, b = a.astype(np.float32), b.astype(np.float32)
+exact = a.astype(np.float64) @ b.astype(np.float64)
+print(np.abs(np.array(mx.array(a) @ mx.array(b)) - exact).max() / np.abs(exact).max())
+"""
+
+
+def _tf32_line() -> str:
+    """Returns whether MLX uses TF32 by default on this machine, and the errors with and without it, as text."""
+    default, full = _product_error(None), _product_error("0")
+    state = "on" if default > _SURELY_TF32 else "off"
+    return f"{state} by default; relative error of a float32 product {default:.0e}, with {TF32_VARIABLE}=0 {full:.0e}"
+
+
+def _product_error(tf32: str | None) -> float:
+    """Returns the largest error of a float32 product [128, 512] @ [512, 512], relative to its largest element.
+
+    The product is computed on MLX's default device. tf32: value of MLX_ENABLE_TF32 in the process; None for MLX's
+    default. Raises `RuntimeError` if that process fails.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != TF32_VARIABLE}
+    if tf32 is not None:
+        environment[TF32_VARIABLE] = tf32
+    command = [sys.executable, "-c", _PRODUCT]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=_PRODUCT_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"a float32 product could not be computed in another process: {error}") from error
+    return float(done.stdout)

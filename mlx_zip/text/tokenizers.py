@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import KNOWN, here_or_bundled
 from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors, first_line
+from mlx_zip.named import KNOWN, here_or_bundled
 from mlx_zip.text import hub
 from mlx_zip.text.formats import KINDS, is_tokenizer_file, pair_in, read_library, special_names
 from mlx_zip.vocab.adaptbpe.plain import follow_folder

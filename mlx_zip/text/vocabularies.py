@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import here_or_bundled
+from mlx_zip.named import here_or_bundled
 from mlx_zip.text.formats import is_tokenizer_file, name_of, pair_in, read_library
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.adaptbpe.plain import follow_folder

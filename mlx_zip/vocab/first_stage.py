@@ -30,9 +30,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.files import check_in
+from mlx_zip.named import here_or_bundled
 
 KINDS = (
     "a folder with tokenizer.json, tokenizer.json, vocab.bpe or merges.txt, NAME.tiktoken, or a .json list of tokens "

@@ -23,9 +23,8 @@ from pathlib import Path
 from mlx_zip import named
 from mlx_zip.arguments import Parser, check_at_least
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
-from mlx_zip.files import whole_file
+from mlx_zip.files import signals_as_exit, whole_file
 from mlx_zip.packs.pack import save_pack
-from mlx_zip.signals import signals_as_exit
 from mlx_zip.text.tokenizers import load_tokenizer
 from recipes.stories.runner import run_in_own_process
 

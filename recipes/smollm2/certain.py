@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.cuda.cpu_products import multiplies_bfloat16
+from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.tokenizers import load_tokenizer

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from mlx_zip.cuda.cpu_products import multiplies_bfloat16
 from mlx_zip.cuda.model import open_model
+from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
-from mlx_zip.cuda.cpu_products import multiplies_bfloat16
+from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoints import checkpoints
 

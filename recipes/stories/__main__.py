@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(recipe, args.stage)
         if args.install:
-            install(recipe, bundled.FOLDER)
+            install(recipe, named.FOLDER)
     except MlxZipError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--install",
         action="store_true",
-        help=f"copy the finished models into the package, to {bundled.FOLDER.name}/ (default: off)",
+        help=f"copy the finished models into the package, to {named.FOLDER.name}/ (default: off)",
     )
     return made
 

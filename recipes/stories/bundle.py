@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder
 
@@ -34,7 +34,7 @@ def quantize(recipe: Recipe) -> None:
                 "q_group_size": 64,
                 "dtype": "float32",
             }
-            if name == bundled.DEFAULT:
+            if name == named.DEFAULT:
                 recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
             else:
                 recipe.execute("mlx_lm convert", as_words(flags))
@@ -43,7 +43,7 @@ def quantize(recipe: Recipe) -> None:
 def tune(recipe: Recipe) -> None:
     """Writes packs/own-tuned.npz: the model's own pack, its entries' rows tuned for the quantized model."""
     settings = recipe.settings
-    fixed = {"model": f"{QUANTIZED}/{bundled.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
+    fixed = {"model": f"{QUANTIZED}/{named.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
     data = {"data": f"{packs.TEXTS}/learn-{packs.OWN}.jsonl", "run": "runs/tuned"}
     recipe.command(f"vocab pack tune {packs.PACKS}/{packs.OWN}.npz", {**fixed, **data, **settings.packs.tune})
 
@@ -52,7 +52,7 @@ def make_bundle(recipe: Recipe) -> None:
     """Writes bundle/: both models that the package contains, the zip2zip model with its tuned pack."""
     with whole_folder(recipe.out / "bundle") as folder:
         for name in recipe.settings.bundled:
-            if name == bundled.DEFAULT:
+            if name == named.DEFAULT:
                 flags = {"hf_path": f"{QUANTIZED}/{name}", "mlx_path": f"{folder.name}/{name}", "pack": TUNED}
                 recipe.command("convert", flags)
             else:
@@ -74,7 +74,7 @@ def card(settings: Settings, checked: bool) -> str:
     lines = [
         "# Bundled models",
         "",
-        *(f"- `{name}`: {bundled.NAMES[name]}" for name in settings.bundled),
+        *(f"- `{name}`: {named.BUNDLED[name]}" for name in settings.bundled),
         "",
         f"Trained from random weights by `make model` with the settings in {RECORD}; stored with {settings.bits} bits "
         "per weight. MIT licence, as the rest of the package. The texts:",

@@ -24,7 +24,8 @@ from mlx_zip.bench.gpu.nvidia import PARTS
 from mlx_zip.bench.gpu.summary import exported, parameters
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
-from mlx_zip.cuda import decoder, memory
+from mlx_zip.cuda import memory
+from mlx_zip.cuda.network import decoder
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.places import DOCS, REPO
@@ -282,7 +283,7 @@ def test_the_script_refuses_what_it_cannot_do(tmp_path):
 def test_the_tests_that_the_script_runs_on_a_card_are_those_that_run_on_a_pretended_one():
     text = (REPO / "bench" / "h100.sh").read_text()
     named = set(re.search(r"^tests=\((.*?)\)", text, re.DOTALL | re.MULTILINE)[1].split())  # type: ignore[index]
-    files = (REPO / "tests" / "cuda").glob("test_*.py")
+    files = (REPO / "tests" / "cuda" / "kernels").glob("test_*.py")
     assert named == {file.stem for file in files if 'usefixtures("on_a_card")' in file.read_text()}
 
 

@@ -116,7 +116,7 @@ def test_an_empty_model_name_is_no_model(capsys):
 
 
 def test_without_a_model_the_bundled_one_is_meant(run, monkeypatch, tmp_path):
-    monkeypatch.setattr("mlx_zip.bundled.FOLDER", tmp_path)
+    monkeypatch.setattr("mlx_zip.named.FOLDER", tmp_path)
     status, _, err = run(name=None)
     assert (status, err.startswith("error: the bundled model stories is not in this installation")) == (2, True)
 

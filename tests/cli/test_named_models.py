@@ -88,14 +88,14 @@ def test_the_app_offers_what_is_at_hand_beside_the_bundled_model(
 def test_an_offered_model_can_be_chosen_and_says_what_it_is() -> None:
     opened: list[str] = []
     found = other_models(
-        FakeEngine(), None, lambda name: opened.append(name) or FakeEngine(), {"stories": "", **named.NAMES}
+        FakeEngine(), None, lambda name: opened.append(name) or FakeEngine(), {"stories": "", **named.MADE}
     )
     assert [(one.name, one.kind) for one in found if one.kind != "off"] == [
         ("stories-base", "control"),
         ("smollm2", "model"),
         ("smollm2-base", "model"),
     ]
-    assert found[1].label == f"smollm2: {named.NAMES['smollm2']}"
+    assert found[1].label == f"smollm2: {named.MADE['smollm2']}"
     assert opened == []
     found[1].open()
     assert opened == ["smollm2"]

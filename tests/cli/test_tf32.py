@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from mlx_zip import tf32
+from mlx_zip.device import TF32_VARIABLE
+from mlx_zip.selftest import speed
 from support.places import TESTS
 
 WATCH = """
@@ -24,7 +25,7 @@ sys.meta_path.insert(0, Watch())
 
 def first_import(code: str, *argv: str) -> str:
     """What the environment holds when `code` first imports MLX, in a process without the variable."""
-    environment = {name: value for name, value in os.environ.items() if name not in (tf32.VARIABLE, "MLX_ZIP_DEVICE")}
+    environment = {name: value for name, value in os.environ.items() if name not in (TF32_VARIABLE, "MLX_ZIP_DEVICE")}
     environment["PYTHONPATH"] = f"{TESTS.parent}{os.pathsep}{TESTS}"
     done = subprocess.run(
         [sys.executable, "-c", WATCH + code, *argv], env=environment, capture_output=True, text=True, timeout=120
@@ -43,13 +44,13 @@ def test_the_tests_switch_tf32_off_before_mlx_is_imported():
 
 
 def test_the_tests_run_without_tf32():
-    assert os.environ[tf32.VARIABLE] == "0"
+    assert os.environ[TF32_VARIABLE] == "0"
 
 
 @pytest.mark.parametrize(("default", "state"), [(2e-4, "on"), (1e-6, "off")])
 def test_the_line_says_whether_tf32_is_on_by_default_and_both_errors(monkeypatch, default, state):
-    monkeypatch.setattr(tf32, "product_error", lambda value: default if value is None else 1e-6)
-    line = tf32.tf32_line()
+    monkeypatch.setattr(speed, "_product_error", lambda value: default if value is None else 1e-6)
+    line = speed._tf32_line()
     assert line.startswith(f"{state} by default; ")
     assert f"{default:.0e}" in line
     assert "1e-06" in line
@@ -58,14 +59,14 @@ def test_the_line_says_whether_tf32_is_on_by_default_and_both_errors(monkeypatch
 def test_the_error_of_a_float32_product_is_measured_in_another_process(monkeypatch):
     asked = []
     real = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: asked.append(k["env"].get(tf32.VARIABLE)) or real(*a, **k))
-    assert 0 < tf32.product_error("0") < tf32._SURELY_TF32
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: asked.append(k["env"].get(TF32_VARIABLE)) or real(*a, **k))
+    assert 0 < speed._product_error("0") < speed._SURELY_TF32
     assert asked == ["0"]
 
 
 def test_mlx_default_is_asked_without_the_variable(monkeypatch):
     def run(command, env, **_):
-        return subprocess.CompletedProcess(command, 0, stdout="5e-4" if tf32.VARIABLE not in env else "1e-6")
+        return subprocess.CompletedProcess(command, 0, stdout="5e-4" if TF32_VARIABLE not in env else "1e-6")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert tf32.product_error(None) == 5e-4
+    assert speed._product_error(None) == 5e-4

@@ -180,8 +180,8 @@ def test_a_mixed_file_gives_the_same_logits_packed_and_dequantized(tmp_path):
 
 def test_the_torch_engine_opens_a_folder_with_packings_of_four_and_eight_bits(tmp_path):
     pytest.importorskip("torch", reason="the engine needs torch")
-    from mlx_zip.cuda.folder import read_folder
-    from mlx_zip.cuda.kernels.unpack import unpack
+    from mlx_zip.cuda.kernels.packed import unpack
+    from mlx_zip.cuda.network.checkpoint import read_folder
 
     mixed(tmp_path / "model.gguf")
     out = convert(tmp_path / "model.gguf", tmp_path / "out", dtype="float32")

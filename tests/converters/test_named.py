@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlx_zip import bundled, named
+from mlx_zip import named
 from mlx_zip.converters import named as making
 from mlx_zip.converters.named import make_named
 from mlx_zip.errors import ConversionError, ModelError
@@ -66,7 +66,7 @@ def put_on_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     return plain
 
 
-@pytest.mark.parametrize("name", named.NAMES)
+@pytest.mark.parametrize("name", named.MADE)
 def test_without_a_source_one_line_names_both(name: str, kept: Path) -> None:
     with pytest.raises(ModelError) as raised:
         model_folder(name)
@@ -109,7 +109,7 @@ def test_the_base_is_the_packages_values(installed: Path) -> None:
     assert not hasattr(model, "layout")
 
 
-@pytest.mark.parametrize("name", named.NAMES)
+@pytest.mark.parametrize("name", named.MADE)
 def test_the_second_time_nothing_is_converted(name: str, installed: Path, no_work: None) -> None:
     folder = named.folder_of(name, named.PACKED_SHA256)
     folder.mkdir(parents=True)
@@ -145,9 +145,9 @@ def test_a_vocabulary_that_cannot_be_read_is_named(text: str | None, tmp_path: P
 
 
 def test_a_new_adapter_gets_a_new_folder(installed: Path) -> None:
-    first = [named.folder_of(name, named.PACKED_SHA256) for name in named.NAMES]
+    first = [named.folder_of(name, named.PACKED_SHA256) for name in named.MADE]
     write_our_adapter(named.ADAPTER, lora_alpha=16)
-    again = [named.folder_of(name, named.PACKED_SHA256) for name in named.NAMES]
+    again = [named.folder_of(name, named.PACKED_SHA256) for name in named.MADE]
     assert [a == b for a, b in zip(first, again, strict=True)] == [False, True]
 
 
@@ -164,7 +164,7 @@ def test_another_file_in_the_package_is_refused(installed: Path, kept: Path) -> 
     assert [*kept.iterdir()] == []
 
 
-@pytest.mark.parametrize("name", named.NAMES)
+@pytest.mark.parametrize("name", named.MADE)
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_what_ends_halfway_leaves_nothing(
     name: str, stop: Any, installed: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,7 +219,7 @@ def test_the_hub_is_asked_where_the_package_is_not_installed(
     kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     put_on_hub(monkeypatch, tmp_path / "hub")
-    for name in named.NAMES:
+    for name in named.MADE:
         assert model_folder(name) == named.folder_of(name, named.HUB)
         load(name)
 
@@ -286,8 +286,8 @@ def test_models_are_kept_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_every_partner_has_a_partner_and_a_label() -> None:
-    assert {bundled.PARTNERS[bundled.PARTNERS[name]] for name in bundled.KNOWN} == {*bundled.KNOWN}
-    assert bundled.LABELS.keys() == bundled.PARTNERS.keys()
+    assert {named.PARTNERS[named.PARTNERS[name]] for name in named.KNOWN} == {*named.KNOWN}
+    assert named.LABELS.keys() == named.PARTNERS.keys()
 
 
 def test_a_gguf_file_can_be_a_checkpoints_base(tmp_path: Path) -> None:

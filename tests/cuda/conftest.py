@@ -5,9 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 WITHOUT_TRITON = {"test_on_a_cpu.py"}  # files that need PyTorch only
 BORDER = 64  # elements before and after each guarded tensor
@@ -19,7 +21,7 @@ if not MISSING:
     from triton.runtime import interpreter
 
     from mlx_zip.cuda.kernels.packed import Packed, dequantize
-    from mlx_zip.cuda.kernels.tuning import is_interpreted
+    from mlx_zip.cuda.kernels.triton.tuning import is_interpreted
     from support.card_tensor import held
 
     BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a float
@@ -37,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if MISSING:
         for item in items:
             enough = item.path.name in WITHOUT_TRITON and "torch" not in MISSING
-            if item.path.parent.name == "cuda" and not enough:
+            if item.path.is_relative_to(HERE) and not enough:
                 item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(MISSING)}"))
 
 
@@ -45,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_of_the_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives tuned kernels the sizes that the test's name chooses: all of them are tried, and none is measured."""
     if not MISSING:
-        from mlx_zip.cuda.kernels import tuning
+        from mlx_zip.cuda.kernels.triton import tuning
 
         name = zlib.crc32(request.node.nodeid.encode())
         monkeypatch.setattr(tuning, "can_measure", lambda: False)

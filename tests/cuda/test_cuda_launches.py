@@ -20,12 +20,12 @@ from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, zip_config  # 
 from mlx_zip.bench.gpu import card_steps  # noqa: E402
 from mlx_zip.bench.gpu.launches import Launches, counted, extrapolated, shape_costs, step_costs  # noqa: E402  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
-from mlx_zip.cuda.kernels import gate, norm  # noqa: E402
+from mlx_zip.cuda.kernels import activations  # noqa: E402
+from mlx_zip.cuda.kernels.activations import rms_norm  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.encoder import entry_rows  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
-from mlx_zip.cuda.kernels.norm import rms_norm  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from support.torch_folders import make_model, save  # noqa: E402
@@ -90,8 +90,8 @@ def test_a_kernel_counts_once_and_nothing_inside_it_counts():
     x, weight = torch.ones(2, 8), torch.ones(8)
     with counted() as found:
         rms_norm(x.clone(), weight, 1e-5, impl="reference")
-    assert found.names == {"clone": 1, "norm.reference": 1}
-    assert found.sizes["norm.reference"] == F4 * (16 + 8 + 16)
+    assert found.names == {"clone": 1, "activations.reference_norm": 1}
+    assert found.sizes["activations.reference_norm"] == F4 * (16 + 8 + 16)
 
 
 def test_a_kernels_rows_count_and_not_its_tables():
@@ -149,14 +149,14 @@ def test_attention_with_a_window_reads_the_last_keys_only():
 
 def test_a_kernel_that_another_one_calls_is_part_of_that_one(monkeypatch):
     def reference(gate_up):
-        return norm.reference(gate_up, torch.ones(8), 1e-5)
+        return activations.reference_norm(gate_up, torch.ones(8), 1e-5)
 
-    reference.__module__ = gate.__name__
-    monkeypatch.setattr(gate, "reference", reference)
+    reference.__module__ = activations.__name__
+    monkeypatch.setattr(activations, "reference_gate", reference)
     x = torch.ones(2, 8)
     with counted() as found:
-        gate.silu_gate(x, impl="reference")
-    assert found.names == {"gate.reference": 1}
+        activations.silu_gate(x, impl="reference")
+    assert found.names == {"activations.reference_gate": 1}
 
 
 def test_launches_are_counted_where_triton_is_not_installed(monkeypatch):
@@ -164,7 +164,7 @@ def test_launches_are_counted_where_triton_is_not_installed(monkeypatch):
     x, weight = torch.ones(2, 8), torch.ones(8)
     with counted() as found:
         rms_norm(x + 1, weight, 1e-5, impl="reference")
-    assert found.names == {"add": 1, "norm.reference": 1}
+    assert found.names == {"add": 1, "activations.reference_norm": 1}
 
 
 def test_what_runs_after_the_count_is_not_counted():

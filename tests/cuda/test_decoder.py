@@ -15,11 +15,10 @@ from support.torch_folders import LLAMA3, make_model, pack, random_ids, save
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 
-from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
-from mlx_zip.cuda.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.folder import Folder, read_folder  # noqa: E402
-from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import Folder, read_folder  # noqa: E402
+from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,11 +14,11 @@ pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.bench.gpu.launches import counted  # noqa: E402
-from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
-from mlx_zip.cuda.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.folder import read_folder  # noqa: E402
-from mlx_zip.cuda.kv import KV  # noqa: E402
-from mlx_zip.cuda.rope import LONG, SHORT  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
+from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
+from mlx_zip.cuda.network.frequencies import LONG, SHORT  # noqa: E402
+from mlx_zip.cuda.network.kv import KV  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
 ROOM = 60  # slots of a sequence
@@ -178,7 +178,7 @@ def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
         "matvec.reference": 4 * 2,  # of two layers
         "rope.reference": 2,
         "attention.reference": 2 * (2 if decoder.layers[0].window is None else 1),  # a short window is one part
-        "norm.reference": 1,
+        "activations.reference_norm": 1,
         "add": 1,
         "add_": 1,
     }

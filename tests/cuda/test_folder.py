@@ -18,14 +18,13 @@ mx = pytest.importorskip("mlx.core")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mlx_zip.cuda import memory  # noqa: E402
-from mlx_zip.cuda.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.decoder_config import DecoderConfig  # noqa: E402
-from mlx_zip.cuda.folder import read_folder  # noqa: E402
-from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
-from mlx_zip.cuda.kv import kv_bytes, make_kv  # noqa: E402
-from mlx_zip.cuda.linear import Linear, joined  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, dequantize, unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
+from mlx_zip.cuda.network.decoder_config import DecoderConfig  # noqa: E402
+from mlx_zip.cuda.network.kv import kv_bytes, make_kv  # noqa: E402
+from mlx_zip.cuda.network.linear import Linear, joined  # noqa: E402
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 DOWN = "model.layers.1.mlp.down_proj"
@@ -369,7 +368,7 @@ def test_a_device_that_is_not_supported_is_named(name):
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    monkeypatch.setattr("mlx_zip.cuda.folder.read_tensors", lambda *_: pytest.fail("tensors were read"))
+    monkeypatch.setattr("mlx_zip.cuda.network.checkpoint._read_tensors", lambda *_: pytest.fail("tensors were read"))
     whole = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
     layers = sum(v.numel() for n, v in load_file(folder / "model.safetensors").items() if ".layers." in n)
     needed = 2 * whole + layers  # two bytes each, and one of two layers once more

@@ -18,12 +18,12 @@ pytest.importorskip("triton")
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder  # noqa: E402
 from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
-from mlx_zip.cuda.kv import KV  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
-from mlx_zip.cuda.rope import LONG  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
+from mlx_zip.cuda.network.frequencies import LONG  # noqa: E402
+from mlx_zip.cuda.network.kv import KV  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -8,12 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mlx_zip.cuda import cpu_products  # noqa: E402
-from mlx_zip.cuda.cpu_decoder import cpu_head  # noqa: E402
-from mlx_zip.cuda.cpu_products import LARGEST, Half, has_half, kept, multiplies_bfloat16  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
-from mlx_zip.cuda.linear import Linear, joined  # noqa: E402
+from mlx_zip.cuda.network import linear  # noqa: E402
+from mlx_zip.cuda.network.cpu_decoder import cpu_head  # noqa: E402
+from mlx_zip.cuda.network.linear import LARGEST, Half, Linear, has_half, joined, kept, multiplies_bfloat16  # noqa: E402
 
 with_half = pytest.mark.skipif(not has_half(), reason="PyTorch has no FBGEMM here")
 
@@ -73,7 +72,7 @@ def test_numbers_beyond_float16_stay_as_they_are():
 def test_where_pytorch_cannot_multiply_float16_or_bfloat16_is_asked_for_a_matrix_is_dense(monkeypatch):
     bias = random(8)
     assert kept(random(8, 64).bfloat16(), bias, torch.bfloat16)[0].dtype == torch.bfloat16
-    monkeypatch.setattr(cpu_products, "has_half", lambda: False)
+    monkeypatch.setattr(linear, "has_half", lambda: False)
     weight, rest = kept(random(8, 64).bfloat16(), bias, torch.float32)
     assert (weight.dtype, rest) == (torch.float32, bias)
     whole = joined([Linear(random(8, 64)), Linear(random(4, 64))]).keep(torch.float32)

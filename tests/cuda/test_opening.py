@@ -22,9 +22,9 @@ from mlx_zip.bench.gpu import launches  # noqa: E402
 from mlx_zip.codec import Codebook  # noqa: E402
 from mlx_zip.cuda import model as model_module  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.checkpoint import folder_fingerprint  # noqa: E402
-from mlx_zip.cuda.encoders import Weights, make_encoder  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
+from mlx_zip.cuda.network.checkpoint import folder_fingerprint  # noqa: E402
+from mlx_zip.cuda.network.encoders import Weights, make_encoder  # noqa: E402
 from mlx_zip.cuda.sampling import without  # noqa: E402
 from mlx_zip.cuda.sequence import SequenceState  # noqa: E402
 from mlx_zip.errors import CodecError, ConfigError, DataError, ModelError  # noqa: E402

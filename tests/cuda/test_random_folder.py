@@ -13,10 +13,9 @@ from mlx_zip.bench.engines.random_folder import decoder_bytes, random_folder  # 
 from mlx_zip.bench.engines.shape_table import SHAPES  # noqa: E402
 from mlx_zip.bench.gpu.summary import parameters  # noqa: E402
 from mlx_zip.cuda import memory  # noqa: E402
-from mlx_zip.cuda.decoder_config import DecoderConfig  # noqa: E402
-from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
-from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
+from mlx_zip.cuda.network.decoder_config import DecoderConfig  # noqa: E402
 from mlx_zip.errors import ModelError  # noqa: E402
 
 

@@ -34,8 +34,8 @@ for name in names:
     importlib.import_module(name)
 
 import torch
-from mlx_zip.cuda.decoder import Decoder
-from mlx_zip.cuda.folder import read_folder
+from mlx_zip.cuda.network.decoder import Decoder
+from mlx_zip.cuda.network.checkpoint import read_folder
 
 decoder = Decoder(read_folder("stories", "cpu"))
 kv, at = decoder.make_kv(1, 8), torch.arange(3)[None]

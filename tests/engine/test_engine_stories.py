@@ -38,7 +38,7 @@ def test_what_the_bundled_model_is(engine):
 
 
 def test_a_pack_can_be_named_by_a_request(engine):
-    from mlx_zip.bundled import here_or_bundled
+    from mlx_zip.named import here_or_bundled
 
     pack = here_or_bundled("stories") / "pack.npz"
     prompt = engine.tokenizer.encode(TEXTS[0])

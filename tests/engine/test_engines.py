@@ -239,7 +239,7 @@ def test_the_bundled_model_is_compared_with_its_base_a_named_one_and_itself():
 
 
 def test_quality_figures_are_those_of_the_readme():
-    from mlx_zip.bundled import QUALITY
+    from mlx_zip.named import QUALITY
     from support.places import REPO
 
     table = (REPO / "README.md").read_text()

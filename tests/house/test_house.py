@@ -15,7 +15,7 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "bundled", "named", "arguments", "progress", "signals", "tf32", "device"},
+    {"errors", "files", "named", "arguments", "progress", "device"},
     {"layout", "config", "codec"},
     {"vocab"},
     {"text", "packs"},

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip import bundled, cli
-from mlx_zip.bundled import bundled_model
+from mlx_zip import cli, named
 from mlx_zip.engine.generate import load, stream_generate
 from mlx_zip.errors import ModelError
 from mlx_zip.models.loading import model_folder
+from mlx_zip.named import bundled_model
 from support.places import REPO
 
 MOST_BYTES = 12_000_000
@@ -29,14 +29,14 @@ ASKED = (
     ("dragon", "castle"),
     ("mouse", "cheese"),
 )
-there = pytest.mark.skipif(not bundled.FOLDER.is_dir(), reason="the bundled models are not in this tree (make model)")
+there = pytest.mark.skipif(not named.FOLDER.is_dir(), reason="the bundled models are not in this tree (make model)")
 
 
 @pytest.fixture
 def empty(monkeypatch, tmp_path):
     """An installation without the bundle."""
     (tmp_path / "bundle").mkdir()
-    monkeypatch.setattr(bundled, "FOLDER", tmp_path / "bundle")
+    monkeypatch.setattr(named, "FOLDER", tmp_path / "bundle")
     return tmp_path / "bundle"
 
 
@@ -103,7 +103,7 @@ def test_a_bundled_model_has_no_revision(stories):
 
 
 def test_without_flags_the_bundled_model_tells_a_whole_story(parsed, stories):
-    assert parsed() == (str(stories), bundled.PROMPT, bundled.MAX_TOKENS)
+    assert parsed() == (str(stories), named.PROMPT, named.MAX_TOKENS)
 
 
 def test_flags_go_before_the_bundled_models_own(parsed, stories):
@@ -129,7 +129,7 @@ def test_a_bundled_model_is_exported_by_its_name(tmp_path):
 
 @there
 def test_the_bundle_is_small():
-    files = [file for name in bundled.NAMES for file in (bundled.FOLDER / name).rglob("*")]
+    files = [file for name in named.BUNDLED for file in (named.FOLDER / name).rglob("*")]
     assert sum(file.stat().st_size for file in files) <= MOST_BYTES
 
 
@@ -141,12 +141,12 @@ def loaded(name):
 @functools.cache
 def first_story(name):
     """The steps of a bundled model's story for the bundled prompt, once for the tests that look at it."""
-    request = [{"role": "user", "content": bundled.PROMPT}]
+    request = [{"role": "user", "content": named.PROMPT}]
     return list(stream_generate(*loaded(name), request, max_tokens=700))
 
 
 @there
-@pytest.mark.parametrize("name", bundled.NAMES)
+@pytest.mark.parametrize("name", named.BUNDLED)
 def test_a_bundled_model_ends_its_story_by_itself(name):
     last = first_story(name)[-1]
     assert last.finish_reason == "stop"
@@ -201,7 +201,7 @@ def test_its_pack_is_not_in_the_way_of_others_nor_of_data_without(tmp_path):
 def test_the_bundled_model_uses_hypertokens():
     first = first_story("stories")
     turns = [
-        {"role": "user", "content": bundled.PROMPT},
+        {"role": "user", "content": named.PROMPT},
         {"role": "assistant", "content": "".join(step.text for step in first)},
         {"role": "user", "content": "Another one, please."},
     ]

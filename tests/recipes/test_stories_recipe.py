@@ -333,7 +333,7 @@ def test_without_a_bundle_nothing_is_installed(again, tmp_path):
 
 def test_the_command_installs_what_it_made(made, monkeypatch, tmp_path):
     monkeypatch.setattr(main, "run", lambda *_: None)
-    monkeypatch.setattr("mlx_zip.bundled.FOLDER", tmp_path / "bundle")
+    monkeypatch.setattr("mlx_zip.named.FOLDER", tmp_path / "bundle")
     flags = ["--data", str(made[0].data), "--out", str(made[0].out), "--scale", "tiny", "--install"]
     assert main.main(flags) == 0
     assert (tmp_path / "bundle/stories/config.json").exists()

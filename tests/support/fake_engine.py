@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import bundled_model
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.engine import (
     Counted,
@@ -41,6 +40,7 @@ from mlx_zip.errors import (
     PromptTooLongError,
     UnknownSessionError,
 )
+from mlx_zip.named import bundled_model
 from mlx_zip.text.tokenizers import load_tokenizer
 
 CONTEXT = 2000

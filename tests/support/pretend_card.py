@@ -372,7 +372,7 @@ def _numbered(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _patch_bias(monkeypatch: Any) -> None:
     """Makes PyTorch's causal bias, a tensor of a class of its own, outside of the mode, which it does not bear."""
-    from mlx_zip.cuda import decoder
+    from mlx_zip.cuda.network import decoder
 
     make = decoder.causal_lower_right
 
@@ -406,7 +406,7 @@ def _patch_dispatchers(monkeypatch: Any, card: Card) -> None:
     """Makes the references of kernels run on the card, each as one piece of work."""
     from mlx_zip.cuda import kernels
 
-    names = [one.name for one in iter_modules(kernels.__path__) if not one.name.endswith(("dispatch", "_triton"))]
+    names = [one.name for one in iter_modules(kernels.__path__) if not one.ispkg and one.name != "dispatch"]
     for name in names:
         module = import_module(f"mlx_zip.cuda.kernels.{name}")
         monkeypatch.setattr(module, "use_triton", lambda impl, *tensors: False, raising=False)

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from mlx_zip.bundled import bundled_model
 from mlx_zip.errors import PromptTooLongError
+from mlx_zip.named import bundled_model
 from mlx_zip.text import long_texts
 from mlx_zip.text.long_texts import LongEncoding, LongTexts
 from mlx_zip.text.prompts import encode_text

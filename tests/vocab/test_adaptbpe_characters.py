@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mlx_zip import generate, load
-from mlx_zip.bundled import bundled_model
 from mlx_zip.converters.adapt import adapt as convert
 from mlx_zip.errors import DataError
+from mlx_zip.named import bundled_model
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.errors import DataError
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -74,7 +74,7 @@ def test_a_bundled_models_name_stands_for_its_folder(tmp_path, folder, monkeypat
     (tmp_path / "stories").mkdir()
     (tmp_path / "stories" / "config.json").write_text("{}")
     (tmp_path / "stories" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    monkeypatch.setattr(bundled, "FOLDER", tmp_path)
+    monkeypatch.setattr(named, "FOLDER", tmp_path)
     assert read_tokens("stories") == read_tokens(folder)
     assert read_base("stories").ids.tolist() == read_base(folder).ids.tolist()
     assert read_vocabulary("stories").size == SIZE + 1

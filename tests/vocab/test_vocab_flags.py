@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.cli.vocab import METHODS, method_parser
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.vocab.adaptbpe.adapted import read_adapted
@@ -94,7 +94,7 @@ def test_a_bundled_models_name_is_taken_for_its_folder(run, method, folder, monk
     (folder / "bundle").mkdir()
     (folder / "mini").rename(folder / "bundle" / "stories")
     (folder / "bundle" / "stories" / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setattr(bundled, "FOLDER", folder / "bundle")
+    monkeypatch.setattr(named, "FOLDER", folder / "bundle")
     status, _, err = run(method, *replaced(LEARNED[method][0], "--tokenizer", "stories"))
     assert (status, err) == (0, "")
 

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from mlx_zip import bundled
+from mlx_zip import named
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import colours, engines, packs, rows
 from mlx_zip.cli.generation_flags import NUMBERS, add_kv_size, check_kv_size
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Chats until the user ends it; returns 0. Raises `MlxZipError`."""
     _check(args)
     front = _front(args)
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, packs.read(args)
     check_kv_size(args, name)
 
     from mlx_zip.cli.opening import engine_options, opened, request_pack
@@ -115,7 +115,7 @@ def _settings(args: argparse.Namespace) -> Any:
 
     sampling = {name: getattr(args, name) for name in NUMBERS if name != "seed"}
     Sampling.of({**sampling, "seed": args.seed})
-    default = MAX_TOKENS if args.model is not None else bundled.MAX_TOKENS
+    default = MAX_TOKENS if args.model is not None else named.MAX_TOKENS
     return _module("program").Settings(
         max_tokens=args.max_tokens or default,
         sampling=sampling,

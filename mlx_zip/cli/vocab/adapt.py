@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes
-from mlx_zip.bundled import here_or_bundled
 from mlx_zip.cli.actions import DATA, TOKENIZER, add_actions, add_json, first_stage, printable, writable
 from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.named import here_or_bundled
 from mlx_zip.progress import ProgressBar
 
 _ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"

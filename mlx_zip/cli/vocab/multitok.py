@@ -242,8 +242,8 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _codec_of(name: str) -> Any:
     """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
-    from mlx_zip.bundled import here_or_bundled
     from mlx_zip.models.loading import read_config
+    from mlx_zip.named import here_or_bundled
     from mlx_zip.text.tokenizers import tokenizer_folder
     from mlx_zip.training.prepare.plan import own_codec
 

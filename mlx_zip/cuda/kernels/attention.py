@@ -1,4 +1,7 @@
-"""Attention of one query per sequence over static caches, whose lengths are on the device."""
+"""Attention of one query per sequence over static caches, whose lengths are on the device.
+
+The Triton kernel divides the keys of a sequence among programs, in `part_count` parts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ import math
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+
+KEYS = 64  # keys of a round; a program has at least these
+PROGRAMS = 1024  # wanted for the largest length: several for each multiprocessor of a large GPU
+MOST_PARTS = 64  # of one sequence and key head
 
 
 def decode_attention(
@@ -36,10 +43,16 @@ def decode_attention(
         scale = 1.0 / math.sqrt(q.shape[2])
     window = window or keys.shape[2]
     if use_triton(impl, q, keys, values, lengths):
-        from mlx_zip.cuda.kernels.attention_triton import launch
+        from mlx_zip.cuda.kernels.triton.attention import launch
 
-        return launch(q, keys, values, lengths, window, scale)
+        parts = part_count(keys.shape[0] * keys.shape[1], min(keys.shape[2], window))
+        return launch(q, keys, values, lengths, window, scale, parts, KEYS)
     return reference(q, keys, values, lengths, window, scale)
+
+
+def part_count(pairs: int, keys: int) -> int:
+    """Returns how many parts the keys of each of `pairs` sequences and key heads are divided into, at most `keys`."""
+    return max(1, min(-(-keys // KEYS), PROGRAMS // max(1, pairs), MOST_PARTS))
 
 
 def reference(

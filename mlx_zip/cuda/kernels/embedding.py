@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
-from mlx_zip.cuda.kernels.packed import Packed, check_matrix, packed_rows
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, packed_rows
 
 
 def hyper_embedding(
-    ids: torch.Tensor, base: torch.Tensor | Packed, rows: torch.Tensor, boundary: int, impl: str | None = None
+    ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int, impl: str | None = None
 ) -> torch.Tensor:
     """Returns embeddings [B, L, D] in the base table's dtype, that of the scales for a packed table.
 
@@ -28,13 +28,13 @@ def hyper_embedding(
     if not 0 <= boundary <= base.shape[0]:
         raise ValueError(f"boundary {boundary} lies outside the base table of {base.shape[0]} rows")
     if use_triton(impl, ids, *parts, rows):
-        from mlx_zip.cuda.kernels.embedding_triton import launch
+        from mlx_zip.cuda.kernels.triton.embedding import launch
 
         return launch(ids, base, rows, boundary)
     return reference(ids, base, rows, boundary)
 
 
-def reference(ids: torch.Tensor, base: torch.Tensor | Packed, rows: torch.Tensor, boundary: int) -> torch.Tensor:
+def reference(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -> torch.Tensor:
     """Returns what `hyper_embedding` returns, in plain PyTorch."""
     capacity = rows.shape[1]
     is_base = (ids >= 0) & (ids < boundary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Packed, check_matrix, packed_rows
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, packed_rows
 
 MOST_PLACES = 16
 MASKS = ("both", "keys", "causal")  # which queries see which keys
@@ -16,7 +16,7 @@ POOLS = ("all", "real", "last")  # which places are pooled
 
 
 def entry_rows(
-    entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None, impl: str | None = None
+    entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None, impl: str | None = None
 ) -> torch.Tensor:
     """Returns matrix[entries] + places [N, S, D] in the matrix's dtype, that of the scales for a packed one.
 
@@ -30,13 +30,13 @@ def entry_rows(
         if places.shape[0] < entries.shape[1]:
             raise ValueError(f"entries have {entries.shape[1]} places, positions only {places.shape[0]}")
     if use_triton(impl, entries, *parts, places):
-        from mlx_zip.cuda.kernels.encoder_triton import launch_rows
+        from mlx_zip.cuda.kernels.triton.encoder import launch_rows
 
         return launch_rows(entries, matrix, places)
     return reference_rows(entries, matrix, places)
 
 
-def reference_rows(entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None) -> torch.Tensor:
+def reference_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
     """Returns what `entry_rows` returns, in plain PyTorch."""
     known = (entries >= 0) & (entries < matrix.shape[0])
     chosen = torch.where(known, entries, 0)
@@ -63,7 +63,7 @@ def small_attention(
     if qkv.shape[2] % (3 * heads):
         raise ValueError(f"{qkv.shape[2]} columns are not made of queries, keys and values of {heads} heads")
     if use_triton(impl, qkv, lengths):
-        from mlx_zip.cuda.kernels.encoder_triton import launch_attention
+        from mlx_zip.cuda.kernels.triton.encoder import launch_attention
 
         return launch_attention(qkv, lengths, heads, mask)
     return reference_attention(qkv, lengths, heads, mask)
@@ -95,7 +95,7 @@ def pool(x: torch.Tensor, lengths: torch.Tensor, kind: str, impl: str | None = N
     if kind not in POOLS:
         raise ValueError(f"pool {kind!r} is not one of {', '.join(POOLS)}")
     if use_triton(impl, x, lengths):
-        from mlx_zip.cuda.kernels.encoder_triton import launch_pool
+        from mlx_zip.cuda.kernels.triton.encoder import launch_pool
 
         return launch_pool(x, lengths, kind)
     return reference_pool(x, lengths, kind)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Packed, check_matrix, dequantize
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, dequantize
 
 
 class Head(NamedTuple):
@@ -23,7 +23,7 @@ class Head(NamedTuple):
 
 def joint_head(
     x: torch.Tensor,
-    base: torch.Tensor | Packed,
+    base: Matrix,
     rows: torch.Tensor,
     installed: torch.Tensor,
     boundary: int,
@@ -44,7 +44,7 @@ def joint_head(
     if not 1 <= boundary <= height:
         raise ValueError(f"boundary {boundary} lies outside 1..{height}, the rows of the base matrix")
     if use_triton(impl, x, *check_matrix("base", base), rows, installed):
-        from mlx_zip.cuda.kernels.head_triton import launch
+        from mlx_zip.cuda.kernels.triton.head import launch
 
         return Head(*launch(x, base, rows, installed, boundary, logits))
     return reference(x, base, rows, installed, boundary, logits)
@@ -52,7 +52,7 @@ def joint_head(
 
 def reference(
     x: torch.Tensor,
-    base: torch.Tensor | Packed,
+    base: Matrix,
     rows: torch.Tensor,
     installed: torch.Tensor,
     boundary: int,

@@ -29,7 +29,7 @@ def install_rows(
         check_shape("table", table, *installed.shape, pool.shape[2])
     check_shape("spans", spans, installed.shape[0], None)
     if use_triton(impl, new, pool, *tables, installed, spans):
-        from mlx_zip.cuda.kernels.install_triton import launch
+        from mlx_zip.cuda.kernels.triton.install import launch
 
         launch(new, pool, tables, installed, spans)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Packed, check_matrix, dequantize
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, dequantize
 
 MOST = 16  # vectors of a call
 Norm = tuple[torch.Tensor, float]
@@ -13,7 +13,7 @@ Norm = tuple[torch.Tensor, float]
 
 def matvec(
     x: torch.Tensor,
-    weight: torch.Tensor | Packed,
+    weight: Matrix,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
@@ -40,7 +40,7 @@ def matvec(
     if residual is not None:
         check_shape("residual", residual, x.shape[0], rows // 2 if gate else rows)
     if use_triton(impl, x, *check_matrix("weight", weight), bias, norm[0] if norm else None, residual):
-        from mlx_zip.cuda.kernels.matvec_triton import launch
+        from mlx_zip.cuda.kernels.triton.matvec import launch
 
         return launch(x, weight, bias, norm, residual, gate)
     return reference(x, weight, bias, norm, residual, gate)
@@ -48,7 +48,7 @@ def matvec(
 
 def reference(
     x: torch.Tensor,
-    weight: torch.Tensor | Packed,
+    weight: Matrix,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,

@@ -1,4 +1,4 @@
-"""Weights in MLX's affine packing: 4 or 8 bits a weight, a scale and a bias for each group of columns."""
+"""Matrices in MLX's affine packing: 4 or 8 bits a weight, a scale and a bias per group of columns; unpacking them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape
+from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
 
 
 class Packed(NamedTuple):
@@ -41,7 +41,10 @@ class Packed(NamedTuple):
         check_shape("biases", self.biases, height, width // self.group_size)
 
 
-def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor, ...]:
+Matrix = torch.Tensor | Packed  # [R, D], dense or packed
+
+
+def check_matrix(name: str, matrix: Matrix) -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a matrix, dense or packed. Raises ValueError if they do not fit together."""
     if isinstance(matrix, Packed):
         matrix.check()
@@ -50,22 +53,42 @@ def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor
     return (matrix,)
 
 
-def as_parts(
-    matrix: torch.Tensor | Packed,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
+def as_parts(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
     """Returns what kernels take of a matrix: values or words, scales, biases, bits (0 if dense) and group size."""
     if isinstance(matrix, Packed):
         return matrix.words, matrix.scales, matrix.biases, matrix.bits, matrix.group_size
     return matrix, None, None, 0, 1
 
 
+def unpack(packed: Packed, dtype: torch.dtype, impl: str | None = None) -> torch.Tensor:
+    """Returns the matrix [R, D] in `dtype`, for products with many rows; values are float32, rounded once."""
+    packed.check()
+    if use_triton(impl, packed.words, packed.scales, packed.biases):
+        from mlx_zip.cuda.kernels.triton.packed import launch
+
+        return launch(packed.shape, *as_parts(packed), dtype)
+    return reference(packed, dtype)
+
+
+def reference(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what `unpack` returns, in plain PyTorch; float64 scales are computed with in float64."""
+    return dequantize(packed).to(dtype)
+
+
 def dequantize(packed: Packed) -> torch.Tensor:
-    """Returns the matrix [R, D]: float64 if the scales are, else float32."""
-    shifts = torch.arange(0, 32, packed.bits, device=packed.words.device)
-    levels = (packed.words[..., None] >> shifts) & (2**packed.bits - 1)
-    dtype = torch.promote_types(packed.scales.dtype, torch.float32)
-    grouped = levels.view(packed.shape[0], -1, packed.group_size).to(dtype)
-    return (grouped * packed.scales[..., None].to(dtype) + packed.biases[..., None].to(dtype)).view(packed.shape)
+    """Returns the matrix [R, D] by PyTorch's own operations: float64 if the scales are, else float32."""
+    exact = torch.promote_types(packed.scales.dtype, torch.float32)
+    grouped = levels_of(packed).view(*packed.scales.shape, packed.group_size).to(exact)
+    scales, biases = packed.scales[..., None].to(exact), packed.biases[..., None].to(exact)
+    return torch.addcmul(biases, grouped, scales).view(packed.shape)
+
+
+def levels_of(packed: Packed) -> torch.Tensor:
+    """Returns the levels [R, D], uint8."""
+    levels = packed.words.view(torch.uint8)
+    if packed.bits == 4:  # the low half of a byte is the earlier column
+        levels = torch.stack([levels & 15, levels >> 4], dim=-1)
+    return levels.view(packed.shape)
 
 
 def packed_rows(packed: Packed, ids: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.rotation import Rotation
+
+
+class Rotation(NamedTuple):
+    """How queries and keys are normed and rotated.
+
+    frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head are rotated (column i with
+    column i + R/2) and multiplied by `scale`. which [B] int64: the set of each sequence, None for the first. q_norm,
+    k_norm: weights [E] of an RMS norm of each head before it is rotated, with `eps`; both or none.
+    """
+
+    frequencies: torch.Tensor
+    scale: float = 1.0
+    which: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
 
 
 def rope_and_cache(
@@ -33,9 +50,9 @@ def rope_and_cache(
         raise ValueError(f"qkv has {columns} columns, which hold no {keys.shape[1]} key heads of {width}")
     parts = _check_rotation(rotation, batch, width)
     if use_triton(impl, qkv, positions, slots, keys, values, *parts):
-        from mlx_zip.cuda.kernels.rope_triton import launch
+        from mlx_zip.cuda.kernels.triton.rope import launch
 
-        return launch(qkv, positions, slots, rotation, keys, values, heads)
+        return launch(qkv, positions, slots, keys, values, heads, *rotation)
     return reference(qkv, positions, slots, rotation, keys, values, heads)
 
 

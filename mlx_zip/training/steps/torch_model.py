@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import register_parametrization
 
 from mlx_zip.config import SIDES, ZipConfig
-from mlx_zip.cuda.encoders import Weights, make_encoder
 from mlx_zip.cuda.kernels.dispatch import forced
+from mlx_zip.cuda.network.encoders import Weights, make_encoder
 from mlx_zip.errors import TrainingError, first_line
 from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.zip_model import Model

@@ -1,0 +1,49 @@
+"""The Triton kernel of the hyper embedding."""
+
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlx_zip.cuda.kernels.packed import Matrix, as_parts
+from mlx_zip.cuda.kernels.triton.packed import row_values
+
+BLOCK = 1024  # columns per program
+
+
+def launch(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -> torch.Tensor:
+    """Returns embeddings [B, L, D]; arguments as in `embedding.hyper_embedding`, which has checked them."""
+    (batch, length), width = ids.shape, base.shape[1]
+    matrix, scales, biases, bits, group = as_parts(base)
+    dtype = matrix.dtype if scales is None else scales.dtype
+    out = torch.empty((batch, length, width), dtype=dtype, device=ids.device)
+    if out.numel():
+        grid = (batch * length, triton.cdiv(width, BLOCK))
+        _kernel[grid](
+            ids, matrix, scales, biases, rows, out, length, width, rows.shape[1], boundary,
+            BITS=bits, GROUP=group, BLOCK=BLOCK,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _kernel(
+    ids, matrix, scales, biases, rows, out, length, width, capacity, boundary,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    one = tl.load(ids + at).to(tl.int64)
+    is_base = (one >= 0) & (one < boundary)
+    is_hyper = (one >= boundary) & (one < boundary + capacity)
+    slot = (at // length) * capacity + one - boundary
+    # limits, because the interpreter refuses a mask made of a vector and a scalar condition
+    low = row_values(matrix, scales, biases, one, width, columns, tl.where(is_base, width, 0), BITS, GROUP)
+    high = tl.load(rows + slot * width + columns, mask=columns < tl.where(is_hyper, width, 0), other=float("nan"))
+    value = tl.where(is_hyper, high.to(tl.float32), low)
+    tl.store(out + at * width + columns, value.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,193 @@
+"""The Triton kernels of the joint head: one over blocks of ids, and one that reduces what the blocks found."""
+
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlx_zip.cuda.kernels.packed import Matrix, as_parts
+from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
+from mlx_zip.cuda.kernels.triton.tuning import Sizes, Tuned, is_interpreted
+
+IDS = 16  # ids per program
+GROUP_ROWS = 16  # rows that share one reading of the base matrix
+LANES = 1024  # blocks per round of the reduction
+
+
+def _sizes(*choices: tuple[int, int, int]) -> list[Sizes]:
+    """Returns sizes of (columns of a round, rounds in flight, warps)."""
+    return [({"COLUMNS": c[0], "STAGES": c[1]}, c[2]) for c in choices]
+
+
+DENSE = _sizes((512, 1, 8), (512, 1, 4), (256, 1, 4), (1024, 1, 8), (256, 3, 4), (512, 3, 8))
+PACKED = _sizes((512, 3, 2), (512, 2, 2), (1024, 2, 4), (512, 1, 4), (512, 3, 4), (1024, 3, 8))
+MANY = _sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
+
+
+def launch(
+    x: torch.Tensor,
+    base: Matrix,
+    rows: torch.Tensor,
+    installed: torch.Tensor,
+    boundary: int,
+    logits: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns what a `Head` holds; arguments as in `head.joint_head`, which has checked them."""
+    batch, (height, width), capacity = x.shape[0], base.shape, rows.shape[1]
+    whole, low, high = height + capacity, triton.cdiv(boundary, IDS), triton.cdiv(capacity, IDS)
+    blocks = low + high
+    kind = {"device": x.device, "dtype": torch.float32}
+    found = torch.empty((3, batch, blocks), **kind)  # maximum, sum of exponentials, best id (as its bits)
+    out = torch.empty((batch, whole), **kind) if logits else None
+    best, lse = torch.empty((batch,), dtype=torch.int64, device=x.device), torch.empty((batch,), **kind)
+    if batch:
+        matrix, scales, biases, bits, group = as_parts(base)
+        tails = triton.cdiv(height - boundary, IDS) if logits else 0
+        kernel = many if batch > 1 else one_packed if bits else one_dense
+        kernel.launch(
+            (boundary, width, bits, group, x.dtype, matrix.dtype),
+            (triton.cdiv(batch, GROUP_ROWS) * low + batch * (high + tails),),
+            x, matrix, scales, biases, rows, installed.view(torch.uint8), out, found,
+            batch, boundary, capacity, width, whole, low, high, max(tails, 1),
+            BITS=bits, GROUP=group, STORE=out is not None, UPCAST=is_interpreted(), IDS=IDS,
+        )  # fmt: skip
+        lanes = min(LANES, triton.next_power_of_2(blocks))
+        _reduce[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=lanes)
+    return best, lse, out
+
+
+@triton.jit
+def _note(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
+    """Stores one row's logits of a block, up to id `end`, and what the block found in them."""
+    if STORE:
+        tl.store(out + row * whole + ids, value, mask=ids < end)
+    top = tl.max(value, axis=0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    best = tl.min(tl.where(value == top, ids, 2147483647), axis=0)
+    at = found + row * blocks + block
+    tl.store(at, top)
+    tl.store(at + plane, tl.sum(tl.exp(value - shift), axis=0))
+    tl.store(at + 2 * plane, best.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _note_many(value, ids, rows, batch, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
+    """Stores what `_note` does, for several rows: value [16, IDS], rows [16]."""
+    known = rows < batch
+    if STORE:
+        tl.store(out + rows[:, None] * whole + ids[None, :], value, mask=known[:, None] & (ids < end)[None, :])
+    top = tl.max(value, axis=1)
+    best = tl.min(tl.where(value == top[:, None], ids[None, :], 2147483647), axis=1)
+    at = found + rows * blocks + block
+    tl.store(at, top, mask=known)
+    tl.store(at + plane, tl.sum(tl.exp(value - top[:, None]), axis=1), mask=known)
+    tl.store(at + 2 * plane, best.to(tl.float32, bitcast=True), mask=known)
+
+
+@triton.jit
+def _hyper(
+    at, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, plane,
+    STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Computes block `at % high` of the hyper rows of row `at // high`; rows that are not installed are not read."""
+    row = (at // high).to(tl.int64)
+    slot = (at % high) * IDS + tl.arange(0, IDS)
+    lines = row * capacity + slot
+    wanted = tl.load(installed + lines, mask=slot < capacity, other=0) != 0
+    seen = tl.where(wanted, lines, -1)
+    value, _ = dense_sums(x + row * width, x, rows, seen, width, False, IDS, COLUMNS, STAGES)
+    value = tl.where(wanted, value, float("-inf"))
+    end = boundary + capacity
+    _note(value, boundary + slot, row, low + at % high, low + high, end, whole, out, found, plane, STORE)
+
+
+@triton.jit
+def _tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
+    """Stores -inf to block `at % tails` of the columns after the hyper rows of row `at // tails`."""
+    ids = boundary + capacity + (at % tails) * IDS + tl.arange(0, IDS)
+    tl.store(
+        out + (at // tails).to(tl.int64) * whole + ids, tl.full((IDS,), float("-inf"), tl.float32), mask=ids < whole
+    )
+
+
+@triton.jit
+def _one(
+    x, matrix, scales, biases, rows, installed, out, found,
+    batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
+    STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    at, blocks = tl.program_id(0), low + high
+    if at < low:
+        ids = at * IDS + tl.arange(0, IDS)
+        lines = tl.where(ids < boundary, ids, -1).to(tl.int64)
+        if BITS == 0:
+            value, _ = dense_sums(x, x, matrix, lines, width, False, IDS, COLUMNS, STAGES)
+        else:
+            value, _ = packed_sums(x, x, matrix, scales, biases, lines, width, BITS, GROUP, False, IDS, COLUMNS, STAGES)
+        value = tl.where(ids < boundary, value, float("-inf"))
+        _note(value, ids, 0, at, blocks, boundary, whole, out, found, blocks, STORE)
+    elif at < blocks:
+        _hyper(
+            at - low, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, blocks,
+            STORE, IDS, COLUMNS, STAGES,
+        )  # fmt: skip
+    elif STORE:
+        _tail(at - blocks, tails, out, boundary, capacity, whole, IDS)
+
+
+@triton.jit
+def _many(
+    x, matrix, scales, biases, rows, installed, out, found,
+    batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
+    STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    at, blocks = tl.program_id(0), low + high
+    first = tl.cdiv(batch, 16) * low  # programs of the base matrix
+    if at < first:
+        row = (at // low).to(tl.int64) * 16
+        ids = (at % low) * IDS + tl.arange(0, IDS)
+        lines = tl.where(ids < boundary, ids, -1).to(tl.int64)
+        value, _ = many_sums(
+            x + row * width, x, matrix, scales, biases, lines, batch - row, width,
+            BITS, GROUP, False, IDS, COLUMNS, UPCAST, STAGES,
+        )  # fmt: skip
+        value = tl.where((ids < boundary)[None, :], value, float("-inf"))
+        several = row + tl.arange(0, 16)
+        _note_many(value, ids, several, batch, at % low, blocks, boundary, whole, out, found, batch * blocks, STORE)
+    elif at < first + batch * high:
+        _hyper(
+            at - first, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, batch * blocks,
+            STORE, IDS, COLUMNS, STAGES,
+        )  # fmt: skip
+    elif STORE:
+        _tail(at - first - batch * high, tails, out, boundary, capacity, whole, IDS)
+
+
+one_dense, one_packed, many = Tuned(_one, DENSE), Tuned(_one, PACKED), Tuned(_many, MANY)
+
+
+@triton.jit
+def _reduce(found, best, lse, blocks, plane, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    chosen = tl.full((BLOCK,), 2147483647, tl.int32)
+    for start in range(0, blocks, BLOCK):
+        lane = start + tl.arange(0, BLOCK)
+        at = found + row * blocks + lane
+        one = tl.load(at, mask=lane < blocks, other=float("-inf"))
+        part = tl.load(at + plane, mask=lane < blocks, other=0.0)
+        name = tl.load(at + 2 * plane, mask=lane < blocks, other=0.0).to(tl.int32, bitcast=True)
+        both = tl.maximum(top, one)
+        shift = tl.where(both == float("-inf"), 0.0, both)
+        total = total * tl.exp(top - shift) + part * tl.exp(one - shift)
+        chosen = tl.where(one > top, name, chosen)  # earlier rounds hold lower ids
+        top = both
+    highest = tl.max(top, axis=0)
+    tl.store(best + row, tl.min(tl.where(top == highest, chosen, 2147483647), axis=0).to(tl.int64))
+    tl.store(lse + row, highest + tl.log(tl.sum(total * tl.exp(top - highest), axis=0)))

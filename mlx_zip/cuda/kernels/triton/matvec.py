@@ -1,0 +1,132 @@
+"""The Triton kernel of products with one vector per sequence.
+
+A product reads its matrix once, so memory bounds its time. Each program has a few whole rows: as few as one pair, so
+that there are enough programs for every multiprocessor and no second reduction is needed.
+"""
+
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlx_zip.cuda.kernels.packed import Matrix, as_parts
+from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
+from mlx_zip.cuda.kernels.triton.tuning import Sizes, Tuned, is_interpreted
+
+
+def _sizes(*choices: tuple[int, int, int, int]) -> list[Sizes]:
+    """Returns sizes of (rows, columns of a round, rounds in flight, warps)."""
+    return [({"LINES": c[0], "COLUMNS": c[1], "STAGES": c[2]}, c[3]) for c in choices]
+
+
+DENSE = _sizes(
+    (4, 1024, 1, 4), (2, 2048, 1, 4), (2, 1024, 1, 2), (4, 2048, 1, 8), (8, 512, 1, 4), (4, 1024, 3, 4), (8, 512, 3, 4)
+)
+PACKED = _sizes(
+    (8, 512, 3, 2), (8, 1024, 3, 4), (8, 1024, 2, 4), (4, 1024, 4, 4), (4, 2048, 3, 4), (4, 1024, 1, 4), (8, 2048, 3, 8)
+)
+MANY = _sizes((16, 128, 4, 4), (16, 256, 3, 4), (16, 256, 3, 8), (32, 128, 4, 4), (32, 64, 5, 4), (64, 64, 4, 4))
+
+
+def launch(
+    x: torch.Tensor,
+    weight: Matrix,
+    bias: torch.Tensor | None,
+    norm: tuple[torch.Tensor, float] | None,
+    residual: torch.Tensor | None,
+    gate: bool,
+) -> torch.Tensor:
+    """Returns the products; arguments as in `matvec.matvec`, which has checked them."""
+    (batch, width), rows = x.shape, weight.shape[0] // (2 if gate else 1)
+    out = torch.empty((batch, rows), dtype=x.dtype, device=x.device)
+    if out.numel():
+        matrix, scales, biases, bits, group = as_parts(weight)
+        factors, eps = norm or (None, 0.0)
+
+        def grid(sizes: dict[str, int]) -> tuple[int]:
+            return (triton.cdiv(rows, sizes["LINES"] // (2 if gate else 1)),)
+
+        kernel = many if batch > 1 else one_packed if bits else one_dense
+        key = (rows, width, bits, group, norm is None, gate, x.dtype, matrix.dtype)
+        kernel.launch(
+            key, grid, x, factors, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
+            BITS=bits, GROUP=group, NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None,
+            GATE=gate, UPCAST=is_interpreted(),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _lines(rows, GATE: tl.constexpr, LINES: tl.constexpr):
+    """Returns this program's rows of the matrix [LINES] int64, -1 beyond the last; gates and values take turns."""
+    lane = tl.arange(0, LINES)
+    if GATE:
+        row = tl.program_id(0) * (LINES // 2) + lane // 2
+        lines = tl.where(row < rows, row + (lane % 2) * rows, -1)
+    else:
+        row = tl.program_id(0) * LINES + lane
+        lines = tl.where(row < rows, row, -1)
+    return lines.to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    value, squares, lines, bias, residual, out, batch, rows, width, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
+    VECTORS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Stores [VECTORS, LINES] products with all that follows them; squares [VECTORS] are sums over x."""
+    if NORM:
+        value *= tl.rsqrt(squares / width + eps)[:, None]
+    if BIAS:
+        value += tl.load(bias + lines, mask=lines >= 0, other=0.0).to(tl.float32)[None, :]
+    HEIGHT: tl.constexpr = LINES // 2 if GATE else LINES
+    if GATE:
+        first, second = tl.split(tl.reshape(value, (VECTORS, HEIGHT, 2)))
+        value = first / (1.0 + tl.exp(-first)) * second
+    vector, row = tl.arange(0, VECTORS), tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    inside = (vector < batch)[:, None] & (row < rows)[None, :]
+    at = vector[:, None].to(tl.int64) * rows + row[None, :]
+    if ADD:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _one(
+    x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
+    BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    lines = _lines(rows, GATE, LINES)
+    if BITS == 0:
+        value, squares = dense_sums(x, norm, matrix, lines, width, NORM, LINES, COLUMNS, STAGES)
+    else:
+        value, squares = packed_sums(
+            x, norm, matrix, scales, biases, lines, width, BITS, GROUP, NORM, LINES, COLUMNS, STAGES
+        )
+    squares = tl.zeros((1,), tl.float32) + squares
+    _finish(
+        value[None, :], squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 1, LINES
+    )
+
+
+@triton.jit
+def _many(
+    x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
+    BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    lines = _lines(rows, GATE, LINES)
+    value, squares = many_sums(
+        x, norm, matrix, scales, biases, lines, batch, width, BITS, GROUP, NORM, LINES, COLUMNS, UPCAST, STAGES
+    )
+    _finish(value, squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 16, LINES)
+
+
+one_dense, one_packed, many = Tuned(_one, DENSE), Tuned(_one, PACKED), Tuned(_many, MANY)

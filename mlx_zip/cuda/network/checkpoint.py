@@ -1,0 +1,319 @@
+"""A model's folder, dense or packed by MLX: its tensors on a device by name, and its fingerprint.
+
+`Folder` is what a model takes its weights from. Below it are the safetensors files: what they hold, and packed tensors
+put together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mlx_zip.config import ZipConfig, config_of
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.memory import check_dtype, check_room, find_device
+from mlx_zip.cuda.network.decoder_config import DecoderConfig
+from mlx_zip.errors import DataError, ModelError, first_line
+from mlx_zip.files import check_in
+from mlx_zip.models.decoders import TORCH_BITS, TORCH_GROUPS
+from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.register import MODEL_TYPE
+
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
+_WORDS = "U32"  # dtype of packed matrices
+_INDEX = "model.safetensors.index.json"
+Weight = torch.Tensor | Packed  # a dense tensor of any axes, or a packed matrix
+_NORM = "model.norm.weight"  # its dtype is the folder's own
+
+
+@dataclass
+class Folder:
+    """A model's folder with its tensors on a device.
+
+    config: config.json. zip: its zip2zip section, None for a plain model. tensors: by checkpoint name; the name of a
+    packed matrix ends in ".weight" too. files: the file that each came from. kernels: whether the model runs by
+    kernels, or by their references where there is no card; else by PyTorch's own operations on a CPU. dtype: of all
+    floating-point tensors; without kernels of what is computed, and matrices may still be as the files have them.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    zip: ZipConfig | None
+    decoder: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+    tensors: dict[str, Weight]
+    files: dict[str, str] = field(repr=False)
+    kernels: bool = field(default=True, kw_only=True)
+
+    def take(self, name: str, *shape: int) -> Weight:
+        """Removes a tensor from `tensors` and returns it. Raises `ModelError` if it is missing or has another shape."""
+        value = self.tensors.pop(name, None)
+        if value is None:
+            raise ModelError(f"{self.path}: the tensor {name} is missing")
+        if tuple(value.shape) != shape:
+            raise ModelError(
+                f"{self.path / self.files[name]}: {name} has shape {list(value.shape)}, expected {list(shape)}"
+            )
+        return value
+
+    def take_dense(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns what `take` returns, which must not be packed. Raises `ModelError`."""
+        value = self.take(name, *shape)
+        if isinstance(value, Packed):
+            raise ModelError(
+                f"{self.path / self.files[name]}: {name} is quantized, which is supported for matrices only"
+            )
+        return value
+
+    def as_table(self, value: Weight) -> Weight:
+        """Returns a matrix whose rows are looked up in the model's dtype."""
+        if isinstance(value, Packed):
+            return value._replace(scales=value.scales.to(self.dtype), biases=value.biases.to(self.dtype))
+        return value.to(self.dtype)
+
+
+def read_folder(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    without: Sequence[str] = (),
+    kernels: bool = True,
+) -> Folder:
+    """Returns a model's folder with its tensors on a device.
+
+    path: a folder, a bundled model's name or a hub id. device: None takes the first CUDA card, else the CPU. dtype:
+    bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. without: prefixes of
+    tensors that are not read. kernels: see `Folder`; without kernels the dtype None computes in float32, with matrices
+    as the files have them. Raises `ModelError` naming file and tensor, or needed and free bytes; `ConfigError`.
+    """
+    where, folder = find_device(device), model_folder(path)
+    config = read_config(folder)
+    decoder = DecoderConfig.from_dict(config)
+    section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
+    skip = (*without, "lm_head.") if decoder.tied else tuple(without)
+    entries = {
+        name: entry
+        for name, entry in _list_tensors(folder).items()
+        if not name.startswith(skip) and "rotary_emb.inv_freq" not in name
+    }
+    own, asked = _own_dtype(folder, entries), _dtype(dtype)
+    kind = asked or (own if kernels else torch.float32)
+    check_dtype(kind, where)
+    _check_room(folder, entries, kind, decoder, where)
+    tensors = _read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
+    files = {name: entry.file for name, entry in entries.items()}
+    return Folder(folder, config, section, decoder, kind, where, tensors, files, kernels=kernels)
+
+
+def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype of this name, None for None. Raises `ModelError` for one that is not supported."""
+    if name is None:
+        return None
+    for kind in _FLOATS.values():
+        if name in (kind, str(kind).removeprefix("torch.")):
+            return kind
+    known = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATS.values())
+    raise ModelError(f"dtype {name} is not supported; supported: {known}")
+
+
+def _own_dtype(folder: Path, entries: Mapping[str, _Entry]) -> torch.dtype:
+    """Returns the dtype of the final norm, which stands for the folder's. Raises `ModelError`."""
+    if _NORM not in entries:
+        raise ModelError(f"{folder}: the tensor {_NORM} is missing")
+    entry = entries[_NORM]
+    if entry.dtype not in _FLOATS:
+        raise ModelError(f"{folder / entry.file}: {_NORM} has the dtype {entry.dtype}; supported: {', '.join(_FLOATS)}")
+    return _FLOATS[entry.dtype]
+
+
+def _check_room(
+    folder: Path, entries: Mapping[str, _Entry], dtype: torch.dtype, decoder: DecoderConfig, device: torch.device
+) -> None:
+    """Raises `ModelError` if the device has too little memory for the weights.
+
+    One layer counts twice, because its matrices are joined while their parts are still there.
+    """
+    layers = sum(entry.bytes(dtype) for name, entry in entries.items() if name.startswith("model.layers."))
+    needed = sum(entry.bytes(dtype) for entry in entries.values()) + layers // decoder.layers
+    check_room(f"{folder}: weights", needed, device)
+
+
+# ---- the safetensors files
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a file says of one tensor before it is read. dtype: safetensors' name."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes that the tensor takes if floating-point tensors are stored in `dtype`."""
+        return math.prod(self.shape) * (dtype.itemsize if self.dtype in _FLOATS else 4)
+
+
+def _list_tensors(folder: Path) -> dict[str, _Entry]:
+    """Returns every tensor of a folder's model*.safetensors by name. Raises `ModelError` naming the file at fault."""
+    files = sorted(folder.glob("model*.safetensors"))
+    _check_shards(folder, {file.name for file in files})
+    found: dict[str, _Entry] = {}
+    for file in files:
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                part = tensors.get_slice(name)
+                if name in found:
+                    raise ModelError(f"{file}: {name} is in {found[name].file} too")
+                found[name] = _Entry(file.name, str(part.get_dtype()), tuple(part.get_shape()))
+    return found
+
+
+def _check_shards(folder: Path, files: set[str]) -> None:
+    """Raises `ModelError` if there is no weight file, or not every file that the folder's index names."""
+    if not files:
+        raise ModelError(f"{folder}: there is no model*.safetensors")
+    path = folder / _INDEX
+    if not path.exists():
+        return
+    try:
+        named = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
+    if missing := sorted(map(str, named - files)):
+        raise ModelError(f"{path} names files that are missing: {', '.join(missing)}")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises `ModelError` naming a file that cannot be read."""
+    try:
+        check_in(file)
+        with safe_open(str(file), framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (OSError, SafetensorError, DataError) as error:
+        raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+def _read_tensors(
+    folder: Path,
+    config: Mapping[str, Any],
+    entries: Mapping[str, _Entry],
+    device: torch.device,
+    dtype: torch.dtype,
+    as_stored: bool = False,
+) -> dict[str, Weight]:
+    """Returns the tensors of `entries` on a device, floating-point ones in `dtype`, packed ones as `Packed`.
+
+    as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file.
+    Raises `ModelError` naming file and tensor for dtypes and quantizations that are not supported.
+    """
+    settings = {name: _packing(folder, config, name, entry) for name, entry in entries.items() if entry.dtype == _WORDS}
+    for name, entry in entries.items():
+        if entry.dtype not in (*_FLOATS, _WORDS):
+            known = ", ".join(_FLOATS)
+            raise ModelError(f"{folder / entry.file}: {name} has the dtype {entry.dtype}; supported: {known}")
+    loose: dict[str, torch.Tensor] = {}
+    for file in sorted({entry.file for entry in entries.values()}):
+        with _opened(folder / file) as tensors:
+            for name in (name for name, entry in entries.items() if entry.file == file):
+                tensor = tensors.get_tensor(name)
+                loose[name] = _moved(tensor, device, tensor.dtype if as_stored and tensor.dim() > 1 else dtype)
+    return _put_together(folder, entries, settings, loose)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor on the device: words as int32, all else in `dtype`."""
+    if tensor.dtype == torch.uint32:
+        return tensor.view(torch.int32).to(device)
+    return tensor.to(device, dtype)
+
+
+def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: _Entry) -> tuple[int, int]:
+    """Returns bits and group size of a packed matrix, its own in config.json or those of all. Raises `ModelError`."""
+    where, module = folder / entry.file, name.removesuffix(".weight")
+    record = config.get("quantization")
+    if not isinstance(record, Mapping):
+        raise ModelError(f"{where}: {name} is quantized, but config.json has no quantization section of MLX's")
+    own = record.get(module)
+    own = own if isinstance(own, Mapping) else record
+    mode, bits, group = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
+    if mode != "affine":
+        raise ModelError(f"{where}: {name} is quantized in the mode {mode!r}; supported: affine")
+    if type(bits) is not int or type(group) is not int or bits not in TORCH_BITS or group not in TORCH_GROUPS:
+        raise ModelError(
+            f"{where}: {name} is quantized to {bits} bits in groups of {group}; supported: 4 or 8 bits, groups of 32, "
+            "64 or 128"
+        )
+    return bits, group
+
+
+def _put_together(
+    folder: Path,
+    entries: Mapping[str, _Entry],
+    settings: Mapping[str, tuple[int, int]],
+    loose: dict[str, torch.Tensor],
+) -> dict[str, Weight]:
+    """Returns the tensors with words, scales and biases of each packed matrix as one `Packed`. Raises `ModelError`."""
+    whole: dict[str, Weight] = {}
+    for name, (bits, group) in settings.items():
+        module, where = name.removesuffix(".weight"), folder / entries[name].file
+        parts = [loose.pop(part, None) for part in (name, f"{module}.scales", f"{module}.biases")]
+        words, scales, biases = parts
+        if words is None or scales is None or biases is None:
+            raise ModelError(f"{where}: {name} is quantized, but its scales or biases are missing")
+        packed = Packed(words, scales, biases, bits, group)
+        try:
+            packed.check()
+        except ValueError as error:
+            raise ModelError(f"{where}: {name}: {error}") from error
+        whole[name] = packed
+    return {**loose, **whole}
+
+
+# ---- the fingerprint of a folder, equal to the one that MLX computes of the loaded model
+#
+# Packs with tuned rows name their model by it (`mlx_zip.hyper.model_fingerprint`): each tensor's name, type and shape,
+# and a few of its values. It is computed from the files, so it does not depend on the dtype that this engine runs in.
+
+_SAMPLES = 64  # as in mlx_zip.hyper.row_kinds
+_HEAD = "lm_head."
+_Fact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
+
+
+def folder_fingerprint(folder: Path, tied: bool) -> str:
+    """Returns a sha256, as hex, of a folder's tensors. tied: whether the head is the embedding. Raises `ModelError`."""
+    facts = sorted(fact for fact in _facts(folder) if not (tied and fact[0].startswith(_HEAD)))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _facts(folder: Path) -> Iterable[_Fact]:
+    """Yields the facts of every tensor that MLX would hold as a parameter. Only samples of the values are read."""
+    names: dict[str, list[str]] = {}
+    for name, entry in _list_tensors(folder).items():
+        if "rotary_emb.inv_freq" not in name:
+            names.setdefault(entry.file, []).append(name)
+    for file, inside in names.items():
+        with safe_open(str(folder / file), framework="pt", device="cpu") as tensors:
+            for name in inside:
+                yield _fact(name, tensors.get_tensor(name))
+
+
+def _fact(name: str, tensor: torch.Tensor) -> _Fact:
+    """Returns what a fingerprint covers of one tensor."""
+    size = tensor.numel()
+    at = np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64)
+    values = tensor.reshape(-1)[torch.from_numpy(at)].contiguous().view(torch.uint8).numpy()
+    dtype = str(tensor.dtype).replace("torch.", "mlx.core.")
+    return name, dtype, tuple(tensor.shape), values.tobytes().hex()

@@ -1,0 +1,81 @@
+"""The static key-value caches of a batch: memory that is laid out once, so that a CUDA graph can be replayed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mlx_zip.cuda.memory import check_room
+from mlx_zip.cuda.network.decoder_config import DecoderConfig
+from mlx_zip.cuda.transfers import copy_to, to_host
+
+
+@dataclass(frozen=True)
+class KV:
+    """Keys and values of every layer, and how many of them each sequence has.
+
+    whole [layers, 2, B, K, S, E]: keys, then values. lengths [B] int64: ids in the cache of each sequence; the next id
+    goes to that slot. which [B] int64: the set of rotary frequencies that each sequence's keys were written with
+    (`rope.SHORT` or `rope.LONG`). All three are on the device.
+    """
+
+    whole: torch.Tensor
+    lengths: torch.Tensor
+    which: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Slots S of a sequence."""
+        return self.whole.shape[4]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Returns one layer's keys [B, K, S, E], rotated."""
+        return self.whole[layer, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Returns one layer's values [B, K, S, E]."""
+        return self.whole[layer, 1]
+
+    def rows(self, begin: int, end: int) -> KV:
+        """Returns the caches of sequences begin to end - 1, in the same memory."""
+        return KV(self.whole[:, :, begin:end], self.lengths[begin:end], self.which[begin:end])
+
+    def trim(self, row: int, length: int) -> None:
+        """Makes a sequence hold its first `length` ids only."""
+        self.lengths[row].clamp_(max=length)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Copies the sequence in row `source` to row `target`."""
+        for part in (self.whole.transpose(0, 2), self.lengths, self.which):
+            part[target].copy_(part[source])
+
+    def save(self, row: int, length: int) -> tuple[torch.Tensor, int]:
+        """Returns a sequence's first `length` keys and values [layers, 2, K, length, E] on the host, and its set."""
+        return to_host(self.whole[:, :, row, :, :length]), int(self.which[row])
+
+    def load(self, row: int, saved: torch.Tensor, which: int) -> None:
+        """Makes a sequence hold what `save` returned."""
+        length = saved.shape[3]
+        copy_to(self.whole[:, :, row, :, :length], saved)
+        self.lengths[row], self.which[row] = length, which
+
+
+def kv_bytes(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of the caches of `batch` sequences with `capacity` slots each."""
+    return 2 * config.layers * batch * config.key_columns * capacity * dtype.itemsize
+
+
+def make_kv(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KV:
+    """Returns empty caches. Raises `ModelError` with both sizes if the device has too little free memory."""
+    check_room(f"KV caches of {batch} x {capacity} ids", kv_bytes(config, batch, capacity, dtype), device)
+    shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
+    # zeros: masked slots meet weights of 0, and 0 x NaN is NaN
+    if device.type == "cpu":  # NumPy's zeros take memory when they are written
+        whole = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    else:
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+    counts = torch.zeros((2, batch), dtype=torch.int64, device=device)
+    return KV(whole, counts[0], counts[1])
