@@ -29,7 +29,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError
 
-from .record import load_before, summary, surroundings
+from .recording import load_before, summary, surroundings
 
 try:
     import zip2zip_compression as upstream

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from . import mac_steps, performance_tables, smollm2_tables
-from .gpu import card_steps
 from .plots import rendered, write_bytes
-from .record import add_record_flag
+from .recording import add_record_flag
 from .records import Records, table
+from .steps import mac_steps
+from .tables import card_steps, performance, smollm2
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ def rendering(root: Path) -> list[tuple[Path, bytes]]:
     pages = {path: _read_page(path) for path in pages_of(root)}
     shown = {name for text in pages.values() for name in names(text)}
     found = [(path, page(path, text, tables, records).encode()) for path, text in pages.items()]
-    later = {name for name, record in performance_tables.NOT_YET.items() if record not in records.files}
+    later = {name for name, record in performance.NOT_YET.items() if record not in records.files}
     if missing := tables.keys() - shown - later:
         raise MlxZipError(f"no page shows the tables {', '.join(sorted(missing))}")
     return found + [
@@ -105,7 +105,7 @@ def registered() -> tuple[Tables, Pictures]:
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance_tables, mac_steps, card_steps, smollm2_tables, *_paper_modules()):
+    for module in (performance, mac_steps, card_steps, smollm2, *_paper_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")

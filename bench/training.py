@@ -26,7 +26,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
 from .codec import synthetic_ids
-from .record import summary, surroundings
+from .recording import summary, surroundings
 
 PARTS = ("step", "prepare", "memory", "torch")
 BY_DEFAULT = PARTS[:3]  # the others need PyTorch

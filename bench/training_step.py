@@ -32,7 +32,7 @@ from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.starting_model import freeze
 from mlx_zip.training.stepping import LOW, Stepper, is_compiled, to_device
 
-from .record import summary
+from .recording import summary
 
 
 @dataclass

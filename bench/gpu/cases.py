@@ -18,7 +18,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from mlx_zip.bench.machine import card_state
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError, first_line, reason
 from mlx_zip.files import whole_file

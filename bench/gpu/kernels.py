@@ -23,7 +23,7 @@ from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import bytes_of
 
-from .launches import counted
+from .kernel_launches import counted
 
 Work = Callable[[str | None], object]  # called with impl
 Made = TypeVar("Made")

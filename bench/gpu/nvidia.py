@@ -24,7 +24,7 @@ from mlx_zip.bench.engines.choice import check_engines
 from mlx_zip.bench.engines.runs import ENGINES
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow
 from mlx_zip.bench.machine import held_back
-from mlx_zip.bench.record import Copied
+from mlx_zip.bench.recording import Copied
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -303,7 +303,7 @@ def _free(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 def _bench_generate(cases: Cases, flags: list[str]) -> Sequence[Record]:
     """Runs `bench generate` with these flags; `cases` keeps the records as they are printed. Returns none."""
-    from mlx_zip.bench import generate
+    from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .card_steps import CARDS, same_overhead
+from mlx_zip.bench.tables.card_steps import CARDS, same_overhead
 
 Record = dict[str, Any]
 Cases = dict[str, float]  # figure by case, such as a shape or a text

@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.record import load_before, surroundings
+from mlx_zip.bench.recording import load_before, surroundings
 from mlx_zip.bench.records import table
 from mlx_zip.errors import MlxZipError
 
 from .client import Reply, ask
-from .served import Served, ours
+from .own_server import Served, ours
 
 TEMPLATE = (  # for models whose own template has no tools
     "{{ bos_token }}{% if tools %}<|user|>Tools: {{ tools | tojson }}{% endif %}"

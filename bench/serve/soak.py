@@ -22,14 +22,14 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.record import load_before, surroundings
+from mlx_zip.bench.recording import load_before, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.generation.generate import generate
 from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar
 
 from .client import DIALECTS, Dialect, ask
-from .served import Served, ours
+from .own_server import Served, ours
 
 MALFORMED: tuple[Any, ...] = (
     b"",

@@ -121,17 +121,20 @@ def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Che
 
     data: is filled with all figures, by part. rest_s: the longest rest before a first id, in seconds.
     """
-    bench, state = import_module("mlx_zip.bench.selftest"), import_module("mlx_zip.bench.machine").machine_state
+    bench, state = (
+        import_module("mlx_zip.bench.steps.selftest_steps"),
+        import_module("mlx_zip.bench.machine").machine_state,
+    )
     data["state_before"] = state()
     parts = [
         _bandwidth_part(bench, data),
         *_steps_part("stories", bench.stories_steps, bench.lines, limit.left(STORIES_S), data),
         *_steps_part("smollm2", bench.smollm2_steps, bench.lines, limit.left(SMOLLM2_S), data),
         *_steps_part("1B, 4 bit", bench.shape_steps, bench.lines, limit.left(SHAPE_S), data),
-        *_steps_part("host", partial(bench.host_figures, rest_s), bench.step_parts.part_lines, HOST_S, data),
+        *_steps_part("host", partial(bench.host_figures, rest_s), bench.host_parts.part_lines, HOST_S, data),
     ]
     data["state_after"] = state()
-    data["surroundings"] = import_module("mlx_zip.bench.record").surroundings(*PACKAGES)
+    data["surroundings"] = import_module("mlx_zip.bench.recording").surroundings(*PACKAGES)
     reported = "; ".join(f"{name}: {text[:200]}" for name, text in data["state_after"].items())
     return [*parts, Check("machine", None, reported)]
 

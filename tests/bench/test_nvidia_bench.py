@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 from torch.nn.attention.bias import causal_upper_left
 
-from mlx_zip.bench import report
 from mlx_zip.bench.engines import cuda_engines
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow
+from mlx_zip.bench.generation import report
 from mlx_zip.bench.gpu import checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
 from mlx_zip.bench.gpu.summary import exported, parameters

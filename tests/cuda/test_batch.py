@@ -15,7 +15,7 @@ from support.torch_folders import save
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-from mlx_zip.bench.gpu.launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
-from mlx_zip.bench.gpu.launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
 from mlx_zip.cuda.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import read_folder  # noqa: E402

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.recording import summary, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of

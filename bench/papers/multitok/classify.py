@@ -24,7 +24,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.plots import save
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import whole_file
 from mlx_zip.text.vocabularies import read_vocabulary

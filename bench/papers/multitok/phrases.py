@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.recording import summary, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary

@@ -22,7 +22,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.plots import save
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.plots import save
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack

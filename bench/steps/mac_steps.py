@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .records import Records, table
+from mlx_zip.bench.records import Records, table
 
 
 class Kind(NamedTuple):
@@ -195,7 +195,7 @@ def _layers(name: str) -> int:
 
 def _small_launches(name: str, precision: str, layers: int) -> Counted:
     """Returns the launches of the steps of a small model of this shape's family that install an entry."""
-    from .step_launches import encoder_launches, step_launches
+    from .launch_counts import encoder_launches, step_launches
 
     def counted(models: Any, ids: Sequence[int]) -> Counted:
         found = step_launches(models, ids, "warm")
@@ -215,7 +215,7 @@ def _with_small_models(name: str, precision: str, layers: int, call: Callable[[A
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
     from mlx_zip.bench.engines.shapes import from_config
 
-    from .selftest import PROMPT, synthetic_ids
+    from .selftest_steps import PROMPT, synthetic_ids
 
     family = SHAPES[name]["model_type"]
     config = {**SHAPES[name], **SMALL, **WIDTHS[family], "num_hidden_layers": layers}
@@ -235,7 +235,7 @@ def measure_host() -> Iterator[dict[str, Any]]:
     models with the shape's layers, the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for a GPU,
     detokenizing and waiting are left out.
     """
-    from .record import surroundings
+    from mlx_zip.bench.recording import surroundings
 
     for model, name in MODELS.items():
         for bits in PRECISIONS:
@@ -246,7 +246,7 @@ def measure_host() -> Iterator[dict[str, Any]]:
 
 def _host_seconds(name: str, precision: str) -> dict[str, float]:
     """Returns the host's seconds per step of a narrow model by the names in `Host`."""
-    from .step_launches import step_seconds
+    from .launch_counts import step_seconds
 
     def measured(models: Any, ids: list[int]) -> dict[str, float]:
         found: dict[str, list[float]] = {way: [] for way in Host._fields}

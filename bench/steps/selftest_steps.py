@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 
 from mlx_zip import named
+from mlx_zip.bench import machine
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, settle
 from mlx_zip.bench.engines.runs import Run
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
 from mlx_zip.bench.engines.shapes import from_folders, from_shape
 from mlx_zip.bench.engines.workloads import chats, read_requests, read_tokenizer
+from mlx_zip.bench.machine import memory_bytes
 from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
 
-from . import machine, step_parts
-from .machine import memory_bytes
+from . import host_parts
+from .launch_counts import step_launches
 from .profile import running_ahead
-from .step_launches import step_launches
 
 TRIALS, TOKENS = 5, 96  # timed rounds at most; base tokens that a run writes
 SHAPE, PROMPT = "llama-3.2-1b", 64  # of random weights; base ids that it reads
@@ -86,16 +87,16 @@ def _shape() -> tuple[Models, list[int], list[int]]:
 
 
 def host_figures(rest_s: float, limit_s: float) -> dict[str, Any]:
-    """Returns `step_parts.host_figures` of the shape, or of the bundled model where the shape is left out.
+    """Returns `host_parts.host_figures` of the shape, or of the bundled model where the shape is left out.
 
     rest_s: the longest rest before a first id, in seconds.
     """
     rests = sorted({0.0, min(REST_S, rest_s), rest_s})
     if _too_small() is None:
-        return step_parts.host_figures(*_shape(), True, rests, limit_s)
+        return host_parts.host_figures(*_shape(), True, rests, limit_s)
     models = from_folders("stories", "stories-base")
     prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
-    return step_parts.host_figures(models, prompt, synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s)
+    return host_parts.host_figures(models, prompt, synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s)
 
 
 def synthetic_ids(count: int, vocab_size: int) -> list[int]:

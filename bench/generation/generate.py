@@ -21,12 +21,12 @@ from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engines, make_engine
 from mlx_zip.bench.engines.runs import DRAFT, ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
+from mlx_zip.bench.machine import EnergyMeter, used
+from mlx_zip.bench.recording import header, load_before, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
 from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
-from .machine import EnergyMeter, used
-from .record import header, load_before, surroundings
 from .report import short_table
 
 MODES = ("replay", "free", "chat")

@@ -23,7 +23,7 @@ from mlx_zip.bundled import bundled_model
 from mlx_zip.engine import Emitted
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .record import load_before, surroundings
+from .recording import load_before, surroundings
 
 STORY = (
     "Once upon a time there was a boy who had a small boat. Every day he went to the river, and he looked at the big "

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.record import load_before, surroundings
+from mlx_zip.bench.recording import load_before, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids

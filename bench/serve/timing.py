@@ -23,8 +23,8 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm, settle
 from mlx_zip.bench.engines.shapes import from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.performance_tables import serving_table
-from mlx_zip.bench.record import header, load_before, summary, surroundings
+from mlx_zip.bench.recording import header, load_before, summary, surroundings
+from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import MlxZipError
 from mlx_zip.generation.generate import stream_generate
@@ -32,7 +32,7 @@ from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar
 
 from .client import CHAT, DIALECTS, Dialect, Reply, ask
-from .served import Served, ours
+from .own_server import Served, ours
 
 PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
 

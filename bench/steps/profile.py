@@ -27,15 +27,15 @@ from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.runs import Run
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import Workload
+from mlx_zip.bench.generation.generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
+from mlx_zip.bench.recording import header, load_before, surroundings
+from mlx_zip.bench.records import table
 from mlx_zip.device import on_gpu
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
-from .profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
-from .record import header, load_before, surroundings
-from .records import table
-from .step_launches import PROMPT, step_launches
+from .launch_counts import PROMPT, step_launches
+from .tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
 
 SCHEMA = 2
 SIZES = ("512+128",)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .plots import new_figure
-from .records import Record, Records, table
+from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.records import Record, Records, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,12 +21,12 @@ from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, settle
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.shapes import from_folders
 from mlx_zip.bench.engines.workloads import chats, read_requests
+from mlx_zip.bench.recording import header, load_before, summary, surroundings
+from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.generation.generate import stream_batch, stream_generate
 from mlx_zip.progress import ProgressBar
 
-from .performance_tables import KINDS, batch_table
 from .ratios import of_samples
-from .record import header, load_before, summary, surroundings
 
 PACKAGES = ("mlx", "mlx-lm")
 WAYS = ("one_stream", "batch")

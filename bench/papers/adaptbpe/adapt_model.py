@@ -29,7 +29,7 @@ import numpy as np
 from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.plots import save
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .records import Record
+from mlx_zip.bench.records import Record
 
 DRAWS = 10_000  # bootstrap samples
 QUANTILES = (0.025, 0.975)

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.bench.serve.client import DIALECTS
-
-from .ratios import (
+from mlx_zip.bench.generation.ratios import (
     PROFILES,
     PUBLISHED,
     REQUESTS,
@@ -26,7 +24,8 @@ from .ratios import (
     shortening,
     step_ratio,
 )
-from .records import Record, Records, libraries, machines, table
+from mlx_zip.bench.records import Record, Records, libraries, machines, table
+from mlx_zip.bench.serve.client import DIALECTS
 
 # row's name: part of `bench profile`
 HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}

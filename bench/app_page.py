@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError, missing_library
 
-from .record import load_before, summary, surroundings
+from .recording import load_before, summary, surroundings
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser  # pyright: ignore[reportMissingImports]

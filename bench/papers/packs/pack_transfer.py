@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_zip.arguments import add_separator, check_at_least
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
@@ -31,7 +31,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import WINDOW, learn
 
-from .quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
+from .pack_quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
 
 SIZES, OPENING, TOKENS, STORIES = (256, 1024), 32, 128, 24
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.plots import FORMATS as PICTURES
+from mlx_zip.bench.plots import new_figure, save
+from mlx_zip.bench.records import FORMATS, busy, libraries, table
 from mlx_zip.errors import MlxZipError
 
 from .generate_record import key, read_records
-from .plots import FORMATS as PICTURES
-from .plots import new_figure, save
 from .ratios import ratio
-from .records import FORMATS, busy, libraries, table
 
 BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
 BASES = (BASE, "torch-base", "mlx-cuda-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")

@@ -28,7 +28,7 @@ from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.generation.decode import decode_steps
 
 from .profile import running_ahead
-from .profile_hooks import AHEAD, CPU, MODEL, REQUEST, Hook, Seconds, Tracer
+from .tracer import AHEAD, CPU, MODEL, REQUEST, Hook, Seconds, Tracer
 
 PARTS = {  # name: what the host does; in a step's order
     "graph": "builds the body's graph",

@@ -15,11 +15,11 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.records import FORMATS, table
 from mlx_zip.errors import MlxZipError
 
 from .generate_record import FIGURES, key, read_records
 from .ratios import Ratio, groups_of, paired_ratio, unpaired_ratio
-from .records import FORMATS, table
 
 LOWER_IS_BETTER = ("ttft_ms", "step_ms", "total_s", "peak_bytes", "joules", "joules_per_token")
 NOT_COMPARED = ("base_tokens_per_step", "bytes_per_token")  # neither better nor worse

@@ -26,7 +26,7 @@ from mlx_zip.hyper.store import RowKind
 from mlx_zip.progress import ProgressBar
 
 from .machine import rss_bytes
-from .record import load_before, summary, surroundings
+from .recording import load_before, summary, surroundings
 
 MERGE_SIZE = 4  # base ids per entry
 CHUNK = 8192  # rows stored in one call

@@ -24,7 +24,7 @@ from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOpt
 from mlx_zip.bench.engines.shapes import from_folders, from_shape, sliced
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.bench.machine import device
-from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.recording import summary, surroundings
 from mlx_zip.errors import MlxZipError
 
 CLOCKS = ("wall_ms", "processor_ms")

@@ -30,7 +30,7 @@ import mlx.core as mx
 
 from mlx_zip.arguments import add_limit_bytes
 from mlx_zip.bench.machine import device
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import write_json
 from mlx_zip.models.patches.model import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
