@@ -143,7 +143,6 @@ def _replaying(folder: Path, speed: float) -> Iterator[str]:
 
 
 def _page(chrome: Any, address: str) -> Any:
-    """Returns a page of the app in a browser that knows nothing of it, ready to be used."""
     page = chrome.new_context(viewport={"width": 1280, "height": 800}).new_page()
     page.add_init_script(READY)
     page.goto(address)
@@ -189,19 +188,16 @@ def _frames(frames_ms: list[float]) -> dict[str, Any]:
 
 
 def _exported(page: Any) -> dict[str, Any]:
-    """Returns the export of all conversations, which holds the one that was streamed."""
     return page.evaluate(FETCH, ["GET", "export", None])
 
 
 def _import(page: Any, conversations: list[dict[str, Any]]) -> None:
-    """Imports conversations, a few at a time."""
     for i in range(0, len(conversations), 50):
         body = {"format": "mlx_zip conversations", "version": 1, "conversations": conversations[i : i + 50]}
         page.evaluate(FETCH, ["POST", "import", json.dumps(body)])
 
 
 def _short(example: dict[str, Any], number: int) -> dict[str, Any]:
-    """Returns a conversation of one answer of some 300 characters, with a word of its own."""
     made = copy.deepcopy(example["conversations"][0])
     made["title"], made["updated"] = f"Conversation {number}", made["updated"] - 60 * (number + 1)
     for message in made["messages"]:
@@ -252,7 +248,6 @@ def _long_conversation(chrome: Any, address: str, seconds: float) -> dict[str, A
 
 
 def _searched(page: Any, trials: int) -> dict[str, Any]:
-    """Returns the ms of a search from the page: for a word of one conversation, a word of all, and one of none."""
     times: dict[str, list[float]] = {}
     for i in range(trials):
         for name, text in {"one": f"word{i * 7}", "all": "whale", "none": f"nothing{i}"}.items():

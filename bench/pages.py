@@ -114,7 +114,6 @@ def registered() -> tuple[Tables, Pictures]:
 
 
 def _paper_modules() -> Iterator[Any]:
-    """Yields the module `tables` of every paper."""
     for file in sorted((Path(__file__).parent / "papers").glob("*/tables.py")):
         yield import_module(f"mlx_zip.bench.papers.{file.parent.name}.tables")
 
@@ -138,12 +137,10 @@ def page(path: Path, text: str, tables: Tables, records: Records) -> str:
 
 
 def _unpaired(path: Path) -> MlxZipError:
-    """Returns the error for a page with a begin of a table without its end, or an end without its begin."""
     return MlxZipError(f"{path}: not every '<!-- table: NAME -->' has its '<!-- end -->'")
 
 
 def _table(path: Path, name: str, tables: Tables, records: Records) -> str:
-    """Returns the table `name` of a page: one from the records, or one of commands or flags."""
     if name in tables:
         return _make(name, tables[name], records)
     if (found := named_table(name)) is not None:
@@ -162,7 +159,6 @@ def _make(name: str, make: Callable[[Records], Any], records: Records) -> Any:
 
 
 def _read_page(path: Path) -> str:
-    """Returns a page's text with its line ends as they are. Raises `MlxZipError` if it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -237,19 +233,16 @@ def _vocab_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _spelling(action: argparse.Action) -> str:
-    """Returns a flag's names and the values it can take, as Markdown."""
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
     choices = f" {{{', '.join(map(str, action.choices))}}}" if action.choices else ""
     return names + choices
 
 
 def _text(help_text: str) -> str:
-    """Returns a help text as Markdown shows it, with no `<` that would begin an HTML tag."""
     return help_text.replace("<", "&lt;")
 
 
 def _command_table(prefix: str, choices: Mapping[str, tuple[str, str]]) -> str:
-    """Returns a table of commands, each after `prefix`, with its purpose. choices: name -> (module, purpose)."""
     return table(["command", ""], [[f"`{prefix} {name}`", purpose] for name, (_, purpose) in choices.items()])
 
 

@@ -108,7 +108,6 @@ def blas_libraries() -> list[str] | None:
 
 @cache
 def _installation(*packages: str) -> dict[str, Any]:
-    """Returns machine, Python, versions of mlx_zip, numpy and `packages`, and commit."""
     return {
         "machine": f"{platform.system()} {platform.machine()}, {processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -118,7 +117,6 @@ def _installation(*packages: str) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    """Returns the version of an installed package, else None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -137,7 +135,6 @@ def processor() -> str:
 
 
 def _commit() -> str | None:
-    """Returns the short hash of the checkout's commit; None outside a checkout."""
     return _output("git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD")
 
 

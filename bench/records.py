@@ -54,7 +54,6 @@ class Records:
         return found[base], found["mlx-zip"]
 
     def _lines(self, name: str) -> list[Record]:
-        """Returns all lines of a file. Raises `MlxZipError` if there is none of that name."""
         if name not in self.files:
             raise MlxZipError(f"there is no record {name}.jsonl in {' or '.join(PLACES)} of {self.root}")
         return read_lines(self.files[name])
@@ -74,7 +73,6 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def _no_number(text: str) -> float:
-    """Refuses NaN and infinities, which Python's JSON parser would accept."""
     raise ValueError(f"{text} is no number")
 
 
@@ -148,18 +146,15 @@ def column_table(lines: Iterable[Record], columns: Sequence[tuple[str, Cell]]) -
 
 
 def _csv(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as CSV, without a last line end."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().rstrip("\n")
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns header and rows as a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
 
 
 def _escaped(cell: str) -> str:
-    """Returns a cell with its bars escaped, which would end it in Markdown."""
     return cell.replace("|", "\\|")

@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _events(tokenizer: Any, text: str, steps: int) -> list[Emitted]:
-    """Returns the steps of an answer that repeats a text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     ids = ids * (steps * BASE_TOKENS_PER_STEP // len(ids) + 1)
     return [Emitted(i, tuple(ids[2 * i : 2 * i + BASE_TOKENS_PER_STEP])) for i in range(steps)]
@@ -95,7 +94,6 @@ def _answer(tokenizer: Any, events: Sequence[Emitted], shown: str) -> list[float
 
 
 def _view(shown: str, out: TextIO) -> Any:
-    """Returns what shows an answer."""
     if shown == "plain":
         return import_module("mlx_zip.cli.chat.front").PlainView(out, True)
     screen = import_module("mlx_zip.cli.chat.screen").Screen(out)
@@ -105,7 +103,6 @@ def _view(shown: str, out: TextIO) -> Any:
 
 @contextmanager
 def _terminal() -> Iterator[TextIO]:
-    """Yields the text stream of a pseudo-terminal that a thread empties."""
     master, slave = pty.openpty()
     reader = threading.Thread(target=_empty, args=(master,), daemon=True)
     reader.start()
@@ -116,7 +113,6 @@ def _terminal() -> Iterator[TextIO]:
 
 
 def _empty(master: int) -> None:
-    """Reads what is written to a pseudo-terminal until it is closed."""
     try:
         while os.read(master, 1 << 16):
             pass
@@ -125,7 +121,6 @@ def _empty(master: int) -> None:
 
 
 def _figures(trials: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Returns medians over the trials: of each answer's mean, median, 99th percentile and longest step."""
     ordered = [sorted(trial) for trial in trials]
     ranks = {"median": 0.5, "p99": 0.99, "longest": 1.0}
     at = {name: [trial[int(rank * (len(trial) - 1))] for trial in ordered] for name, rank in ranks.items()}

@@ -244,7 +244,6 @@ def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None
 
 
 def _upstream() -> Any:
-    """Returns the module zip2zip_compression. Raises `InstallationError` without it."""
     try:
         import zip2zip_compression
     except ImportError as error:

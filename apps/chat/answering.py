@@ -139,12 +139,10 @@ class _Written:
         return frame
 
     async def _write(self) -> None:
-        """Writes what is new."""
         piece, self._piece, self._at = self._piece, {}, time.monotonic()
         await self._kept(self._store.append, self._conversation, self.message["id"], piece)
 
     async def end(self, state: str, reason: str | None) -> None:
-        """Writes the end, once."""
         if self._ended or not self._begun:
             return
         self._ended = True

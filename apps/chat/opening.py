@@ -126,7 +126,6 @@ def file_at(path: Path) -> tuple[int, int] | None:
 
 
 def _not_opened(path: Path, error: Exception) -> StoreError:
-    """Returns the error of a file that cannot be opened."""
     unwritable = getattr(error, "errno", None) in _UNWRITABLE or code_of(error) in TAKES_NO_MORE
     words = in_words(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
     return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")

@@ -108,7 +108,6 @@ def run_app(
 
 
 def _open_browser(address: str) -> None:
-    """Opens the address in the user's browser, where there is a screen."""
     if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(address)
 
@@ -135,7 +134,6 @@ def _in_window(server: Server, listener: socket.socket, address: str, kept: Path
 
 
 def _close_after(serving: threading.Thread, webview: Any) -> None:
-    """Closes the windows when the server has ended by itself."""
     serving.join()
     for window in list(webview.windows):
         window.destroy()

@@ -83,13 +83,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _zip_engine(models: Models) -> MlxZip:
-    """Returns the engine of the model with hypertokens, which --model always names."""
     assert models.zipped is not None
     return MlxZip(models, models.zipped)
 
 
 def _base_name(args: argparse.Namespace) -> str:
-    """Returns the name of the plain model for the record."""
     return Path(args.base).name if args.base else f"decoder of {Path(args.model).name}"
 
 
@@ -185,7 +183,6 @@ def figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any
 
 
 def _figure(samples: Sequence[float], unit: str) -> dict[str, Any]:
-    """Returns samples with their median and its 95 % interval, from `low` to `high`."""
     ratio = of_samples(samples)
     return {"unit": unit, **summary(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
 

@@ -228,7 +228,6 @@ def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
 
 
 def _zip_options(args: argparse.Namespace) -> ZipOptions:
-    """Returns the hypertokens of a shape by the flags."""
     return ZipOptions(args.encoder, args.encoder_layers, args.merge_size, args.codebook_size)
 
 

@@ -190,7 +190,6 @@ def checked(line: str, where: str) -> dict[str, Any] | None:
 
 
 def _check_figure(figure: Any, where: str) -> None:
-    """Raises `MlxZipError` unless a record's figure is None or has the numbers median, min, max and samples."""
     if figure is None:
         return
     numbers = isinstance(figure, dict) and [figure.get(name) for name in ("median", "min", "max")]
@@ -200,7 +199,6 @@ def _check_figure(figure: Any, where: str) -> None:
 
 
 def _are_names(value: Any) -> bool:
-    """Whether a JSON value is a list of texts."""
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 

@@ -147,7 +147,6 @@ def against_base(record: dict[str, Any], records: Records) -> list[str]:
 
 
 def _samples(record: dict[str, Any]) -> str:
-    """Returns a record's number of trials as a cell, with its number of conversations if it has several."""
     conversations, trials = record["workload"].get("conversations", 1), record["setting"]["trials"]
     return f"{conversations} conversations x {trials}" if conversations > 1 else str(trials)
 
@@ -165,19 +164,16 @@ def model_name(record: dict[str, Any]) -> str:
 
 
 def _mode_and_rows(record: dict[str, Any]) -> str:
-    """Returns a record's mode, with whether its rows were warm or cold."""
     return f"{record['mode']}, rows {record['setting']['rows']}"
 
 
 def _workload_text(record: dict[str, Any]) -> str:
-    """Returns a record's text, size and, in a conversation, turn (from 1), such as `code 512+128`."""
     workload = record["workload"]
     turn = f", turn {workload['turn'] + 1}" if workload["turns"] > 1 else ""
     return f"{workload['domain']} {workload['prompt_tokens']}+{workload['tokens']}{turn}"
 
 
 def _cell(figure: dict[str, Any] | None, divisor: float) -> str:
-    """Returns a figure as a cell, "median (min to max)", divided by `divisor`; "-" if it is not known."""
     if figure is None:
         return "-"
     middle, low, high = (_short(figure[name] / divisor) for name in ("median", "min", "max"))
@@ -185,7 +181,6 @@ def _cell(figure: dict[str, Any] | None, divisor: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Returns a number as text with about three digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -228,12 +223,10 @@ def _rows6(
 
 
 def _rate_cell(value: float | None) -> str:
-    """Returns a rate as a cell; "-" if it is not known."""
     return "-" if value is None else f"{value:.1f}"
 
 
 def _percent(value: float | None, base: float | None) -> str:
-    """Returns a rate's difference from the base's in percent; "-" if one of them is not known."""
     return "-" if value is None or base is None else f"{value / base - 1:+.1%}"
 
 
@@ -259,7 +252,6 @@ def by_setting(records: Records) -> dict[str, dict[str, dict[Size, list[dict[str
 
 
 def _machine_and_model(record: dict[str, Any]) -> str:
-    """Returns the name of a record's machine, model and mode."""
     return f"{setting(record)}: {model_name(record)}, {_mode_and_rows(record)}"
 
 
@@ -317,5 +309,4 @@ def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[s
 
 
 def _flat(groups: Iterable[Iterable[Size]]) -> set[Size]:
-    """Returns the different sizes in all groups."""
     return {size for group in groups for size in group}

@@ -69,7 +69,6 @@ class Cases:
             self._fail(name, error)
 
     def _fail(self, name: str, error: Exception) -> None:
-        """Shows an error and keeps it as a record."""
         if not isinstance(error, MlxZipError):
             traceback.print_exc()
         said = f"{type(error).__name__}: {first_line(error)}"
@@ -119,7 +118,6 @@ def _forget(folder: Path, part: str) -> None:
 
 
 def _records_file(folder: Path, part: str) -> Path:
-    """Returns the file of a part's records."""
     return folder / f"{part}.jsonl"
 
 
@@ -133,7 +131,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
-    """Writes a part's records in place of those that are there. Raises `MlxZipError`."""
     write_text(_records_file(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -171,7 +168,6 @@ def float64_records(folder: Path) -> list[Record]:
 
 
 def _stated(record: Record, field: str) -> Any:
-    """Returns a field of a record, of its versions, or of its device; None without it."""
     for section in (record, record.get("versions", {}), record.get("device", {})):
         if isinstance(section, dict) and isinstance(value := section.get(field), str):
             return value

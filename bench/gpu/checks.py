@@ -107,7 +107,6 @@ def logits_error(model: CudaModel, exact: CudaModel) -> float:
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the norm of a - b over the norm of b."""
     return float((a - b).norm() / b.norm())
 
 
@@ -130,7 +129,6 @@ def _line(name: str, holds: bool, said: str) -> Line:
 
 
 def _first(found: list[list[int]], expected: list[list[int]]) -> str:
-    """Returns where two lists of ids differ first."""
     for text, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
             if a != b:

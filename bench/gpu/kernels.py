@@ -197,8 +197,6 @@ def time_kernel(
 
 
 def _us(work: Callable[[], object], device: torch.device, trials: int, calls: int) -> float:
-    """Returns the median time of a call in microseconds."""
-
     def several(trial: int) -> None:
         _ = [work() for _ in range(calls)]  # a list, so that no result's memory is used again
 

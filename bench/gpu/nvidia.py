@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, parts: Sequence[str]) -> None:
-    """Raises `MlxZipError` for flags that no part could use."""
     check_engines([name for name in args.engines if name not in ENGINES or _part_of(name) in parts])
     if ("zip2zip" in args.engines) != (args.published is not None):
         raise MlxZipError("--engines zip2zip and --published DIR are given together, or neither")
@@ -141,12 +140,10 @@ def _shapes(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[
 
 
 def _name(args: argparse.Namespace, shape: str) -> str:
-    """Returns the name in `SHAPES` of the shape to run, narrow in a rehearsal."""
     return next(iter(_shapes(args, (shape,))))
 
 
 def _trials(plan: Sizes, shape: str) -> int:
-    """Returns how often a shape is timed."""
     return min(plan.trials, MOST) if shape in LARGE else plan.trials
 
 
@@ -162,7 +159,6 @@ def _text(args: argparse.Namespace) -> Path:
 
 
 def _ids(args: argparse.Namespace, count: int) -> list[int]:
-    """Returns the first base ids of the text to replay. Raises `MlxZipError` if there are too few."""
     tokenizer = load_tokenizer(args.tokenizer)
     text = _text(args)
     ids = tokenizer.encode(read_text(text, "--code")[: 16 * count], add_special_tokens=False)[:count]
@@ -183,7 +179,6 @@ def _checks(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 
 def _checked(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
-    """Yields the records of a check and prints a line for each."""
     for line in check():
         print(f"{'ok  ' if line['holds'] else 'FAIL'} {line['check']} {line['found']}", flush=True)
         yield record_of("checks", **line)
@@ -261,7 +256,6 @@ def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Itera
 
 
 def _generate(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    """Runs the engines on PyTorch and Triton in turns."""
     if own := [name for name in args.engines if name.startswith("torch-")]:
         for shape, precision in WHOLE:
             _whole(args, plan, cases, own, shape, precision, _trials(plan, shape))
@@ -320,7 +314,6 @@ class _Kept(Copied):
         self.cases, self.line = cases, ""
 
     def write(self, text: str) -> int:
-        """Shows the text and returns its length."""
         *lines, self.line = (self.line + text).split("\n")
         for line in filter(None, lines):
             self.cases.add(json.loads(line))
@@ -334,7 +327,6 @@ def _trace(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 
 def _traces(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[Record]:
-    """Yields the record of each engine's trace at phi-3.5-mini."""
     from .steps import traced
 
     model = {"name": _name(args, "phi-3.5-mini"), "precision": "16", "weights": "random"}

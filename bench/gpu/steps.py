@@ -145,7 +145,6 @@ def warm_step(model: CudaModel) -> Launches:
 
 
 def _write(found: Any, path: Path) -> None:
-    """Writes a trace, compressed."""
     found.export_chrome_trace(str(path))
     with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
         shutil.copyfileobj(plain, packed)

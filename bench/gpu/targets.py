@@ -20,24 +20,19 @@ Cases = dict[str, float]  # figure by case, such as a shape or a text
 
 
 def _steps(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
-    """Returns the records of an engine's steps by shape and precision."""
     named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
     return {named(one): one for one in _kind(records, "nvidia-steps") if (one["engine"], one["rows"]) == (engine, rows)}
 
 
 def _step_ms(record: Record) -> float:
-    """Returns the median time of a step in ms."""
     return record["step"]["device_ms"]["median"]
 
 
 def _share(records: Sequence[Record]) -> Cases:
-    """Returns the share of the read bandwidth that a step of torch-base reaches."""
     return {case: one["share_of_read"] for case, one in _steps(records, "torch-base").items()}
 
 
 def _ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of torch-zip's step over torch-base's."""
-
     def values(records: Sequence[Record]) -> Cases:
         base = _steps(records, "torch-base")
         zipped = _steps(records, "torch-zip", rows)
@@ -84,7 +79,6 @@ def _end_to_end(records: Sequence[Record]) -> Cases:
 
 
 def _prefill(records: Sequence[Record]) -> Cases:
-    """Returns the speed of torch-zip's prefill over torch-base's on the same text."""
     return _against("torch-base", "prefill_tokens_per_s", records)
 
 
@@ -134,7 +128,6 @@ def _agreeing(start: str) -> Callable[[Sequence[Record]], Cases]:
 
 
 def _logits_error(records: Sequence[Record]) -> Cases:
-    """Returns the relative error of the bfloat16 logits."""
     return {one["check"]: one["value"] for one in _kind(records, "nvidia-checks") if one.get("value") is not None}
 
 
@@ -157,7 +150,6 @@ def _layer_launches(records: Sequence[Record]) -> Cases:
 
 
 def _added_launches(records: Sequence[Record]) -> Cases:
-    """Returns the launches that a warm step of torch-zip has more than torch-base's."""
     found = {one["engine"]: one["launches"]["launches"] for one in _kind(records, "nvidia-trace")}
     both = {"torch-zip", "torch-base"} <= found.keys()
     return {"phi-3.5-mini": found["torch-zip"] - found["torch-base"]} if both else {}

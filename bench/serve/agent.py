@@ -101,13 +101,11 @@ async def _played(port: int, count: int) -> list[dict[str, Any]]:
 
 
 def _message(reply: Reply) -> dict[str, Any]:
-    """Returns the answer's message. Raises `MlxZipError` for an answer that is an error."""
     if reply.status != 200:
         raise MlxZipError(f"the server answered {reply.status}: {reply.body}")
     return reply.body["choices"][0]["message"]
 
 
 def _result(call: dict[str, Any]) -> str:
-    """Returns what the tool answers to a call."""
     asked = json.loads(call["function"]["arguments"])
     return f"The {asked['thing']} is {'far away' if asked['far'] else 'near'}."

@@ -268,7 +268,6 @@ class _Chat:
         self.messages: list[dict[str, str]] = [{"role": "user", "content": long_prompt(WORDS, 1000 + number)}]
 
     async def ask(self, port: int) -> float:
-        """Asks for the next answer, adds it and a further request, and returns the prompt's cached share."""
         name = (await ask(port, "/v1/models")).body["data"][0]["id"]
         body: dict[str, Any] = self.dialect.body(self.messages, TOKENS, True) | {"model": name}
         reply: Reply = await ask(port, self.dialect.path, body)
@@ -320,7 +319,6 @@ def _huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
 
 
 def _body(model: str, size: int) -> bytes:
-    """Returns the body of a request for a chat with a prompt of so many bytes."""
     text = (SENTENCE * (size // len(SENTENCE) + 1))[:size]
     return f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
 

@@ -323,7 +323,6 @@ def part_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _way_text(way: Mapping[str, Any]) -> str:
-    """Returns the stalls of one way to run, and the percentiles of its parts in ms."""
     named = [f"{one['part']} ({one['share']:.0%} of steps, {one['ms']:.2f} ms)" for one in way["stalls"]]
     parts = {"step": way["step_ms"], **way["parts_ms"]}
     times = ", ".join(f"{part} " + "/".join(f"{value:.2f}" for value in one.values()) for part, one in parts.items())

@@ -76,7 +76,6 @@ def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[li
 
 
 def _clocked(steps: Iterator[mx.array]) -> list[float]:
-    """Returns the processor time of this thread in which each step was made."""
     arrays, clocks = [], [time.thread_time()]
     for array in steps:
         clocks.append(time.thread_time())
@@ -131,7 +130,6 @@ def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
 
 
 def _prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
-    """Has a model read ids, and computes its KV caches."""
     model(mx.array([list(map(int, ids))]), cache=cache)
     mx.eval([entry.state for entry in cache if hasattr(entry, "keys")])
 
@@ -147,7 +145,6 @@ def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.
 
 
 def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
-    """Yields the choice of every step of mlx-lm's model."""
     cache = make_prompt_cache(model)
     _prefill(model, base_ids[:2], cache)
     for one in base_ids[PROMPT : PROMPT + STEPS]:

@@ -341,7 +341,6 @@ def step_of(name: str, precision: str, host: Host) -> Step:
 
 
 def _kinds(records: Records) -> list[tuple[str, str, Step]]:
-    """Returns (model, bits, step) of every model at every precision."""
     kinds = [(model, name, bits) for model, name in MODELS.items() for bits in PRECISIONS]
     return [(model, bits, step_of(name, bits, host_of(records, model, bits))) for model, name, bits in kinds]
 
@@ -421,7 +420,6 @@ def _yes(value: bool) -> str:
 
 
 def _range(values: list[float], form: str) -> str:
-    """Returns the smallest and the largest value as text; one of them if both are written alike."""
     low, high = f"{min(values):{form}}", f"{max(values):{form}}"
     return low if low == high else f"{low} to {high}"
 

@@ -147,7 +147,6 @@ class StepProfiler:
         return self._record(workload, untraced, ways)
 
     def _plain_hooks(self) -> tuple[Hook, ...]:
-        """Returns the functions to time in mlx-lm's step, the plain model's own forward pass among them."""
         return (*PLAIN_HOOKS, Hook("blocks", type(self.plain.model), "__call__"))
 
     def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
@@ -249,7 +248,6 @@ def _figure(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> di
 
 
 def _round(value: float) -> float:
-    """Rounds to five significant digits."""
     return float(f"{value:.5g}")
 
 
@@ -279,7 +277,6 @@ def split_table(record: dict[str, Any]) -> str:
 
 
 def _counts(record: dict[str, Any]) -> str:
-    """Returns sentences on second bodies and launches; older records have neither, and some only one of them."""
     found = ""
     if record.get("second_bodies") is not None:
         found += f" Steps that ran the body twice: {record['second_bodies']:.1%}."

@@ -73,14 +73,12 @@ def shape_steps(limit_s: float) -> dict[str, Any]:
 
 
 def _too_small() -> str | None:
-    """Returns why the shape is left out on this machine, None if it is not."""
     if not on_gpu():
         return "on a CPU a step of this size takes too long"
     return None if memory_bytes() >= NEEDED else f"it needs a machine with {NEEDED >> 30} GB of memory"
 
 
 def _shape() -> tuple[Models, list[int], list[int]]:
-    """Returns the shape, and base ids that it reads and writes."""
     models = from_shape(SHAPE, "4", read_tokenizer("stories"), ZipOptions(encoder_bits=8))
     ids = synthetic_ids(PROMPT + TOKENS, len(models.tokenizer))
     return models, ids[:PROMPT], ids[PROMPT:]
@@ -145,7 +143,6 @@ def _speed(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _way(rows: str, ahead: bool, ours: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """Returns the figures of one way to run: its speed, over mlx-lm's, and the share of steps with a second body."""
     found = _speed(ours)
     ratios = [a / b for a, b in zip(found["samples"], _speed(plain)["samples"], strict=True)]
     second = ours[-1].second_bodies / len(ours[-1].times) if ahead else None
@@ -172,5 +169,4 @@ def lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _second(share: float | None) -> str:
-    """Returns the share of steps with a second body as text; "" where bodies do not run ahead."""
     return "" if share is None else f", second bodies {share:.1%}"

@@ -44,7 +44,6 @@ Made = Callable[[tuple[Any, ...], Any], Any]  # (arguments, result) of a call: t
 
 
 def _result(args: tuple[Any, ...], result: Any) -> Any:
-    """The arrays that a call made are its result."""
     return result
 
 

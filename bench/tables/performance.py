@@ -90,7 +90,6 @@ def not_yet(name: str) -> str:
 
 
 def _published(records: Records) -> str:
-    """Returns the table of mlx_zip over the published package, one row per precision of the weights."""
     rows = []
     for precision, file in PUBLISHED.items():
         pair = records.pair(file, "zip2zip")
@@ -114,7 +113,6 @@ def _parts(records: Records) -> str:
 
 
 def _us(figure: Mapping[str, float]) -> str:
-    """Returns a figure's median as text; the figure is in us."""
     return f"{figure['median']:,.0f}"
 
 
@@ -154,17 +152,14 @@ def _speed(records: Records) -> str:
 
 
 def _batch(records: Records) -> str:
-    """Returns the table of the gain from batching, with and without hypertokens."""
     return batch_table(records.lines(BATCH)) if BATCH in records.files else not_yet(BATCH)
 
 
 def _serve(records: Records) -> str:
-    """Returns the table of the server's figures and targets."""
     return serving_table(records.one(SERVE)) if SERVE in records.files else not_yet(SERVE)
 
 
 def _machines(records: Records) -> str:
-    """Returns the table of where and how each record of docs/performance.md was measured."""
     names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
     return machines(records, sorted(name for name in (*names, STORIES, BATCH, SERVE, "codec") if name in records.files))
 
@@ -291,7 +286,6 @@ TARGETS = (
 
 
 def _all_targets(records: Records) -> str:
-    """Returns the table of all targets, without those of the bundled model while its record is missing."""
     known = [target for target in TARGETS if STORIES in records.files or target.record != STORIES]
     return table(["", "preloaded; BLAS", "wanted", "measured", ""], [target.row(records) for target in known])
 
@@ -341,7 +335,6 @@ def _batch_rows(record: Record) -> list[list[str]]:
 
 
 def _interval(figure: Mapping[str, Any]) -> str:
-    """Returns a figure's median with its interval."""
     return f"{figure['median']:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
 
 
@@ -392,7 +385,6 @@ def _serving_lines(record: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _huge(found: Mapping[str, Any]) -> Iterator[Line]:
-    """Yields the figures of prompts of megabytes."""
     yield Line("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
     yield Line("a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100)
     if found["growth_bytes"] is not None:
@@ -400,7 +392,6 @@ def _huge(found: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _streams(name: str, servers: Mapping[str, Any]) -> Iterator[Line]:
-    """Yields the figures of several streams at a time. servers: figures by server: "zip", "base", "mlx-lm"."""
     for server, found in servers.items():
         yield Line(f"{name}, {server}: base tokens/s", found["streams"]["median"], "{:,.0f}")
         yield Line(f"{name}, {server}: over one stream's", found["gain"]["median"], "{:.2f}")

@@ -32,7 +32,6 @@ ENGINES = {
 
 
 def _part(records: Records, part: str, record: str = RECORD) -> Record:
-    """Returns the record's line of one part. Raises `KeyError` if there is none."""
     return {line["part"]: line for line in records.lines(record)}[part]
 
 
@@ -69,7 +68,6 @@ def bits_table(records: Records, record: str = RECORD) -> str:
 
 
 def _bits_lines(records: Records, record: str) -> dict[int, list[Record]]:
-    """Returns the record's lines of bits per byte of all models, by leg."""
     legs: dict[int, list[Record]] = {}
     for line in records.lines(record):
         if line["part"].startswith("bits-") and "control" in line["models"]:
@@ -150,7 +148,6 @@ def _seconds_per_kb(point: Mapping[str, Any]) -> float:
 
 
 def _name(point: Mapping[str, Any]) -> str:
-    """Returns what a point of the frontier is."""
     layers = str(point["model"]).replace("layers-16", "16 layers").replace("layers-24", "24 layers")
     name = MODELS.get(point["model"], layers)
     return f"{name}, {point['pack']} pack" if point["pack"] else name

@@ -96,7 +96,6 @@ def command_parser(name: str, prog: str) -> Parser:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    """Parses the words of one command and runs it; returns the exit status. prog: the command's name in messages."""
     return guarded(lambda: _parsed(name, command_parser(name, prog).parse_args(argv)))
 
 
@@ -108,7 +107,6 @@ def _parsed(name: str, args: argparse.Namespace) -> int | None:
 
 
 def _own_commands(name: str, argv: Sequence[str]) -> int | None:
-    """Runs a command that has commands of its own."""
     choose_device()
     return import_module(COMMANDS[name][0]).main(argv)
 

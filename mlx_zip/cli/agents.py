@@ -110,7 +110,6 @@ def _running(url: str) -> Server:
 
 
 def _codex(server: Server) -> Client:
-    """Returns the settings of Codex."""
     provider = {"name": NAME, "base_url": f"{server.url}/v1", "wire_api": "responses"}
     provider |= {"env_key": API_KEY} if server.key else {}
     window = {} if server.context is None else {"model_context_window": server.context}
@@ -119,7 +118,6 @@ def _codex(server: Server) -> Client:
 
 
 def _claude(server: Server) -> Client:
-    """Returns the settings of Claude Code."""
     models = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
     env = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key or "none"}
     env |= {f"ANTHROPIC_{name}": server.model for name in models}
@@ -185,7 +183,6 @@ CLIENTS: dict[str, Callable[[Server], Client]] = {
 
 
 def _folder(variable: str, default: str) -> Path:
-    """Returns the folder that an environment variable names, or the default one."""
     return at_home(os.environ.get(variable) or default)
 
 
@@ -193,7 +190,6 @@ def _folder(variable: str, default: str) -> Path:
 
 
 def _read(path: Path) -> str:
-    """Returns a file's text, "" for none. Raises `DataError`."""
     check_in(path)
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
@@ -272,7 +268,6 @@ def _with(old: Any, new: Any) -> Any:
 
 
 def _name(item: Any) -> Any:
-    """Returns the name of a list's item, the item itself if it has none."""
     return item.get("name", item.get("model_name")) if isinstance(item, Mapping) else item
 
 
@@ -305,5 +300,4 @@ def _without(text: str, keys: Mapping[str, Any], table: str) -> str:
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Returns texts and numbers as TOML."""
     return "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())

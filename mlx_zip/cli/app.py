@@ -159,7 +159,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _app_module(name: str) -> Any:
-    """Returns a module of the app. Raises `InstallationError` if the libraries that it needs are not installed."""
     try:
         return import_module(f"mlx_zip.apps.chat.{name}")
     except ModuleNotFoundError as error:
@@ -169,7 +168,6 @@ def _app_module(name: str) -> Any:
 
 
 def _listener(running: Any, port: int | None) -> Any:
-    """Returns a socket for the page. Raises `GenerationError`."""
     try:
         return running.listening(port)
     except OSError as error:
@@ -213,7 +211,6 @@ def _options(args: argparse.Namespace, name: str, token: str, more: dict[str, An
 
 
 def _packs(chosen: packs.Packs | None, name: str, engine: Any) -> dict[str, Any]:
-    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
     plain = packs.is_plain(name)
     pack = request_pack(chosen, plain, engine)
     if chosen is None or plain:

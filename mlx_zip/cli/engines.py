@@ -97,12 +97,10 @@ def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tupl
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Returns the bytes of a model's weight files."""
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
 def _only_mlx(args: argparse.Namespace) -> Any:
-    """Yields the names of given flags that PyTorch has no use for."""
     for name in REFUSED:
         if (given := getattr(args, name, None)) is not None and given != _OFF.get(name):
             yield name

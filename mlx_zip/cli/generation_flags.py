@@ -184,7 +184,6 @@ def _add_output(add: Any) -> None:
 
 
 def _add_refused(add: Any) -> None:
-    """Declares the flags of mlx_lm.generate that are refused, with the reasons as help."""
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])

@@ -94,7 +94,6 @@ def request_pack(chosen: packs.Packs | None, plain: bool, engine: Any) -> Any:
 
 
 def _template(given: str) -> str:
-    """Returns the chat template of --chat-template: the text itself, or that of a file. Raises `GenerationError`."""
     if "{" in given:
         return given
     try:

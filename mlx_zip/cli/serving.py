@@ -81,7 +81,6 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
 
 
 def _check_machines(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for a flag that cannot be used for a model on several machines."""
     if args.session_files:
         raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
 
@@ -107,7 +106,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _server_module(name: str) -> Any:
-    """Returns a module of the server. Raises `InstallationError` if the libraries that it needs are not installed."""
     try:
         return import_module(f"mlx_zip.server.{name}")
     except ModuleNotFoundError as error:
@@ -159,7 +157,6 @@ def _api_key(args: argparse.Namespace) -> str | None:
 
 
 def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
-    """Returns the names that a Host header may have, None for any."""
     if args.allowed_hosts is not None:
         return frozenset(args.allowed_hosts)
     if not args.host.startswith(LOOPBACK):
@@ -168,7 +165,6 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
 
 
 def _pack_options(chosen: packs.Packs | None, plain: bool, engine: Any) -> dict[str, Any]:
-    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
     if chosen is None:
         return {}
     pack = request_pack(chosen, plain, engine)
@@ -179,7 +175,6 @@ def _pack_options(chosen: packs.Packs | None, plain: bool, engine: Any) -> dict[
 
 
 def _folder(flag: str, given: str) -> Path:
-    """Returns a folder that is there. Raises `GenerationError`."""
     if not (path := at_home(given)).is_dir():
         raise GenerationError(f"{flag} {given}: there is no such folder")
     return path

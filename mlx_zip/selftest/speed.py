@@ -54,7 +54,6 @@ def measure(golden: Path, folder: Path) -> list[Check]:
 
 
 def _timed(work: Callable[[], Any]) -> list[float]:
-    """Runs `work` once to warm up, then `TRIALS` times; returns the seconds of each trial."""
     work()  # warm-up
     times = []
     for _ in range(TRIALS):
@@ -65,14 +64,12 @@ def _timed(work: Callable[[], Any]) -> list[float]:
 
 
 def _synthetic_ids(count: int) -> Any:
-    """Returns base ids distributed like those of text, from a fixed seed."""
     import numpy as np
 
     return (np.random.default_rng(0).zipf(1.3, count) % 32000).astype(np.uint32)
 
 
 def _compress_speed() -> tuple[None, str]:
-    """Measures how many base ids per second the codec compresses."""
     from mlx_zip.codec import CodecParams, compress
 
     params, ids = CodecParams(32000, 2048, 3), _synthetic_ids(2048)
@@ -140,8 +137,6 @@ def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Che
 
 
 def _bandwidth_part(bench: Any, data: dict[str, Any]) -> Check:
-    """Returns the measured bandwidth of reading. bench: the module that measures."""
-
     def measured() -> tuple[None, str]:
         found = data["bandwidth"] = bench.bandwidth()
         return None, f"skipped: {found['skipped']}" if "skipped" in found else f"{found['gb_per_s']:.1f} GB/s"

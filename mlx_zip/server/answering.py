@@ -84,7 +84,6 @@ class Answering:
         return self._finished(event)
 
     def _differing(self, found: Differing) -> Differs:
-        """Returns where the prompt differs from the best session."""
         kept, now = (self._hide(self._tokens[ids][0]) for ids in (found.kept, found.now))
         log.info("the prompt differs from the best kept conversation at token %d: %r, was %r", found.at, now, kept)
         return Differs(found.at, kept, now)
@@ -116,13 +115,11 @@ class Answering:
         return [Learned(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
 
     def _logprob(self, event: Emitted, logprob: float) -> TokenLogprob:
-        """Returns the log-probability of an emitted id with its text, which is empty for an eos alone."""
         shown = tuple(i for i in event.base_ids if i not in self._eos)
         likely = tuple((*self._tokens[one.base_ids], one.logprob) for one in event.likely)
         return TokenLogprob(*(self._tokens[shown] if shown else ("", b"")), logprob, likely)
 
     def _shown(self, text: str) -> list[Delta]:
-        """Returns the deltas of new text, with the log-probabilities of its tokens."""
         if not text:
             return []
         self._texts.append(text)
@@ -132,7 +129,6 @@ class Answering:
 
     @property
     def _stopped_by_text(self) -> bool:
-        """Whether a stop string has ended the text."""
         return self._stream.stopped_by is not None
 
     def _finished(self, event: Finished) -> list[Delta]:
@@ -158,7 +154,6 @@ class Answering:
         return [*deltas, *live, replace(ended, differs=self._differs, unshown=unshown)]
 
     def _counts(self, counts: Counts) -> Counts:
-        """Returns the figures of the text, given those of the request."""
         if not self._stopped_by_text:
             return counts
         # the engine went on until the request was cancelled
@@ -238,7 +233,6 @@ class ShownTokens:
         return tuple(found)
 
     def _facts(self, event: Emitted, base_ids: Sequence[int]) -> _Facts:
-        """Returns what is known of an emitted id besides its text."""
         if event.origin is None:
             return event.id, (), "", -1
         parts = tuple(self._texts[(one,)][0] for one in base_ids)

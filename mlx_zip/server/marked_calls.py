@@ -121,7 +121,6 @@ def _is_text(tool: Tool, key: str, of_key: Any) -> bool:
 
 
 def _refusal(tool: Tool, reason: str) -> GenerationError:
-    """Returns the error for parameters that cannot be forced."""
     return GenerationError(f"the parameters of the tool {tool.name!r:.80} cannot be forced in this format: {reason}")
 
 
@@ -147,13 +146,11 @@ def _text(tokenizer: Any, form: Marked, end: str, tool: Tool, schema: Mapping[st
 
 
 def _choices(schema: Mapping[str, Any]) -> list[str] | None:
-    """Returns the texts that a schema names, None if it names none."""
     given = [schema["const"]] if "const" in schema else schema.get("enum")
     return None if given is None else [one for one in given if isinstance(one, str)]
 
 
 def _lengths(tool: Tool, schema: Mapping[str, Any]) -> str:
-    """Returns the terminal for texts of a schema's lengths. Raises `GenerationError` for what is no length."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", MOST_LENGTH)
     if not all(type(n) is int and 0 <= n <= MOST_LENGTH for n in (least, most)):
         raise _refusal(tool, f"lengths of texts must be integers from 0 to {MOST_LENGTH}")

@@ -33,11 +33,9 @@ class Metrics:
         core.on_done.append(self._answered)
 
     def _histogram(self, name: str, purpose: str) -> Histogram:
-        """Returns a distribution of seconds."""
         return Histogram(f"mlx_zip_{name}", purpose, buckets=SECONDS, registry=self._registry)
 
     def _answered(self, done: Done) -> None:
-        """Counts an answer that has ended."""
         self._first_id.observe(done.counts.first_id_s)
         self._total.observe(done.counts.total_s)
 
@@ -82,7 +80,6 @@ class _OfEngine:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yields each of the engine's figures."""
         figures: Any = self._engine.figures()
         for one in fields(Figures):
             kind = GaugeMetricFamily if one.name in NOW else CounterMetricFamily

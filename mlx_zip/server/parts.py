@@ -194,12 +194,10 @@ class Splitter:
 
     @property
     def _start(self) -> str:
-        """The mark before a call, "" if none may come."""
         return "" if self._format is None or self._is_enough else self._format.start
 
     @property
     def _is_enough(self) -> bool:
-        """Whether no further call may come."""
         return self.called and not self._turn.parallel_tool_calls
 
     @property
@@ -208,19 +206,16 @@ class Splitter:
         return self._format
 
     def _shown(self, text: str, mark: str) -> int:
-        """Returns how many characters can be given out before what may be white space and the beginning of a mark."""
         longest = min(len(mark) - 1, len(text))
         begun = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
         return _without_space(text[: len(text) - begun])
 
     def _skip_space(self) -> None:
-        """Drops white space at the beginning of the held text, if any is to be dropped."""
         if self._skip:
             self._drop(len(self._held) - len(self._held.lstrip()))
             self._skip = not self._held
 
     def _give(self, kind: type[Text] | type[Reasoning], n: int) -> None:
-        """Gives out the first n held characters."""
         text, begin = self._held[:n], self._at
         logprobs = self._drop(n)
         if text:

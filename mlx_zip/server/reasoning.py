@@ -39,7 +39,6 @@ def reasoning_at(tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), pre
 
 
 def _where(text: str, start: str, end: str) -> Reasons:
-    """Returns where an answer stands after a prompt that ends with this text."""
     if text.endswith(start):
         return Reasons.BEGUN
     return Reasons.NO if text.endswith(end) else Reasons.MAYBE

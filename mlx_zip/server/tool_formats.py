@@ -128,7 +128,6 @@ def _for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> d
 
 
 def _short_id(name: str) -> str:
-    """Returns 9 letters and digits for an id of a call."""
     return name if len(name) == 9 and name.isalnum() else sha256(name.encode()).hexdigest()[:9]
 
 

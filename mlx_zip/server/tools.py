@@ -43,7 +43,6 @@ def make_constraint(
 
 
 def _push_prefill(constraint: GrammarConstraint, tokenizer: Any, prefill: str) -> None:
-    """Takes the beginning of the answer. Raises `GenerationError` if it does not fit."""
     ids = encode_text(tokenizer, prefill.rstrip())
     if not constraint.accepts(ids):
         raise GenerationError("the beginning of the answer does not fit the schema or the tools that are asked for")
@@ -95,7 +94,6 @@ def _schema_only(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bo
 
 
 def _named(tools: Sequence[Tool], name: str) -> list[Tool]:
-    """Returns the tool of a name, alone. Raises `GenerationError` without it."""
     found = [tool for tool in tools if tool.name == name]
     if not found:
         raise GenerationError(f"tool_choice names the tool {name!r:.80}, which is not among the tools")
@@ -139,7 +137,6 @@ def _after_start(tokenizer: Any, form: ToolFormat, most: int) -> str:
 
 
 def _is_grouped(form: ToolFormat) -> bool:
-    """Returns whether several calls stand behind one start mark."""
     marked = marked_calls.FORMATS.get(form.kind)
     return form.kind == "list" if marked is None else marked.grouped
 
@@ -150,7 +147,6 @@ def _lead(form: ToolFormat) -> str:
 
 
 def _repeated(rule: str, most: int) -> str:
-    """Returns the rule for up to `most` times another one."""
     return f"({rule}){{0,{most}}}" if most else ""
 
 

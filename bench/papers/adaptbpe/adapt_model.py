@@ -128,7 +128,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _names(files: Sequence[str]) -> list[str]:
-    """Returns file names without their folders."""
     return [Path(file).name for file in files]
 
 
@@ -243,7 +242,6 @@ def convert(model: Path, vocabulary: Path, out: Path) -> None:
 
 
 def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Returns the (first byte, end) of each token of a text."""
     ends = np.cumsum(encode_with_bytes(tokenizer, text)[1]).tolist()
     return list(zip([0, *ends], ends, strict=False))
 

@@ -60,7 +60,6 @@ def _utility_table(records: Records) -> str:
 
 
 def _best_in_bold(values: Sequence[float]) -> list[str]:
-    """Formats the values to four digits, the greatest in bold unless several are greatest."""
     top = max(values)
     alone = sum(value == top for value in values) == 1
     return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
@@ -77,12 +76,10 @@ def _speed_table(records: Records) -> str:
 
 
 def _lines_about(records: Records, name: str, what: str) -> list[Line]:
-    """Returns the lines of a record whose field `what` has this value."""
     return [line for line in records.lines(name) if line["what"] == what]
 
 
 def _spread(figure: Line, digits: int = 1) -> str:
-    """Formats a summary as "median (least-greatest)"."""
     return f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f}-{figure['max']:.{digits}f})"
 
 
@@ -102,12 +99,10 @@ def _bits_table(records: Records) -> str:
 
 
 def _shares_below_1(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
-    """Returns (share of merges kept, lines by method) for each share below 1, in rising order."""
     return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
 
 
 def _bits_cell(line: Line | None) -> str:
-    """Formats bits per byte and their change from the whole model; "" where nothing was measured."""
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 

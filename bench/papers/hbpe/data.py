@@ -111,7 +111,6 @@ class Data:
         return tokens_of(tokenizer), encoder_of(tokenizer)
 
     def _parts(self) -> tuple[Documents, Documents]:
-        """Returns the training documents and the test documents."""
         return self.train, self.test
 
     def _windows(self, parts: Sequence[Any], end: int, length: int) -> tuple[Uint32s, Uint32s]:

@@ -300,7 +300,6 @@ def equal_latent(table: PatchTable, latent: Tower, local: Tower) -> Tower:
 
 
 def _new_model(one: Run, material: Material, data: Data, args: argparse.Namespace) -> Any:
-    """Returns the untrained model of a run, its weights drawn with the run's seed."""
     corpus, _, table = material
     mx.random.seed(one.seed)
     if table is None:

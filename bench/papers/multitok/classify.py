@@ -147,7 +147,6 @@ def _checked(args: argparse.Namespace) -> list[Setting]:
 
 
 def _texts(args: argparse.Namespace) -> tuple[Labelled, Labelled]:
-    """Reads the training texts and the test texts, cut to --samples, --test-samples and --words."""
     train = read_labelled(args.train).some(args.samples, args.words)
     return train, read_labelled(args.test).some(args.test_samples, args.words)
 

@@ -31,7 +31,6 @@ def _speed_table(records: Records) -> str:
 
 
 def _measured(line: Record) -> str:
-    """Returns what a line of speed measures: "train", "encode", or encoding after pruning."""
     setting = line["setting"]
     return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
 
@@ -81,14 +80,12 @@ def _tokenizer_ratios_table(records: Records) -> str:
 
 
 def _ratios(records: Records, what: str, words: bool) -> Iterator[Record]:
-    """Yields the lines of one kind whose units are words, or a tokenizer's ids."""
     for line in records.lines("multitok"):
         if line["what"] == what and (line["data"]["units_are"] == "words") == words:
             yield line
 
 
 def _paper_ratio(line: Record) -> str:
-    """Returns the paper's r for a line's setting, "" where the paper has none."""
     return "" if line["paper"] is None else f"{line['paper']:.2f}"
 
 
@@ -119,7 +116,6 @@ def _packs_table(records: Records) -> str:
 
 
 def _spread(figure: dict[str, Any] | None) -> str:
-    """Formats a summary as "median (least-greatest)"; "" for None."""
     return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
 
 
@@ -168,7 +164,6 @@ def grouped(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def _data_set(line: Record) -> str:
-    """Returns the name of a line's texts in the tables, for example IMDB."""
     name: str = line["data"]["train"].split(".")[0]
     return SAMPLED.get(name, name)
 

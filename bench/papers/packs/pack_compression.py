@@ -183,18 +183,15 @@ def rate(
 
 
 def _test_record(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
-    """Returns what a record says of a held-out corpus: its files, number of base ids, and rate without a pack."""
     return {"text": _corpus_record(corpus), "ids": sum(map(len, windows)), "empty": rate(params, windows)}
 
 
 def _corpus_record(corpus: Any) -> dict[str, Any]:
-    """Returns a corpus's record with its files' names, without their folders."""
     record = corpus.record()
     return {**record, "files": [Path(name).name for name in record["files"]]}
 
 
 def _ids(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
-    """Returns the base ids of each document."""
     return [as_ids(vocabulary.encode(document.text)) for document in corpus.documents]
 
 
@@ -236,7 +233,6 @@ class Bpe:
         self.tokenizer.train_from_iterator(words, trainer)
 
     def _words(self, ids: Uint32s) -> Iterator[str]:
-        """Yields the runs of ids between disabled ids, each run as a string with one character per id."""
         for run in np.split(ids, np.flatnonzero(np.isin(ids, self.disabled))):
             if word := "".join(chr(FIRST + int(i)) for i in run if i not in self.disabled):
                 yield word

@@ -142,7 +142,6 @@ def read_packs(words: Sequence[str]) -> list[Named]:
 
 
 def _split(word: str) -> tuple[str, str]:
-    """Splits NAME=FILE. Raises `MlxZipError`."""
     name, is_there, file = word.partition("=")
     if not (name and is_there and file):
         raise MlxZipError(f"--pack takes NAME=FILE, not {word!r}")
@@ -157,7 +156,6 @@ def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Reads the JSON lines of a record. Raises `MlxZipError` if there are none."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, ValueError, RecursionError) as error:

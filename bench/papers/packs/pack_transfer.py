@@ -165,7 +165,6 @@ def halves(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[
 
 
 def _first_documents(documents: Sequence[Document], limit: int | None) -> Sequence[Document]:
-    """Returns the first documents that together have at most `limit` bytes, but at least one; None: all."""
     ends = accumulate(document.n_bytes for document in documents)
     return documents if limit is None else documents[: max(1, sum(end <= limit for end in ends))]
 

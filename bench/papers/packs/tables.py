@@ -63,17 +63,14 @@ def _learners_table(records: Records) -> str:
 
 
 def _pack(line: Record, size: int, learner: str) -> Record:
-    """Returns a line's record of the pack with this size and learner."""
     return next(pack for pack in line["packs"] if (pack["size"], pack["learner"]) == (size, learner))
 
 
 def _text_cell(domain: str, test: Record) -> str:
-    """Returns a domain with the names of its held-out files."""
     return f"{domain} ({', '.join(name.split('.')[0] for name in test['text']['files'])})"
 
 
 def _pack_quality_table(records: Records) -> str:
-    """Returns the table of bits per byte with each pack of `bench pack_quality`."""
     rows = []
     for line in records.lines("pack_quality"):
         kind = {"empty": "none", "own": "its own"}.get(line["curve"], line["curve"])
@@ -83,7 +80,6 @@ def _pack_quality_table(records: Records) -> str:
 
 
 def _bundled_table(records: Records) -> str:
-    """Returns the README's table of bits per byte: the baseline, and `stories` without and with its pack."""
     lines = {line["curve"]: line for line in records.lines("pack_quality")}
     empty, packed = lines["empty"], lines["its own, tuned"]
     rows = [["`stories-base`, no hypertokens", "1.000", f"{empty['base_bits_per_byte']:.3f}", ""]]
@@ -94,7 +90,6 @@ def _bundled_table(records: Records) -> str:
 
 
 def _scored_cells(line: Record) -> list[str]:
-    """Returns a pack's cells: base ids per id, bits per byte, and their change from the base and from no pack."""
     return [
         f"{line['base_ids_per_id']:.3f}",
         f"{line['bits_per_byte']:.3f}",
@@ -104,7 +99,6 @@ def _scored_cells(line: Record) -> list[str]:
 
 
 def _pack_transfer_table(records: Records) -> str:
-    """Returns the table of bits per byte of text that training never saw, by pack."""
     rows = []
     for line in records.lines("pack_transfer"):
         rows.append([*_pack_cells(line), *_scored_cells(line)])
@@ -129,7 +123,6 @@ def _pack_transfer_written_table(records: Records) -> str:
 
 
 def _pack_cells(line: Record) -> list[str]:
-    """Returns the cells that name the pack of a line of `bench pack_transfer`, and its number of entries."""
     kinds = {"empty": "none", "learned": "of the new text", "own": "of the training"}
     curve: str = line["curve"]
     return [kinds.get(curve, curve), f"{line['entries']:,}"]

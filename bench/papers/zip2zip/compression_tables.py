@@ -153,7 +153,6 @@ def domain_of(text: str) -> str:
 
 
 def _order(domain: str) -> int:
-    """Returns the place of a domain in `DOMAINS`; that after the last for any other."""
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)
 
 
@@ -197,7 +196,6 @@ def _rate_cell(base: float, rate: float | None) -> str:
 
 
 def _paper_cells(paper: Printed, domain: str) -> list[str]:
-    """Returns the paper's bytes per token on a domain without and with hypertokens; "-" if the paper lacks it."""
     gain = paper.gain(domain)
     if gain is None:
         return ["-", "-"]
@@ -242,7 +240,6 @@ def _close_cells(rates: Mapping[int | str, float | None], gain: float) -> list[s
 
 
 def _window_label(window: int | str) -> str:
-    """Returns a window in words, for example "windows of 1,024"."""
     return f"windows of {window:,}" if isinstance(window, int) else "whole documents"
 
 
@@ -258,7 +255,6 @@ def by_codebook_size(counts: Counts, tokenizer: str) -> str:
 
 
 def _codebook_sizes(line: Line) -> list[int]:
-    """Returns the codebook sizes that a line has counts of, in rising order."""
     return sorted({row[line["columns"].index("codebook_size")] for row in line["counts"]})
 
 
@@ -342,7 +338,6 @@ def latency(lines: Sequence[Line]) -> str:
 
 
 def _ms_cell(times: dict[str, Any] | None) -> str:
-    """Formats a summary in microseconds as milliseconds, "median (least to greatest)"; "-" for None."""
     if times is None:
         return "-"
     middle, low, high = (f"{times[name] / 1e3:.2f}" for name in ("median", "min", "max"))
@@ -362,7 +357,6 @@ def texts(counts: Counts) -> str:
 
 
 def _from_records(make: Callable[..., str], *args: Any) -> Callable[[Records], str]:
-    """Returns a function that makes a table from the record `tokens`. make: takes `Counts` and then `args`."""
     return lambda records: make(Counts(records.lines("tokens")), *args)
 
 

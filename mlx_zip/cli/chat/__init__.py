@@ -99,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for flags that cannot be used here, and for values out of range."""
     if args.pipeline is not None:
         raise GenerationError(f"--pipeline cannot be used: {_NO_PIPELINE}; mlx_lm.chat has it")
     if args.model == "":
@@ -142,7 +141,6 @@ def _front(args: argparse.Namespace) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Returns a module of the chat. Raises `InstallationError` if the libraries that it needs are not installed."""
     try:
         return import_module(f"mlx_zip.cli.chat.{name}")
     except ModuleNotFoundError as error:

@@ -296,7 +296,6 @@ def _convert_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Writes a model folder for the adapted tokenizer and prints what was done; returns the exit status 0."""
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
         print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
@@ -304,7 +303,6 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _ids(name: str, text: str) -> list[int]:
-    """Returns the ids in a text. Raises `DataError` for a word that is no id. name: the file, for the message."""
     words = text.split()
     if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
         raise DataError(f"{name}: {wrong!r:.40} is not an id")
@@ -319,7 +317,6 @@ def _pieces_setting(vocabulary: Any) -> str | None:
 
 
 def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
-    """Returns the documents in files as texts, together at most --limit-bytes bytes."""
     from mlx_zip.text.documents import read_corpus
 
     if not files:
@@ -329,7 +326,6 @@ def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
 
 
 def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
-    """Yields the texts and shows a progress bar."""
     with ProgressBar(len(texts), "text", task) as count:
         for text in texts:
             yield text
@@ -372,7 +368,6 @@ def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Prints a record as one JSON object with --json, else as lines."""
     print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
 
 

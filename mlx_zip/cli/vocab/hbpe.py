@@ -116,7 +116,6 @@ def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Returns what a patch table holds as a record for --json and as lines to print."""
     from mlx_zip.vocab.hbpe.table import PatchTable
 
     plot = plot_file(args.plot, read=[args.table])
@@ -205,7 +204,6 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _text(token: bytes) -> str:
-    """Returns a token as quoted text, or as bytes if it is not valid UTF-8."""
     try:
         return repr(token.decode("utf-8"))
     except UnicodeDecodeError:

@@ -120,7 +120,6 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(add: Any, purpose: str) -> None:
-    """Declares --data, --separator and --limit-bytes; purpose: what the texts are for."""
     add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: {DATA}")
     add_separator(add)
     add_limit_bytes(add, "--data")

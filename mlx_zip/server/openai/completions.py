@@ -129,12 +129,10 @@ async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> l
 
 
 def _head(core: Core) -> dict[str, Any]:
-    """Returns the fields that an answer, or each chunk of a streamed one, begins with."""
     return head(core, "cmpl", "text_completion")
 
 
 def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-    """Returns one of the choices."""
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 

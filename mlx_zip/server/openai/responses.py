@@ -97,7 +97,6 @@ def _asked(core: Core, store: ResponseStore, running: dict[str, _Asked], body: R
 
 
 async def _forget(store: ResponseStore, running: dict[str, _Asked], name: str) -> None:
-    """Forgets a response; one that is being written is cancelled, and not stored."""
     if name not in running:
         store.drop(name)
         return
@@ -123,7 +122,6 @@ class _Asked:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def whole(self) -> dict[str, Any]:
-        """Returns the response."""
         async with aclosing(self._events()) as all_events:
             async for _ in all_events:
                 pass
@@ -178,7 +176,6 @@ class _Asked:
         return events
 
     def _store(self) -> None:
-        """Stores the response if it is to be."""
         if self.body.store and self.stores:
             self.store.add(self.builder.response, self.items)
 

@@ -170,7 +170,6 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
 
 
 def _joined(content: str | Sequence[Mapping[str, Any]], between: str) -> str:
-    """Returns the text of a content: text, or a list of parts."""
     if isinstance(content, str):
         return content
     return between.join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
