@@ -12,10 +12,10 @@ from typing import Any
 from mlx_zip.apps.chat.opening import StoreError
 from mlx_zip.apps.chat.store import Store, extend, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
+from mlx_zip.server.answers.turn import Delta, Done, Learned, Live, Reasoning, Text, Turn, Waiting
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import Failure, RequestError, failure_of
 from mlx_zip.server.http import event_bytes
-from mlx_zip.server.turn import Delta, Done, Learned, Live, Reasoning, Text, Turn, Waiting
 from mlx_zip.server.vendor import live_json, token_json, vendor_notes
 
 WRITE_S = 0.4  # between writes to the store

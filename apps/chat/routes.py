@@ -16,9 +16,9 @@ from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody, R
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.bundled import QUALITY
+from mlx_zip.server.answers.turn import Done, Turn
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import described, json_response, read_body, stream_response
-from mlx_zip.server.turn import Done, Turn
 from mlx_zip.server.vendor import live_json
 
 PATH = "/app/api/conversations"

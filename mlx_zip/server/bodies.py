@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import TokenLogprob
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import Body, BodyError, Many, PackNames, as_turn_pack, at_most
-from mlx_zip.server.turn import TokenLogprob
 
 PENALTY_WINDOW = 256  # base tokens that a penalty looks at unless the request says how many
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it

@@ -22,12 +22,12 @@ from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
-from mlx_zip.server.answering import Answering, hidden
+from mlx_zip.server.answers.answering import Answering, hidden
+from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.tool_formats import for_template, openai_tools
+from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
 from mlx_zip.server.options import Options
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.tool_formats import for_template, openai_tools
-from mlx_zip.server.tools import make_constraint
-from mlx_zip.server.turn import Delta, Done, Turn, Waiting
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.token_texts import TokenTexts

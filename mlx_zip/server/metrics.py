@@ -14,8 +14,8 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_zip.engine import Engine, Figures
+from mlx_zip.server.answers.turn import Done
 from mlx_zip.server.core import Core
-from mlx_zip.server.turn import Done
 
 NOW = ("running", "waiting", "sessions", "session_bytes", "disk_bytes", "memory_bytes", "peak_memory_bytes")
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)

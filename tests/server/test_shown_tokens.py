@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from mlx_zip.engine import Counts, Emitted, Finished, Origin, Started
 from mlx_zip.packs.pack import Pack
-from mlx_zip.server.answering import Answering
+from mlx_zip.server.answers.answering import Answering
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.turn import Done, Learned, Live, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.server.options import Options
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.token_texts import TokenTexts
 from support.fake_engine import FakeEngine, Script, tokenizer

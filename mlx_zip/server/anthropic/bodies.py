@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.bodies import Size, Stops
 from mlx_zip.server.fields import (
     KNOWN,
@@ -24,7 +25,6 @@ from mlx_zip.server.fields import (
     other_than,
     thinking_options,
 )
-from mlx_zip.server.turn import Tool, Turn
 
 _TEXTS = ("content", "reasoning_content")  # of a message, lists of pieces while messages are made
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.bodies import check_model, new_id
 from mlx_zip.server.core import Core
@@ -26,7 +27,6 @@ from mlx_zip.server.http import (
     stream_response,
     unless_gone,
 )
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 

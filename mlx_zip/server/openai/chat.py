@@ -11,6 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_zip.server.answers.turn import (
+    Done,
+    Learned,
+    Live,
+    Reasoning,
+    Text,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    Turn,
+    Waiting,
+)
 from mlx_zip.server.bodies import Sampled, Size, likely_json, max_tokens_of, template_options
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
@@ -41,7 +53,6 @@ from mlx_zip.server.http import (
     unless_gone,
 )
 from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
-from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, TokenLogprob, Tool, ToolCall, Turn, Waiting
 from mlx_zip.server.vendor import VendorFields, token_json, vendor_figures, vendor_notes
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import Delta, Done, Turn
 from mlx_zip.server.bodies import check_model, max_tokens_of, new_id
 from mlx_zip.server.core import Core, Stop
 from mlx_zip.server.errors import Failure, RequestError
@@ -20,7 +21,6 @@ from mlx_zip.server.http import described, events_bytes, json_response, read_bod
 from mlx_zip.server.openai.responses_bodies import ResponseBody, named_item, turn_of
 from mlx_zip.server.openai.responses_events import ResponseBuilder
 from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
-from mlx_zip.server.turn import Delta, Done, Turn
 
 CANCEL_S = 2.0  # how long a cancelled response may take to end before its state of then is returned
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

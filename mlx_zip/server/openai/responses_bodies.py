@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.bodies import Size
 from mlx_zip.server.fields import (
     KNOWN,
@@ -29,7 +30,6 @@ from mlx_zip.server.fields import (
     other_than,
     thinking_options,
 )
-from mlx_zip.server.turn import Tool, Turn
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.bodies import likely_json, new_id
 from mlx_zip.server.openai.responses_bodies import ResponseBody
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 Json = dict[str, Any]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server import marked_calls
-from mlx_zip.server.reasoning import Reasons, reasoning_at
-from mlx_zip.server.tool_formats import ToolFormat, tool_format
-from mlx_zip.server.turn import Tool, Turn
+from mlx_zip.server.answers import marked_calls
+from mlx_zip.server.answers.splitter import Reasons, reasoning_at
+from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
+from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.text.grammar import GrammarConstraint, json_by, literal, mark, until, without
 from mlx_zip.text.prompts import encode_text
 from mlx_zip.text.tokenizer import think_marks

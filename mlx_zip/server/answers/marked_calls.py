@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.turn import Tool
+from mlx_zip.server.answers.turn import Tool
 from mlx_zip.text.grammar import json_by, literal, mark, vocabulary_of, without
 from mlx_zip.text.tokenizer import token_id
 

@@ -15,8 +15,8 @@ from typing import Any
 from uuid import uuid4
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server import marked_calls
-from mlx_zip.server.turn import Tool, ToolCall
+from mlx_zip.server.answers import marked_calls
+from mlx_zip.server.answers.turn import Tool, ToolCall
 from mlx_zip.text.tokenizer import chat_template
 
 Parser = Callable[[str, Sequence[Mapping[str, Any]]], Any]

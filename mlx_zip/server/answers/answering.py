@@ -11,8 +11,8 @@ from typing import Any
 
 from mlx_zip.engine import Counted, Counts, Differing, Emitted, Event, Failed, Finished, Held, Progress, Started
 from mlx_zip.errors import EngineStoppedError
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.turn import Delta, Differs, Done, Learned, Live, ShownToken, TokenLogprob, Turn, Waiting
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.turn import Delta, Differs, Done, Learned, Live, ShownToken, TokenLogprob, Turn, Waiting
 from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import Piece, TextStream
 from mlx_zip.text.token_texts import TokenTexts

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.tools import make_constraint
-from mlx_zip.server.turn import Reasoning, Text, Tool, ToolCall, Turn
+from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.turn import Reasoning, Text, Tool, ToolCall, Turn
 from support.sampling_answers import sampled, text_of
 from support.schemas import follows, random_object, random_schema
 from support.tool_templates import KINDS, with_tools
