@@ -4,7 +4,7 @@ import json
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies
+from hypothesis import strategies as st
 
 from mlx_zip.server.answers import splitter as parts
 from mlx_zip.server.answers.splitter import Splitter
@@ -174,26 +174,26 @@ def test_calls_have_ids_of_their_own():
 
 
 BITS = [CALL, OTHER, "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", '{"name": "add", ', "[ARGS]"]
-PIECES = strategies.lists(
-    strategies.sampled_from([*BITS, *(bit[:7] for bit in BITS), " ", "\n", " " * 70, "x", '"', "\\", "{}", '"a": 1}}', "é"])
+PIECES = st.lists(
+    st.sampled_from([*BITS, *(bit[:7] for bit in BITS), " ", "\n", " " * 70, "x", '"', "\\", "{}", '"a": 1}}', "é"])
 )
 
 
-@given(PIECES.map("".join), strategies.lists(strategies.integers(0, 400)), strategies.sampled_from(KINDS), strategies.sampled_from([(), OPEN, CLOSED]))
+@given(PIECES.map("".join), st.lists(st.integers(0, 400)), st.sampled_from(KINDS), st.sampled_from([(), OPEN, CLOSED]))
 def test_the_parts_do_not_depend_on_how_the_text_was_cut(text, cuts, kind, prompt_ids):
     whole = split(text, kind, prompt_ids=prompt_ids)
     assert split(text, kind, prompt_ids=prompt_ids, cuts=[min(cut, len(text)) for cut in cuts]) == whole
     assert split(text, kind, prompt_ids=prompt_ids, cuts=range(1, len(text))) == whole
 
 
-@given(PIECES.map("".join), strategies.lists(strategies.integers(0, 400)))
+@given(PIECES.map("".join), st.lists(st.integers(0, 400)))
 def test_a_bound_on_calls_does_not_depend_on_how_the_text_was_cut(text, cuts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "MOST_CALL_CHARACTERS", 20)
         assert split(text, cuts=[min(cut, len(text)) for cut in cuts]) == split(text)
 
 
-@given(PIECES.map("".join), strategies.sampled_from(KINDS))
+@given(PIECES.map("".join), st.sampled_from(KINDS))
 def test_no_text_is_lost_but_marks_calls_and_white_space(text, kind):
     reasoning, shown, calls, _ = split(text, kind)
     if not calls:

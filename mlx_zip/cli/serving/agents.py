@@ -17,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.serving_flags import API_KEY
+from mlx_zip.cli.serving.serving_flags import API_KEY
 from mlx_zip.errors import DataError, GenerationError, reason
 from mlx_zip.files import at_home, check_in, whole_file
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import engines, packs
-from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack, session_folder
-from mlx_zip.cli.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
+from mlx_zip.cli import engine_choice, pack_flags
+from mlx_zip.cli.serving.opening import engine_options, json_map, opened, request_pack, session_folder
+from mlx_zip.cli.serving.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
 
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running = _server_module("running")
-    engines.check_flags(args)
-    group = engines.machines_of(args)
+    engine_choice.check_flags(args)
+    group = engine_choice.machines_of(args)
     if group is None:
         return _lead(args, None, running)
 
@@ -48,15 +48,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, pack_flags.read(args)
     options = _options(args, name)
     with _bound(running, args.host, args.port, options["api_key"]) as listener:
-        engines.choose(args, name, group=group)
+        engine_choice.choose(args, name, group=group)
         with (
-            engines.open_row_store(args) as store,
+            engine_choice.open_row_store(args) as store,
             opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
         ):
-            options |= _pack_options(chosen, packs.is_plain(name), engine)
+            options |= _pack_options(chosen, pack_flags.is_plain(name), engine)
             served = _server_module("options").Options(**options)
             fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:
@@ -70,10 +70,10 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
-    engines.choose(args, name, group=group)
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, pack_flags.read(args)
+    engine_choice.choose(args, name, group=group)
     with (
-        engines.open_row_store(args) as store,
+        engine_choice.open_row_store(args) as store,
         opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         engine.follow()
@@ -164,7 +164,7 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
     return _server_module("options").LOOPBACK | {args.host.lower()}
 
 
-def _pack_options(chosen: packs.Packs | None, plain: bool, engine: Any) -> dict[str, Any]:
+def _pack_options(chosen: pack_flags.Packs | None, plain: bool, engine: Any) -> dict[str, Any]:
     if chosen is None:
         return {}
     pack = request_pack(chosen, plain, engine)

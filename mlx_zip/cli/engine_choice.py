@@ -130,9 +130,9 @@ def machines_of(args: argparse.Namespace) -> Any:
 
 def open_row_store(args: argparse.Namespace) -> Any:
     """Returns a context with the store of rows that flags ask for; with None if the engine has its own."""
-    from mlx_zip.cli import rows
+    from mlx_zip.cli import row_cache
 
-    return nullcontext() if is_torch(args) else rows.open_store(args)
+    return nullcontext() if is_torch(args) else row_cache.open_store(args)
 
 
 def open_torch(name: Any, engine: str, **options: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.cli import engines, packs, rows
+from mlx_zip.cli import engine_choice, pack_flags, row_cache
 from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_wired(add)
     add_sessions(add)
     add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
-    packs.add_flags(add)
+    pack_flags.add_flags(add)
     add_kv(add)
-    rows.add_flags(add)
+    row_cache.add_flags(add)
     for name, kind in (
         ("draft_model", str),
         *((one, int) for one in REFUSED if one not in ("draft_model", "pipeline")),
@@ -61,7 +61,7 @@ def add_model(add: Any, purpose: str = "model to serve") -> None:
         "--model",
         help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
     )
-    engines.add_flag(add)
+    engine_choice.add_flag(add)
     add(
         "--adapter-path",
         help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
@@ -133,7 +133,7 @@ def _add_bounds(add: Any) -> None:
     add("--decode-concurrency", metavar="N", type=int, default=8, help="answers at a time (default: 8)")
     add("--max-waiting", metavar="N", type=int, default=64, help="requests that may wait; beyond, 429 (default: 64)")
     add("--max-prompt-tokens", metavar="N", type=int, help="base tokens of a prompt (default: the model's context)")
-    add("--max-body-bytes", metavar="N", type=rows.size, default=32 << 20, help="size of a body (default: 32 MiB)")
+    add("--max-body-bytes", metavar="N", type=row_cache.size, default=32 << 20, help="size of a body (default: 32 MiB)")
     add(
         "--prefill-step-size",
         type=int,
@@ -182,7 +182,7 @@ def add_sessions(add: Any) -> None:
     add(
         "--prompt-cache-bytes",
         metavar="N",
-        type=rows.size,
+        type=row_cache.size,
         default=4 << 30,
         help="memory for kept conversations, for example 500M or 2G (default: 4 GiB)",
     )
@@ -195,7 +195,7 @@ def add_sessions(add: Any) -> None:
     add(
         "--session-disk-bytes",
         metavar="N",
-        type=rows.size,
+        type=row_cache.size,
         default=16 << 30,
         help="maximum size of the --session-cache folder (default: 16 GiB)",
     )

@@ -14,10 +14,10 @@ from typing import Any
 
 from mlx_zip import bundled, named
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import packs, rows
-from mlx_zip.cli.engines import choose, open_row_store
-from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
-from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
+from mlx_zip.cli import pack_flags, row_cache
+from mlx_zip.cli.engine_choice import choose, open_row_store
+from mlx_zip.cli.serving.opening import engine_options, json_map, opened, request_pack
+from mlx_zip.cli.serving.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.generation.sampling_options import Sampling
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
     for name, (kind, default, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
-    packs.add_flags(add)
+    pack_flags.add_flags(add)
     add_wired(add)
     add_kv(add)
-    rows.add_flags(add)
+    row_cache.add_flags(add)
     parser.set_defaults(**_OF_SERVE)
 
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, pack_flags.read(args)
     asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
     choose(args, name)
     with (
@@ -110,7 +110,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         kept = None if args.no_history or not args.window else _window_folder()
         showing = running.Showing(browser=not args.no_open, window=args.window, kept=kept)
-        hypertokens = {} if rival is None else {rival: not packs.is_plain(rival)}
+        hypertokens = {} if rival is None else {rival: not pack_flags.is_plain(rival)}
         engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
@@ -210,8 +210,8 @@ def _options(args: argparse.Namespace, name: str, token: str, more: dict[str, An
     )
 
 
-def _packs(chosen: packs.Packs | None, name: str, engine: Any) -> dict[str, Any]:
-    plain = packs.is_plain(name)
+def _packs(chosen: pack_flags.Packs | None, name: str, engine: Any) -> dict[str, Any]:
+    plain = pack_flags.is_plain(name)
     pack = request_pack(chosen, plain, engine)
     if chosen is None or plain:
         return {}

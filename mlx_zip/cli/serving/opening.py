@@ -8,20 +8,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli import engines, packs, rows
-from mlx_zip.cli.serving_flags import SESSIONS
+from mlx_zip.cli import engine_choice, pack_flags, row_cache
+from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, reason
 from mlx_zip.files import at_home, check_in
 from mlx_zip.packs.chosen import check_slots, check_tokenizers, named
 
 
-def opened(group: Any, name: str, engine: str = engines.MLX, **options: Any) -> Any:
+def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
     """Returns the engine of a model. group: the machines that the model is split over, None for one.
 
     engine: mlx, torch or cuda.
     """
-    if engine != engines.MLX:
-        return engines.open_torch(name, engine, **options)
+    if engine != engine_choice.MLX:
+        return engine_choice.open_torch(name, engine, **options)
     if group is None:
         from mlx_zip.engine.mlx_engine import open_engine
 
@@ -31,15 +31,15 @@ def opened(group: Any, name: str, engine: str = engines.MLX, **options: Any) -> 
     return open_split_engine(group, name, **options)
 
 
-def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
+def engine_options(args: argparse.Namespace, name: str, chosen: pack_flags.Packs | None) -> dict[str, Any]:
     """Returns the arguments of `opened`. chosen: the packs of --pack.
 
     Raises `GenerationError` for flags that cannot be used together.
     """
     from mlx_zip.engine.sessions.store import SessionOptions
 
-    engines.check_flags(args)
-    plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
+    engine_choice.check_flags(args)
+    plain = (chosen is not None or args.codebook_size is not None) and pack_flags.is_plain(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
     template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
@@ -59,17 +59,17 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
         "prefill_step_size": args.prefill_step_size,
         "keep_wired_s": args.keep_wired,
         "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
-        **packs.load_options(args, chosen, plain),
+        **pack_flags.load_options(args, chosen, plain),
     }
 
 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None for none."""
-    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
-    return None if given in (rows.OFF, "") else at_home(given)
+    given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
+    return None if given in (row_cache.OFF, "") else at_home(given)
 
 
-def request_pack(chosen: packs.Packs | None, plain: bool, engine: Any) -> Any:
+def request_pack(chosen: pack_flags.Packs | None, plain: bool, engine: Any) -> Any:
     """Returns what a request's codebook begins with: the packs of --pack, None for what the model was loaded with.
 
     plain: whether the model has no hypertokens of its own. Raises `MlxZipError` for packs that do not fit the model.
