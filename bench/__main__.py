@@ -33,7 +33,6 @@ BENCHES = {
         "mlx_zip.bench.serve.agent",
         "play an agent with tools against the server, and report how much of each turn's prompt was cached",
     ),
-    "chat": ("mlx_zip.bench.terminal_chat", "time what the terminal chat does with each step of an answer"),
     "app": (
         "mlx_zip.bench.app_page",
         "time the chat app's page in a browser: until it can be used, its slowest frames, its search",
@@ -75,7 +74,6 @@ TIMED = {
     "batch",
     "serve",
     "soak",
-    "chat",
     "profile",
     "codec",
     "rows",
