@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, spread, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ def _speed_table(records: Records) -> str:
     columns: tuple[tuple[str, Cell], ...] = (
         ("", _measured),
         WINDOW,
-        ("M units/s", lambda line: _spread(line["ours"])),
-        ("plain Python", lambda line: _spread(line.get("plain_python"))),
+        ("M units/s", lambda line: spread(line["ours"])),
+        ("plain Python", lambda line: spread(line.get("plain_python"))),
         ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
         ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
     )
@@ -113,10 +113,6 @@ def _packs_table(records: Records) -> str:
             rows.append([line["domain"], f"{line['train_ids']:,}", f"{size:,}", f"{empty:.3f}", *rates])
     head = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export"]
     return table(head, rows)
-
-
-def _spread(figure: dict[str, Any] | None) -> str:
-    return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
 
 
 # ---- what `classify` measured
