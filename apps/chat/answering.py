@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from importlib import import_module
 from typing import Any
 
-from mlx_zip.apps.chat.opening import StoreError
+from mlx_zip.apps.chat.database_file import StoreError
 from mlx_zip.apps.chat.store import Store, extend, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
 from mlx_zip.server.answers.turn import Delta, Done, Learned, Live, Reasoning, Text, Turn, Waiting

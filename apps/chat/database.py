@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_zip.apps.chat.opening import (
+from mlx_zip.apps.chat.database_file import (
     PATIENCE_S,
     TAKES_NO_MORE,
     Opened,

@@ -17,10 +17,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from mlx_zip.apps.chat import exchange, files, routes, state
+from mlx_zip.apps.chat import exchange, page_files, routes, state
 from mlx_zip.apps.chat.answering import Answers
-from mlx_zip.apps.chat.files import OPEN, PageHeaders
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.page_files import OPEN, PageHeaders
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
@@ -151,7 +151,7 @@ def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:
     """Returns the app. `models.main.options` are `guarded`."""
     answers = Answers(store)
     more = [
-        *files.routes(),
+        *page_files.routes(),
         *state.routes(store, models, settings),
         *routes.routes(store, models, answers, settings.system),
         *routes.race_routes(store, models),

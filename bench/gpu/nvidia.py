@@ -171,7 +171,7 @@ def _ids(args: argparse.Namespace, count: int) -> list[int]:
 
 
 def _checks(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    from .checks import checks
+    from .card_checks import checks
 
     for name, check in checks(None, plan.greedy):
         cases.run(name, partial(_checked, check))
@@ -337,7 +337,7 @@ def _traces(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[R
 
 
 def _summary(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    from .summary import exported, roofline_page
+    from .run_summary import exported, roofline_page
     from .targets import judged
 
     records = all_records(args.out, [part for part in PARTS if part != "summary"]) + float64_records(args.out)

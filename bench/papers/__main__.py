@@ -18,7 +18,7 @@ EXPERIMENTS = {
         "zip2zip's figure 4: time of a tokenizer alone and with each codec, by bytes of text",
     ),
     "multitok": (
-        "mlx_zip.bench.papers.multitok.phrases",
+        "mlx_zip.bench.papers.multitok.phrase_rates",
         "phrases of MultiTok: speed compared with plain Python, memory, and tokens per unit of a corpus",
     ),
     "classify": (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import CodecError
-from mlx_zip.selftest.checks import Check, attempt
+from mlx_zip.selftest.check import Check, attempt
 
 ROWS_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4
 

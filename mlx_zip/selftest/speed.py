@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.selftest.checks import PACKAGES, Check, attempt
+from mlx_zip.selftest.check import PACKAGES, Check, attempt
 from mlx_zip.tf32 import tf32_line
 
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size

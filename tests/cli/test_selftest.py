@@ -15,7 +15,8 @@ from mlx_zip.bench.engines import shapes
 from mlx_zip.bench.steps import host_parts
 from mlx_zip.bench.steps import selftest_steps as steps
 from mlx_zip.cli import main
-from mlx_zip.selftest import checks, recorded, speed
+from mlx_zip.selftest import check as checks
+from mlx_zip.selftest import recorded, speed
 from support import tiny_bench
 
 FAILED = checks.Check("codec", False, "3 of 4 equal")

@@ -39,7 +39,7 @@ from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
 from mlx_zip.vocab.hbpe.table import PatchTable
 
-from .data import Data, Material, read_documents
+from .hbpe_data import Data, Material, read_documents
 
 KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
 SIZED = ("patches", "equal")  # kinds that are trained with every --patch-size
