@@ -72,8 +72,6 @@ def _requests(records: Records) -> str:
 
 def _stories(records: Records) -> str:
     """Returns the table of the bundled model's conversations over its base's, by story, with cold and warm rows."""
-    if STORIES not in records.files:
-        return not_yet(STORIES)
     rows = []
     for turn, name in enumerate(TURNS):
         for state in ("cold", "warm"):
@@ -84,9 +82,10 @@ def _stories(records: Records) -> str:
     return table(heads, rows)
 
 
-def not_yet(name: str) -> str:
-    """Returns the sentence shown in place of a table whose record has not been made."""
-    return f"Not measured yet: there is no record `{name}`."
+def _once_made(record: str, make: Callable[[Records], str]) -> Callable[[Records], str]:
+    """Returns a table's function that needs a record; while there is none, it returns a sentence that says so."""
+    missing = f"Not measured yet: there is no record `{record}`."
+    return lambda records: make(records) if record in records.files else missing
 
 
 def _published(records: Records) -> str:
@@ -118,8 +117,6 @@ def _us(figure: Mapping[str, float]) -> str:
 
 def _codec(records: Records) -> str:
     """Returns the table of times of mlx_zip's codec and of zip2zip-compression, and how many times as fast ours is."""
-    if "codec" not in records.files:
-        return not_yet("codec")
     rows = []
     for line in records.lines("codec"):
         setting = line["setting"]
@@ -138,8 +135,6 @@ def _times_as_fast(line: Record) -> str:
 
 def _speed(records: Records) -> str:
     """Returns the table of the bundled model's speed for a user, with the bits per byte that it costs."""
-    if STORIES not in records.files:
-        return not_yet(STORIES)
     price = next(line for line in records.lines("pack_quality") if line["curve"] == PACK)
     bits = f"{price['bits_per_byte']:.3f} ({price['base_bits_per_byte']:.3f}, {price['over_base']:+.1%})"
     rows = []
@@ -149,14 +144,6 @@ def _speed(records: Records) -> str:
         rows.append([f"{name} story of a conversation", f"{pooled_per_step(warm):.2f}", *gains, bits])
     heads = ["`stories`, 8 bit", "base tokens per step", "bytes/s to mlx-lm, cold", "warm", "bits per byte (base)"]
     return table(heads, rows)
-
-
-def _batch(records: Records) -> str:
-    return batch_table(records.lines(BATCH)) if BATCH in records.files else not_yet(BATCH)
-
-
-def _serve(records: Records) -> str:
-    return serving_table(records.one(SERVE)) if SERVE in records.files else not_yet(SERVE)
 
 
 def _machines(records: Records) -> str:
@@ -402,15 +389,15 @@ def _streams(name: str, servers: Mapping[str, Any]) -> Iterator[Line]:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "codec": _codec,
-    "speed": _speed,
+    "codec": _once_made("codec", _codec),
+    "speed": _once_made(STORIES, _speed),
     "steps": _steps,
     "requests": _requests,
-    "stories": _stories,
+    "stories": _once_made(STORIES, _stories),
     "published": _published,
     "parts": _parts,
-    "serve": _serve,
-    "batch": _batch,
+    "serve": _once_made(SERVE, lambda records: serving_table(records.one(SERVE))),
+    "batch": _once_made(BATCH, lambda records: batch_table(records.lines(BATCH))),
     "targets": _all_targets,
     "records": _machines,
 }
