@@ -115,7 +115,6 @@ def _line(line: Sequence[Cell], answer: Sequence[Step], y: int) -> list[str]:
 
 
 def _legend(answer: Sequence[Step], y: int) -> list[str]:
-    """Returns the SVG elements of the legend, a box for each number of base tokens that occurs, and of the summary."""
     drawn, x = [], MARGIN
     for tokens in sorted({min(max(step.base_tokens, 1), max(COLOURS)) for step in answer}):
         label = f" {tokens}{' or more' if tokens == max(COLOURS) else ''} "
@@ -125,13 +124,11 @@ def _legend(answer: Sequence[Step], y: int) -> list[str]:
 
 
 def _summary(answer: Sequence[Step]) -> str:
-    """Returns the number of base tokens, of steps, and their ratio, as text."""
     tokens = sum(step.base_tokens for step in answer)
     return f"{tokens} base tokens in {len(answer)} steps: {tokens / len(answer):.2f} per step"
 
 
 def _open(width: int, height: int, title: str) -> str:
-    """Returns the SVG document's opening tag, title and background."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="{FONT}" font-size="15" role="img">\n<title>{escape(title)}</title>\n'
@@ -140,7 +137,6 @@ def _open(width: int, height: int, title: str) -> str:
 
 
 def _box(x: int, y: int, width: int, base_tokens: int) -> str:
-    """Returns an SVG box around text with the baseline at y, in the colour of a number of base tokens."""
     colour = COLOURS[min(max(base_tokens, 1), max(COLOURS))]
     return f'<rect x="{x + 0.5}" y="{y - 16}" width="{width - 1}" height="21" rx="4" fill="{colour}"/>'
 

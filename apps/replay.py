@@ -167,7 +167,6 @@ class ReplayEngine(Engine):
             ticket.cancelled.set()
 
     def _check_alive(self) -> None:
-        """Raises `EngineStoppedError` after `close`."""
         if not self._alive:
             raise EngineStoppedError("the engine has stopped")
 

@@ -10,19 +10,19 @@ from importlib.util import find_spec
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
-from .record import add_record_flag, run_recorded
+from .recording import add_record_flag, run_recorded
 
 BENCHES = {
     "generate": (
-        "mlx_zip.bench.generate",
+        "mlx_zip.bench.generation.generate",
         "time engines on the same texts: time to first id, decoding speed, memory, energy",
     ),
     "batch": (
-        "mlx_zip.bench.batch",
+        "mlx_zip.bench.generation.batch",
         "time a batch of requests against the same requests one after the other, with and without hypertokens",
     ),
     "serve": (
-        "mlx_zip.bench.serve.serving",
+        "mlx_zip.bench.serve.timing",
         "time the server: one stream, many streams, two long prompts, later turns of a chat; next to mlx-lm's server",
     ),
     "soak": (
@@ -33,13 +33,12 @@ BENCHES = {
         "mlx_zip.bench.serve.agent",
         "play an agent with tools against the server, and report how much of each turn's prompt was cached",
     ),
-    "chat": ("mlx_zip.bench.chat", "time what the terminal chat does with each step of an answer"),
     "app": (
-        "mlx_zip.bench.app",
+        "mlx_zip.bench.app_page",
         "time the chat app's page in a browser: until it can be used, its slowest frames, its search",
     ),
     "report": (
-        "mlx_zip.bench.report",
+        "mlx_zip.bench.generation.report",
         "print tables and plots of records that `bench generate` printed on any machines and days",
     ),
     "nvidia": (
@@ -47,14 +46,14 @@ BENCHES = {
         "check and time mlx_zip on PyTorch and Triton: kernels, steps, whole requests; says which targets are met",
     ),
     "checkpoint": (
-        "mlx_zip.bench.checkpoint",
+        "mlx_zip.bench.gpu.random_checkpoint",
         "write a checkpoint of random weights for the published zip2zip package, for bench nvidia to compare with",
     ),
     "compare": (
-        "mlx_zip.bench.compare",
+        "mlx_zip.bench.generation.compare",
         "compare two files of `bench generate` records; exit status 1 if the second is slower",
     ),
-    "profile": ("mlx_zip.bench.profile", "split the time of one decoding step of mlx_zip into its parts"),
+    "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
     "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
     "flops": (
@@ -62,7 +61,7 @@ BENCHES = {
         "estimate training FLOPs with hypertokens by the zip2zip paper's formula (appendix B)",
     ),
     "rows": (
-        "mlx_zip.bench.rows",
+        "mlx_zip.bench.row_store",
         "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
     ),
     "training": (
@@ -75,7 +74,6 @@ TIMED = {
     "batch",
     "serve",
     "soak",
-    "chat",
     "profile",
     "codec",
     "rows",

@@ -29,7 +29,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError
 
-from .record import load_before, summary, surroundings
+from .recording import load_before, summary, surroundings
 
 try:
     import zip2zip_compression as upstream
@@ -184,7 +184,6 @@ def _throughput(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Ite
 
 
 def _decode(params: CodecParams, ids: Any) -> Uint32s:
-    """Returns the base ids that compressed ids stand for, following them with a new codebook."""
     book = Codebook(params)
     book.push(ids)
     return book.expand(ids)
@@ -206,7 +205,6 @@ def _time_both(what: str, count: int, trials: int, ours: Callable[[], Any], thei
 
 
 def _note() -> dict[str, str]:
-    """A field for records that says if zip2zip-compression is missing."""
     return {} if upstream else {"note": "zip2zip-compression is not installed"}
 
 
@@ -245,14 +243,12 @@ def _percentiles(calls: list[list[int]]) -> dict[str, Any]:
 
 
 def _nanoseconds(call: Callable[..., Any], *args: Any) -> int:
-    """Calls the function once and returns how many ns that took."""
     started = time.perf_counter_ns()
     call(*args)
     return time.perf_counter_ns() - started
 
 
 def _print(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
-    """Prints a record as one JSON line, with its setting, where its ids are from, and the machine and versions."""
     line = {"bench": "codec", **record, "setting": setting, "data": data}
     print(json.dumps({**line, **surroundings("zip2zip_compression")}), flush=True)
 
@@ -293,13 +289,11 @@ def _fill_table(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint3
 
 
 def _push_each(book: Codebook, ids: Any) -> None:
-    """Pushes compressed ids one by one."""
     for one in ids:
         book.push(one)
 
 
 def _push_all(book: Codebook, ids: Uint32s) -> None:
-    """Pushes compressed ids in one call."""
     book.push(ids)
 
 

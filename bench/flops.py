@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .record import surroundings
+from .recording import surroundings
 
 PAPER_RATE = 0.7121  # compression rate at merge size 3, windows of 2,048 (table 7)
 

@@ -168,7 +168,6 @@ def held_back(state: dict[str, str]) -> list[str]:
 
 
 def _lines(command: tuple[str, ...], kept: str) -> str:
-    """Returns the lines that a command prints and that match, joined by semicolons; "" if it fails or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
@@ -178,7 +177,6 @@ def _lines(command: tuple[str, ...], kept: str) -> str:
 
 
 def _values(root: Path, pattern: str) -> str:
-    """Returns the values of all readable files that match, joined by semicolons."""
     found = []
     for file in sorted(root.glob(pattern)):
         try:

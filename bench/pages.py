@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from . import mac_steps, performance_tables, smollm2_tables
-from .gpu import card_steps
 from .plots import rendered, write_bytes
-from .record import add_record_flag
+from .recording import add_record_flag
 from .records import Records, table
+from .steps import mac_steps
+from .tables import card_steps, performance, smollm2
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ def rendering(root: Path) -> list[tuple[Path, bytes]]:
     pages = {path: _read_page(path) for path in pages_of(root)}
     shown = {name for text in pages.values() for name in names(text)}
     found = [(path, page(path, text, tables, records).encode()) for path, text in pages.items()]
-    later = {name for name, record in performance_tables.NOT_YET.items() if record not in records.files}
+    later = {name for name, record in performance.NOT_YET.items() if record not in records.files}
     if missing := tables.keys() - shown - later:
         raise MlxZipError(f"no page shows the tables {', '.join(sorted(missing))}")
     return found + [
@@ -105,7 +105,7 @@ def registered() -> tuple[Tables, Pictures]:
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance_tables, mac_steps, card_steps, smollm2_tables, *_paper_modules()):
+    for module in (performance, mac_steps, card_steps, smollm2, *_paper_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")
@@ -114,7 +114,6 @@ def registered() -> tuple[Tables, Pictures]:
 
 
 def _paper_modules() -> Iterator[Any]:
-    """Yields the module `tables` of every paper."""
     for file in sorted((Path(__file__).parent / "papers").glob("*/tables.py")):
         yield import_module(f"mlx_zip.bench.papers.{file.parent.name}.tables")
 
@@ -138,12 +137,10 @@ def page(path: Path, text: str, tables: Tables, records: Records) -> str:
 
 
 def _unpaired(path: Path) -> MlxZipError:
-    """Returns the error for a page with a begin of a table without its end, or an end without its begin."""
     return MlxZipError(f"{path}: not every '<!-- table: NAME -->' has its '<!-- end -->'")
 
 
 def _table(path: Path, name: str, tables: Tables, records: Records) -> str:
-    """Returns the table `name` of a page: one from the records, or one of commands or flags."""
     if name in tables:
         return _make(name, tables[name], records)
     if (found := named_table(name)) is not None:
@@ -162,7 +159,6 @@ def _make(name: str, make: Callable[[Records], Any], records: Records) -> Any:
 
 
 def _read_page(path: Path) -> str:
-    """Returns a page's text with its line ends as they are. Raises `MlxZipError` if it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -237,19 +233,16 @@ def _vocab_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _spelling(action: argparse.Action) -> str:
-    """Returns a flag's names and the values it can take, as Markdown."""
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
     choices = f" {{{', '.join(map(str, action.choices))}}}" if action.choices else ""
     return names + choices
 
 
 def _text(help_text: str) -> str:
-    """Returns a help text as Markdown shows it, with no `<` that would begin an HTML tag."""
     return help_text.replace("<", "&lt;")
 
 
 def _command_table(prefix: str, choices: Mapping[str, tuple[str, str]]) -> str:
-    """Returns a table of commands, each after `prefix`, with its purpose. choices: name -> (module, purpose)."""
     return table(["command", ""], [[f"`{prefix} {name}`", purpose] for name, (_, purpose) in choices.items()])
 
 

@@ -54,7 +54,6 @@ class Records:
         return found[base], found["mlx-zip"]
 
     def _lines(self, name: str) -> list[Record]:
-        """Returns all lines of a file. Raises `MlxZipError` if there is none of that name."""
         if name not in self.files:
             raise MlxZipError(f"there is no record {name}.jsonl in {' or '.join(PLACES)} of {self.root}")
         return read_lines(self.files[name])
@@ -74,7 +73,6 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def _no_number(text: str) -> float:
-    """Refuses NaN and infinities, which Python's JSON parser would accept."""
     raise ValueError(f"{text} is no number")
 
 
@@ -134,6 +132,7 @@ def stated(line: Record, name: str) -> Any:
 
 FORMATS = ("markdown", "csv")
 Cell = str | Callable[[Record], str]  # a format such as "{times[median]:.2f}", or a function of the line
+Columns = Sequence[tuple[str, Cell]]  # (head, cell) of each
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "markdown") -> str:
@@ -141,25 +140,37 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "mar
     return _csv([header, *rows]) if kind == "csv" else _markdown(header, rows)
 
 
-def column_table(lines: Iterable[Record], columns: Sequence[tuple[str, Cell]]) -> str:
+def column_table(lines: Iterable[Record], columns: Columns) -> str:
     """Returns a Markdown table with a row per line. columns: (head, cell) of each; see `Cell`."""
     rows = [[c.format_map(line) if isinstance(c, str) else c(line) for _, c in columns] for line in lines]
     return table([head for head, _ in columns], rows)
 
 
+def shown(
+    record: str, columns: Columns, rows: Callable[[Sequence[Record]], Iterable[Record]] = iter
+) -> Callable[[Records], str]:
+    """Returns what makes a table of a record. rows: makes rows of the record's lines (default: a row per line)."""
+    return lambda records: column_table(rows(records.lines(record)), columns)
+
+
+def spread(figure: Record | None, digits: int = 2, between: str = "-", divisor: float = 1) -> str:
+    """Returns a summary as "median (least-greatest)", each divided by `divisor`; "" for None."""
+    if figure is None:
+        return ""
+    middle, low, high = (f"{figure[name] / divisor:.{digits}f}" for name in ("median", "min", "max"))
+    return f"{middle} ({low}{between}{high})"
+
+
 def _csv(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as CSV, without a last line end."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().rstrip("\n")
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns header and rows as a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
 
 
 def _escaped(cell: str) -> str:
-    """Returns a cell with its bars escaped, which would end it in Markdown."""
     return cell.replace("|", "\\|")

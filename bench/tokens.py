@@ -27,7 +27,7 @@ from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
-from .record import surroundings
+from .recording import surroundings
 
 WHOLE = "document"  # value of --windows: a document is one window
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # of each row of `counts`
@@ -244,7 +244,6 @@ def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None
 
 
 def _upstream() -> Any:
-    """Returns the module zip2zip_compression. Raises `InstallationError` without it."""
     try:
         import zip2zip_compression
     except ImportError as error:

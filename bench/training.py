@@ -26,7 +26,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
 from .codec import synthetic_ids
-from .record import summary, surroundings
+from .recording import summary, surroundings
 
 PARTS = ("step", "prepare", "memory", "torch")
 BY_DEFAULT = PARTS[:3]  # the others need PyTorch
@@ -278,11 +278,9 @@ class Bench:
         return measure_engines(make, samples, self.shards.params, settings, self.args.trials)
 
     def _plain(self) -> CodecParams:
-        """Returns the codec without a codebook."""
         return replace(self.shards.params, codebook_size=0, start=None)
 
     def _model(self, params: CodecParams) -> Any:
-        """Returns the base model, made a zip2zip one if the codec has a codebook."""
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import start_model
 

@@ -31,7 +31,7 @@ from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats, s
 from mlx_zip.training.steps.stepping import LOW, Stepper, clip, is_compiled, make_optimizer, to_device
 from mlx_zip.training.steps.whole import NoCache, Samples
 
-from .record import summary
+from .recording import summary
 
 
 @dataclass
@@ -112,13 +112,11 @@ def without_hypertokens(batch: Batch, vocab_size: int) -> Batch:
 
 
 def _entries_read(batch: Batch) -> int:
-    """Returns the number of distinct entries that the batch's inputs use."""
     rows = batch.arrays["input_rows"]
     return len(np.unique(rows[rows >= 0]))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Returns the seconds that a call takes, evaluation of its result included."""
     mx.synchronize()
     began = time.perf_counter()
     mx.eval(call())
@@ -249,7 +247,6 @@ class Parts:
         return mx.compile(compute, inputs=[part.state], outputs=[part.state]) if is_compiled(settings) else compute
 
     def _normal(self, *shape: int) -> mx.array:
-        """Returns random normal values in the step's dtype."""
         values = mx.random.normal(shape).astype(self.dtype)
         mx.eval(values)
         return values
@@ -330,7 +327,6 @@ def product_rate(dtype: str, trials: int = 2) -> float:
 
 
 def _stepper(engine: str, model: Any, config: dict[str, Any], settings: TrainSettings) -> Any:
-    """Returns what takes the steps of a run on an engine, with adapters and a new optimizer."""
     freeze(model, settings)
     trainee = Trainee(model, LossWeights())
     optimizer = make_optimizer(settings)
@@ -347,7 +343,6 @@ def _weights(model: Any) -> int:
 
 
 def _step_seconds(stepper: Any, batch: Batch) -> float:
-    """Returns the seconds of one step on a batch."""
     began = time.perf_counter()
     stepper.step([batch], [False])
     return time.perf_counter() - began

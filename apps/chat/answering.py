@@ -9,13 +9,13 @@ from contextlib import aclosing, contextmanager
 from importlib import import_module
 from typing import Any
 
-from mlx_zip.apps.chat.opening import StoreError
+from mlx_zip.apps.chat.database_file import StoreError
 from mlx_zip.apps.chat.store import Store, extend, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
+from mlx_zip.server.answers.turn import Delta, Done, Learned, Live, Reasoning, Text, Turn, Waiting
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import Failure, RequestError, failure_of
 from mlx_zip.server.http import event_bytes
-from mlx_zip.server.turn import Delta, Done, Learned, Live, Reasoning, Text, Turn, Waiting
 from mlx_zip.server.vendor import live_json, token_json, vendor_notes
 
 WRITE_S = 0.4  # between writes to the store
@@ -139,12 +139,10 @@ class _Written:
         return frame
 
     async def _write(self) -> None:
-        """Writes what is new."""
         piece, self._piece, self._at = self._piece, {}, time.monotonic()
         await self._kept(self._store.append, self._conversation, self.message["id"], piece)
 
     async def end(self, state: str, reason: str | None) -> None:
-        """Writes the end, once."""
         if self._ended or not self._begun:
             return
         self._ended = True

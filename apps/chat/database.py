@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_zip.apps.chat.opening import (
+from mlx_zip.apps.chat.database_file import (
     PATIENCE_S,
     TAKES_NO_MORE,
     Opened,
@@ -88,7 +88,6 @@ class Database:
 
     @property
     def _db(self) -> sqlite3.Connection:
-        """The database that is used at the moment."""
         if self._spare is not None:
             return self._spare
         assert self._opened is not None
@@ -178,7 +177,6 @@ class Database:
         self._return(1000 * PATIENCE_S)
 
     def _in_place(self, path: Path) -> bool:
-        """Returns whether the file that is open is still the one at its path."""
         return self._opened is not None and self._opened.file == file_at(path)
 
     def _go_on_with(self, spare: sqlite3.Connection, why: str) -> None:

@@ -107,7 +107,6 @@ class ImportBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _ours(cls, given: Any) -> Any:
-        """Refuses what another program has written, before its fields are looked at."""
         if not isinstance(given, Mapping) or given.get("format") != FORMAT:
             raise ValueError("this is no export of this app: its field format is another")
         if given.get("version") != VERSION:
@@ -170,7 +169,6 @@ def markdown(conversation: Mapping[str, Any]) -> str:
 
 
 def _branch(conversation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the messages from the first one to the leaf, to the last one without a leaf."""
     by_id = {message["id"]: message for message in conversation["messages"]}
     at = by_id.get(conversation["leaf"]) or next(reversed(by_id.values()), None)
     found = []
@@ -223,5 +221,4 @@ def routes(store: Store, core: Core) -> list[Route]:
 
 
 def _file(data: bytes, kind: str, name: str) -> Response:
-    """Returns an answer that a browser saves as a file."""
     return Response(data, media_type=kind, headers={"Content-Disposition": f'attachment; filename="{name}"'})

@@ -16,9 +16,9 @@ from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody, R
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
+from mlx_zip.server.answers.turn import Done, Turn
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import described, json_response, read_body, stream_response
-from mlx_zip.server.turn import Done, Turn
 from mlx_zip.server.vendor import live_json
 
 PATH = "/app/api/conversations"
@@ -150,7 +150,6 @@ def _check_place(body: AnswerBody, path: list[dict[str, Any]]) -> None:
 
 
 def _number(given: str | None, default: int, most: int) -> int:
-    """Returns a number of the address. Raises `RequestError`."""
     if given is None:
         return default
     if not (given.isascii() and given.isdecimal() and len(given) < 12):
@@ -166,7 +165,6 @@ def found(value: Any) -> Any:
 
 
 def _message(value: Any) -> Any:
-    """Returns a value. Raises `RequestError` for None, the message that is not there."""
     if value is None:
         raise RequestError(404, "there is no such message", "unknown_message")
     return value
@@ -207,7 +205,6 @@ async def _race(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[
 
 
 def _label(models: Models) -> str:
-    """Returns what the main model is, in words."""
     with_or_without = "with" if models.main.engine.info.merge_size else "without"
     return f"{models.main.model}, {with_or_without} hypertokens"
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from mlx_zip.apps.chat import exchange, files, routes, state
+from mlx_zip.apps.chat import exchange, page_files, routes, state
 from mlx_zip.apps.chat.answering import Answers
-from mlx_zip.apps.chat.files import OPEN, PageHeaders
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.page_files import OPEN, PageHeaders
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
@@ -108,7 +108,6 @@ def run_app(
 
 
 def _open_browser(address: str) -> None:
-    """Opens the address in the user's browser, where there is a screen."""
     if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(address)
 
@@ -135,7 +134,6 @@ def _in_window(server: Server, listener: socket.socket, address: str, kept: Path
 
 
 def _close_after(serving: threading.Thread, webview: Any) -> None:
-    """Closes the windows when the server has ended by itself."""
     serving.join()
     for window in list(webview.windows):
         window.destroy()
@@ -153,7 +151,7 @@ def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:
     """Returns the app. `models.main.options` are `guarded`."""
     answers = Answers(store)
     more = [
-        *files.routes(),
+        *page_files.routes(),
         *state.routes(store, models, settings),
         *routes.routes(store, models, answers, settings.system),
         *routes.race_routes(store, models),

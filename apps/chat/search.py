@@ -38,7 +38,6 @@ def conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) 
 
 
 def _listed(db: sqlite3.Connection, one: str, row: sqlite3.Row, words: list[str]) -> dict[str, Any]:
-    """Returns a conversation as a list shows it. words: those that were looked for."""
     values = {"packs": value_of(row["packs"], list) or [], "pinned": bool(row["pinned"])}
     return {**dict(row), **values, "snippet": _snippet(db, one, words)}
 
@@ -54,7 +53,6 @@ def _row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
 
 
 def _where(words: list[str]) -> tuple[str, list[str]]:
-    """Returns the condition that all words occur in a conversation, with its values."""
     conditions, values = ["1"], []
     for word in words:
         condition, value = _in_text(word)
@@ -78,7 +76,6 @@ def _in_text(word: str) -> tuple[str, str]:
 
 
 def _holds(text: str, word: str) -> bool:
-    """Returns whether a text has a word, in lower or upper case. word: in lower case."""
     return word in text.lower()
 
 

@@ -107,7 +107,6 @@ def _storage(store: Store) -> dict[str, Any]:
 
 
 def _sampling(models: Models) -> dict[str, Any]:
-    """Returns the sampling of conversations that choose none."""
     options = models.main.options
     neutral = {"temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "repetition_penalty": None}
     given = {name: value for name, value in options.sampling.items() if name in neutral}

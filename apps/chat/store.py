@@ -203,7 +203,6 @@ class Store:
         self.database.write(work)
 
     def _cut_unfinished(self) -> None:
-        """Marks messages that nobody writes any more as cut, with all that was written of them."""
         query = "SELECT * FROM messages WHERE state = 'running'"
         for row in self.database.read(lambda db: db.execute(query).fetchall()):
             if self.database.alone or not _is_alive(row["writer"]):
@@ -211,13 +210,11 @@ class Store:
 
 
 def _conversation(db: sqlite3.Connection, one: str) -> dict[str, Any] | None:
-    """Returns a conversation without messages, None if there is none."""
     row = db.execute("SELECT * FROM conversations WHERE id = ?", (one,)).fetchone()
     return None if row is None else _loaded(row)
 
 
 def _message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
-    """Returns a message; of a running one, as much as has been written."""
     found = _loaded(row)
     del found["n"], found["conversation"], found["writer"]
     if found["state"] == "running":
@@ -241,7 +238,6 @@ def extend(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
 
 
 def _cut(db: sqlite3.Connection, row: sqlite3.Row) -> None:
-    """Marks a running message as cut, with all that was written of it."""
     found = _message(db, row) | {"state": "cut", "reason": CUT}
     names = ("text", "reasoning", "tokens", "learned", "state", "reason")
     _update(db, "messages", row["id"], {name: _stored(name, found[name]) for name in names})
@@ -249,7 +245,6 @@ def _cut(db: sqlite3.Connection, row: sqlite3.Row) -> None:
 
 
 def _loaded(row: sqlite3.Row) -> dict[str, Any]:
-    """Returns a row as a map, with its JSON columns as values."""
     found = dict(row)
     for name in found.keys() & _AS_JSON.keys():
         kind: type[Any] = _AS_JSON[name]
@@ -259,25 +254,21 @@ def _loaded(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def _stored(name: str, value: Any) -> Any:
-    """Returns a field as its column holds it."""
     return json.dumps(value, ensure_ascii=False) if name in _AS_JSON and value is not None else value
 
 
 def _insert(db: sqlite3.Connection, table: str, fields: Mapping[str, Any]) -> None:
-    """Adds a row."""
     values = [_stored(name, value) for name, value in fields.items()]
     db.execute(f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({', '.join('?' * len(fields))})", values)
 
 
 def _update(db: sqlite3.Connection, table: str, one: str, fields: Mapping[str, Any]) -> None:
-    """Changes the row of an id."""
     if fields:
         names = ", ".join(f"{name} = ?" for name in fields)
         db.execute(f"UPDATE {table} SET {names} WHERE id = ?", (*fields.values(), one))
 
 
 def _title(text: str) -> str:
-    """Returns the title of a conversation that begins with a text."""
     words = " ".join(text.split())
     return words if len(words) <= _LONGEST_TITLE else words[: _LONGEST_TITLE - 1].rstrip() + "…"
 

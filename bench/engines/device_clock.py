@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mlx_zip.bench import machine
-from mlx_zip.bench.record import processor, summary
+from mlx_zip.bench.recording import processor, summary
 from mlx_zip.cuda.memory import read_speed
 
 CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache

@@ -305,11 +305,9 @@ class _LookupEngine(MlxEngine):
         return self.model(ids, cache=cache)
 
     def _to_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
-        """Returns base ids that are proposed after the emitted id `last` as ids of this engine."""
         return base_ids
 
     def _base_ids_of(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
-        """Returns the base ids of each emitted id."""
         return [[one] for one in emitted]
 
     def _with_sizes(self, run: Run, cache: list[Any]) -> Run:
@@ -340,12 +338,10 @@ class ZipLookup(_LookupEngine):
             raise MlxZipError(f"{self.name}: it needs a codebook of policy freeze")
 
     def _to_ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
-        """See the base class."""
         prompt_ids, forced = zip_ids(cache[-1].books[0], prompt, replay or ())
         return prompt_ids.tolist(), forced.tolist()
 
     def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
-        """See the base class."""
         return self.model(ids, cache=cache, causal=True)  # at each id only the entries that are installed by then count
 
     def _to_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
@@ -362,6 +358,5 @@ class ZipLookup(_LookupEngine):
         return [cache[-1].books[0].expand([one]).tolist() for one in emitted]
 
     def _with_sizes(self, run: Run, cache: list[Any]) -> Run:
-        """See the base class."""
         run.kv_ids, run.row_bytes = cache[-1].offset, installed_bytes(cache[-1])
         return run

@@ -41,7 +41,6 @@ class RandomFolder(Folder):
         return self._packed(self.bits, *shape)
 
     def _packed(self, bits: int, rows: int, columns: int) -> Packed:
-        """Returns a packed matrix of evenly spread levels, with the same variance as a dense one."""
         size = rows, columns * bits // 32
         kind = {"dtype": torch.int32, "device": self.generator.device}
         words = torch.randint(-(2**31), 2**31, size, generator=self.generator, **kind).to(self.device)

@@ -145,7 +145,6 @@ def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
 
 
 def _decoder_maker(zipped: Any) -> Callable[[], Any]:
-    """Returns a function that makes the plain decoder over the weights of a model with hypertokens."""
     config = zipped.args.decoder_config
     weights = _without_encoders(dict(tree_flatten(zipped.parameters())))
     return lambda: _with_weights(_plain_model(config), weights, config.get("quantization"))
@@ -196,23 +195,19 @@ def quantize(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None
 
 
 def _split_quantization(quantization: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (group size and bits, values of the layers that have their own) of a config.json's quantization."""
     special = {key: value for key, value in quantization.items() if isinstance(value, Mapping)}
     return {key: quantization[key] for key in ("group_size", "bits")}, special
 
 
 def _encoder_layers(model: Any) -> list[str]:
-    """Returns the names of the hyper-encoders' linear layers."""
     return [path for path, one in model.named_modules() if path.startswith(SIDES) and isinstance(one, nn.Linear)]
 
 
 def _without_encoders(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Returns the weights without those of the hyper-encoders."""
     return {name: value for name, value in weights.items() if not name.startswith(SIDES)}
 
 
 def _plain_model(config: Mapping[str, Any]) -> Any:
-    """Makes mlx-lm's own model for a decoder's config.json, with weights still to be loaded."""
     from mlx_lm.utils import _get_classes
 
     from mlx_zip.models.loading import rope_settings
@@ -223,7 +218,6 @@ def _plain_model(config: Mapping[str, Any]) -> Any:
 
 
 def _with_weights(model: Any, weights: Mapping[str, mx.array], quantization: Mapping[str, Any] | None) -> Any:
-    """Loads weights into a model, whose layers are quantized first as the weights are, and returns the model."""
     if quantization:
         common, special = _split_quantization(quantization)
         stored: Any = lambda path, module: f"{path}.scales" in weights and special.get(path, True)

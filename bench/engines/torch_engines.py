@@ -57,17 +57,14 @@ class _TorchEngine(Engine):
 
     @property
     def device(self) -> dict[str, Any]:
-        """The device that torch runs on."""
         gpu = self.torch_device.type == "cuda"
         return torch_device(self.torch_device) if gpu or not HAS_MLX else super().device
 
     @property
     def yardstick(self) -> str:
-        """See `Engine.yardstick`."""
         return yardstick(self.torch_device)
 
     def bandwidth(self) -> float:
-        """See `Engine.bandwidth`."""
         return read_bandwidth(self.torch_device)
 
     def _generate(self, run: Run, begun: float, ids: Sequence[int], steps: int, watch: _Watch, **options: Any) -> Run:
@@ -140,11 +137,9 @@ class _Watch:
         return self._pieces[at]
 
     def end(self) -> None:
-        """Ends the text: no more ids come."""
         self.detokenizer.finalize()
 
     def text(self) -> str:
-        """Returns all text so far."""
         return self.detokenizer.text
 
     def force(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -301,7 +296,6 @@ def random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _device() -> torch.device:
-    """Returns the GPU if torch finds one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

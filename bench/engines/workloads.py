@@ -196,7 +196,6 @@ def _first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
 
 
 def _text(files: Sequence[Path]) -> Iterator[str]:
-    """Yields the documents of the files, one of each file in turn, each followed by an empty line."""
     if not files:
         yield from _synthetic()
         return
@@ -205,7 +204,6 @@ def _text(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _documents(file: Path) -> Iterator[str]:
-    """Yields a file's documents: the texts of its records, or the paragraphs of a text. Raises `MlxZipError`."""
     for item in Reader(Source((str(file),))):
         text = _text_of(item)
         yield from text.split("\n\n") if item.kind == "text" else [text]

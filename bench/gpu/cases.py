@@ -18,7 +18,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from mlx_zip.bench.machine import card_state
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError, first_line, reason
 from mlx_zip.files import whole_file
@@ -69,7 +69,6 @@ class Cases:
             self._fail(name, error)
 
     def _fail(self, name: str, error: Exception) -> None:
-        """Shows an error and keeps it as a record."""
         if not isinstance(error, MlxZipError):
             traceback.print_exc()
         said = f"{type(error).__name__}: {first_line(error)}"
@@ -132,7 +131,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
-    """Writes a part's records in place of those that are there. Raises `MlxZipError`."""
     write_text(_records_file(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -170,7 +168,6 @@ def float64_records(folder: Path) -> list[Record]:
 
 
 def _stated(record: Record, field: str) -> Any:
-    """Returns a field of a record, of its versions, or of its device; None without it."""
     for section in (record, record.get("versions", {}), record.get("device", {})):
         if isinstance(section, dict) and isinstance(value := section.get(field), str):
             return value

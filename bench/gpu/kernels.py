@@ -23,7 +23,7 @@ from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import bytes_of
 
-from .launches import counted
+from .kernel_launches import counted
 
 Work = Callable[[str | None], object]  # called with impl
 Made = TypeVar("Made")
@@ -197,8 +197,6 @@ def time_kernel(
 
 
 def _us(work: Callable[[], object], device: torch.device, trials: int, calls: int) -> float:
-    """Returns the median time of a call in microseconds."""
-
     def several(trial: int) -> None:
         _ = [work() for _ in range(calls)]  # a list, so that no result's memory is used again
 

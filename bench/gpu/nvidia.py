@@ -24,7 +24,7 @@ from mlx_zip.bench.engines.choice import check_engines
 from mlx_zip.bench.engines.runs import ENGINES
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow
 from mlx_zip.bench.machine import held_back
-from mlx_zip.bench.record import Copied
+from mlx_zip.bench.recording import Copied
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, parts: Sequence[str]) -> None:
-    """Raises `MlxZipError` for flags that no part could use."""
     check_engines([name for name in args.engines if name not in ENGINES or _part_of(name) in parts])
     if ("zip2zip" in args.engines) != (args.published is not None):
         raise MlxZipError("--engines zip2zip and --published DIR are given together, or neither")
@@ -141,7 +140,6 @@ def _shapes(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[
 
 
 def _name(args: argparse.Namespace, shape: str) -> str:
-    """Returns the name in `SHAPES` of the shape to run, narrow in a rehearsal."""
     return next(iter(_shapes(args, (shape,))))
 
 
@@ -161,7 +159,6 @@ def _text(args: argparse.Namespace) -> Path:
 
 
 def _ids(args: argparse.Namespace, count: int) -> list[int]:
-    """Returns the first base ids of the text to replay. Raises `MlxZipError` if there are too few."""
     tokenizer = load_tokenizer(args.tokenizer)
     text = _text(args)
     ids = tokenizer.encode(read_text(text, "--code")[: 16 * count], add_special_tokens=False)[:count]
@@ -174,7 +171,7 @@ def _ids(args: argparse.Namespace, count: int) -> list[int]:
 
 
 def _checks(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    from .checks import checks
+    from .card_checks import checks
 
     for name, check in checks(None, plan.greedy):
         cases.run(name, partial(_checked, check))
@@ -182,7 +179,6 @@ def _checks(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 
 def _checked(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
-    """Yields the records of a check and prints a line for each."""
     for line in check():
         print(f"{'ok  ' if line['holds'] else 'FAIL'} {line['check']} {line['found']}", flush=True)
         yield record_of("checks", **line)
@@ -299,7 +295,7 @@ def _free(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 def _bench_generate(cases: Cases, flags: list[str]) -> Sequence[Record]:
     """Runs `bench generate` with these flags; `cases` keeps the records as they are printed. Returns none."""
-    from mlx_zip.bench import generate
+    from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
@@ -316,7 +312,6 @@ class _Kept(Copied):
         self.cases, self.line = cases, ""
 
     def write(self, text: str) -> int:
-        """Shows the text and returns its length."""
         *lines, self.line = (self.line + text).split("\n")
         for line in filter(None, lines):
             self.cases.add(json.loads(line))
@@ -330,7 +325,6 @@ def _trace(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
 
 
 def _traces(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[Record]:
-    """Yields the record of each engine's trace at phi-3.5-mini."""
     from .steps import traced
 
     model = {"name": _name(args, "phi-3.5-mini"), "precision": "16", "weights": "random"}
@@ -341,7 +335,7 @@ def _traces(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[R
 
 
 def _summary(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
-    from .summary import exported, roofline_page
+    from .run_summary import exported, roofline_page
     from .targets import judged
 
     records = all_records(args.out, [part for part in PARTS if part != "summary"]) + float64_records(args.out)

@@ -22,7 +22,7 @@ from mlx_zip.codec import compress_next
 from mlx_zip.cuda.kernels.dispatch import forced
 from mlx_zip.cuda.model import CudaModel
 
-from .launches import Launches, step_costs
+from .kernel_launches import Launches, step_costs
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .card_steps import CARDS, same_overhead
+from mlx_zip.bench.tables.card_steps import CARDS, same_overhead
 
 Record = dict[str, Any]
 Cases = dict[str, float]  # figure by case, such as a shape or a text
@@ -29,13 +29,10 @@ def _step_ms(record: Record) -> float:
 
 
 def _share(records: Sequence[Record]) -> Cases:
-    """Returns the share of the read bandwidth that a step of torch-base reaches."""
     return {case: one["share_of_read"] for case, one in _steps(records, "torch-base").items()}
 
 
 def _ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of torch-zip's step over torch-base's."""
-
     def values(records: Sequence[Record]) -> Cases:
         base = _steps(records, "torch-base")
         zipped = _steps(records, "torch-zip", rows)
@@ -153,7 +150,6 @@ def _layer_launches(records: Sequence[Record]) -> Cases:
 
 
 def _added_launches(records: Sequence[Record]) -> Cases:
-    """Returns the launches that a warm step of torch-zip has more than torch-base's."""
     found = {one["engine"]: one["launches"]["launches"] for one in _kind(records, "nvidia-trace")}
     both = {"torch-zip", "torch-base"} <= found.keys()
     return {"phi-3.5-mini": found["torch-zip"] - found["torch-base"]} if both else {}

@@ -18,7 +18,7 @@ EXPERIMENTS = {
         "zip2zip's figure 4: time of a tokenizer alone and with each codec, by bytes of text",
     ),
     "multitok": (
-        "mlx_zip.bench.papers.multitok.phrases",
+        "mlx_zip.bench.papers.multitok.phrase_rates",
         "phrases of MultiTok: speed compared with plain Python, memory, and tokens per unit of a corpus",
     ),
     "classify": (
@@ -30,11 +30,11 @@ EXPERIMENTS = {
         "AdaptBPE: compression utility of a shortened and adapted merge list, seconds of adapting, speed of encoding",
     ),
     "adapt_model": (
-        "mlx_zip.bench.papers.adaptbpe.model",
+        "mlx_zip.bench.papers.adaptbpe.adapt_model",
         "AdaptBPE: bits per byte, utility and size of a model adapted to texts, compared with first-k and top-k",
     ),
     "adapt_step": (
-        "mlx_zip.bench.papers.adaptbpe.step",
+        "mlx_zip.bench.papers.adaptbpe.adapt_step",
         "AdaptBPE: time of a decoding step with part of the vocabulary's rows, compared with the possible saving",
     ),
     "hbpe": (
@@ -42,19 +42,19 @@ EXPERIMENTS = {
         "patches of hierarchical BPE: number of merges, learning time and FLOPs by patch size; patches of a text",
     ),
     "hbpe_model": (
-        "mlx_zip.bench.papers.hbpe.model",
+        "mlx_zip.bench.papers.hbpe.hbpe_model",
         "models over patches, plain BPE and bytes, trained from scratch for equal time",
     ),
     "packs": (
-        "mlx_zip.bench.papers.packs.compression",
+        "mlx_zip.bench.papers.packs.pack_compression",
         "base ids per id with codebook packs, on texts of the pack's own kind and of others, by size and learner",
     ),
     "pack_quality": (
-        "mlx_zip.bench.papers.packs.quality",
+        "mlx_zip.bench.papers.packs.pack_quality",
         "strict bits per byte against base ids per id of a model with codebook packs, compared with the base model",
     ),
     "pack_transfer": (
-        "mlx_zip.bench.papers.packs.transfer",
+        "mlx_zip.bench.papers.packs.pack_transfer",
         "packs for text that training never saw: base ids per id read and per step written, and bits per byte",
     ),
 }

@@ -58,7 +58,6 @@ def abstracts(file: str, part: str) -> Iterator[str]:
 
 
 def _sections(abstract: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the sections of an abstract, each with its label."""
     for label, text in zip(abstract["LABELS"], abstract["CONTEXTS"], strict=True):
         yield f"{label}: {text}"
     yield f"CONCLUSION: {abstract['LONG_ANSWER']}"

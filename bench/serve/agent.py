@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.record import load_before, surroundings
+from mlx_zip.bench.recording import load_before, surroundings
 from mlx_zip.bench.records import table
 from mlx_zip.errors import MlxZipError
 
 from .client import Reply, ask
-from .served import Served, ours
+from .own_server import Served, ours
 
 TEMPLATE = (  # for models whose own template has no tools
     "{{ bos_token }}{% if tools %}<|user|>Tools: {{ tools | tojson }}{% endif %}"
@@ -101,13 +101,11 @@ async def _played(port: int, count: int) -> list[dict[str, Any]]:
 
 
 def _message(reply: Reply) -> dict[str, Any]:
-    """Returns the answer's message. Raises `MlxZipError` for an answer that is an error."""
     if reply.status != 200:
         raise MlxZipError(f"the server answered {reply.status}: {reply.body}")
     return reply.body["choices"][0]["message"]
 
 
 def _result(call: dict[str, Any]) -> str:
-    """Returns what the tool answers to a call."""
     asked = json.loads(call["function"]["arguments"])
     return f"The {asked['thing']} is {'far away' if asked['far'] else 'near'}."

@@ -90,20 +90,17 @@ def _request(port: int, path: str, body: Any, method: str) -> bytes:
 
 
 async def _head(reader: asyncio.StreamReader) -> Reply:
-    """Reads status and headers, names in lower case."""
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (line.split(":", 1) for line in lines[1:] if line)
     return Reply(int(lines[0].split()[1]), {name.lower(): value.strip() for name, value in pairs})
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yields the parts of a chunked body."""
     while size := int(await reader.readline(), 16):
         yield (await reader.readexactly(size + 2))[:-2]
 
 
 async def _rest(reader: asyncio.StreamReader, reply: Reply) -> AsyncIterator[bytes]:
-    """Yields the parts of a body that is not chunked."""
     left = int(reply.headers.get("content-length", -1))
     while left and (part := await reader.read(65536 if left < 0 else min(left, 65536))):
         left -= len(part) if left > 0 else 0
@@ -123,7 +120,6 @@ async def _data_lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
 
 
 def _json(text: bytes) -> Any:
-    """Returns the JSON value of a text, or None if it is none."""
     try:
         return json.loads(text)
     except ValueError:
@@ -151,13 +147,11 @@ class Dialect:
 
 
 def _chat_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
-    """Returns a body for /v1/chat/completions."""
     body = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0}
     return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
 
 
 def _chat_text(reply: Reply) -> str:
-    """Returns the text of a chat completion, streamed or whole."""
     if not reply.events:
         return reply.body["choices"][0]["message"]["content"] or ""
     choices = [choice for _, event in reply.events if isinstance(event, dict) for choice in event.get("choices", ())]
@@ -165,14 +159,12 @@ def _chat_text(reply: Reply) -> str:
 
 
 def _chat_usage(reply: Reply) -> tuple[int, int, int]:
-    """Returns the usage of a chat completion."""
     found = reply.body["usage"] if not reply.events else _last_with(reply, "usage")["usage"]
     cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return found["prompt_tokens"], cached, found["completion_tokens"]
 
 
 def _responses_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
-    """Returns a body for /v1/responses."""
     return {
         "input": list(messages),
         "max_output_tokens": max_tokens,
@@ -188,19 +180,16 @@ def _response(reply: Reply) -> dict[str, Any]:
 
 
 def _responses_text(reply: Reply) -> str:
-    """Returns the text of a response."""
     items = [item for item in _response(reply)["output"] if item["type"] == "message"]
     return "".join(part["text"] for item in items for part in item["content"])
 
 
 def _responses_usage(reply: Reply) -> tuple[int, int, int]:
-    """Returns the usage of a response."""
     found = _response(reply)["usage"]
     return found["input_tokens"], found["input_tokens_details"]["cached_tokens"], found["output_tokens"]
 
 
 def _anthropic_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
-    """Returns a body for /v1/messages."""
     return {
         "messages": list(messages),
         "max_tokens": max_tokens,
@@ -210,7 +199,6 @@ def _anthropic_body(messages: Messages, max_tokens: int, stream: bool) -> dict[s
 
 
 def _anthropic_text(reply: Reply) -> str:
-    """Returns the text of a message."""
     if not reply.events:
         return "".join(block.get("text", "") for block in reply.body["content"])
     deltas = [event["delta"] for _, event in reply.events if event.get("type") == "content_block_delta"]
@@ -227,7 +215,6 @@ def _anthropic_usage(reply: Reply) -> tuple[int, int, int]:
 
 
 def _last_with(reply: Reply, key: str) -> dict[str, Any]:
-    """Returns the last event of a streamed answer that has a value for the key."""
     return next(event for _, event in reversed(reply.events) if isinstance(event, dict) and event.get(key))
 
 

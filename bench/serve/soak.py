@@ -22,14 +22,14 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.record import load_before, surroundings
+from mlx_zip.bench.recording import load_before, surroundings
 from mlx_zip.engine.generate import generate
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar
 
 from .client import DIALECTS, Dialect, ask
-from .served import Served, ours
+from .own_server import Served, ours
 
 MALFORMED: tuple[Any, ...] = (
     b"",
@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _setting(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags for the record."""
     names = ("requests", "at_once", "conversations", "cancelled", "malformed", "seed")
     return {name: getattr(args, name) for name in names}
 
@@ -155,13 +154,11 @@ class _Soak:
                 self.resident.append(self.server.resident_bytes() or 0)
 
     def _chosen(self, stream: bool) -> tuple[Dialect, dict[str, Any], str]:
-        """Returns a dialect, a request in it, and the answer that is expected."""
         dialect, n = self.rng.choice(DIALECTS), self.rng.choice(LENGTHS)
         messages, texts = self.rng.choice(self.expected)
         return dialect, dialect.body(messages, n, stream) | {"model": self.model}, texts[n]
 
     async def _whole(self) -> None:
-        """Sends a request and compares its answer."""
         dialect, body, expected = self._chosen(self.rng.random() < 0.5)
         reply = await ask(self.server.port, dialect.path, body)
         if reply.status != 200:
@@ -189,7 +186,6 @@ class _Soak:
             self._note("status", f"{dialect.name}, malformed {str(body)[:60]}: {reply.status} {reply.body}")
 
     def _note(self, kind: str, example: str) -> None:
-        """Counts a fault and keeps the first examples."""
         self.wrong[kind] += 1
         self.examples.append(f"{kind}: {example:.300}")
 
@@ -210,13 +206,11 @@ class _Soak:
             self._note("sessions", f"after a purge: {left}")
 
     async def _figures(self, *names: str) -> dict[str, float]:
-        """Returns some of the figures in the server's metrics."""
         text = (await self._metrics()).decode()
         found = dict(re.findall(r"^mlx_zip_(\w+) ([0-9.e+]+)$", text, re.MULTILINE))
         return {name: float(found[name]) for name in names}
 
     async def _metrics(self) -> bytes:
-        """Returns the text of /metrics."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
         try:
             host = f"127.0.0.1:{self.server.port}"

@@ -16,7 +16,7 @@ from importlib import import_module
 import mlx_zip
 from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import printable
-from mlx_zip.cli.engines import MLX
+from mlx_zip.cli.engine_choice import MLX
 from mlx_zip.device import choose_device
 from mlx_zip.errors import MlxZipError, explained_imports, reason
 from mlx_zip.files import signals_as_exit
@@ -24,11 +24,14 @@ from mlx_zip.files import signals_as_exit
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {
     "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
-    "app": ("mlx_zip.cli.app", "chat with a model on a page in your browser, served by this machine for you alone"),
+    "app": (
+        "mlx_zip.cli.serving.app",
+        "chat with a model on a page in your browser, served by this machine for you alone",
+    ),
     "chat": ("mlx_zip.cli.chat", "talk with a model in the terminal, with its hypertokens in colour"),
-    "serve": ("mlx_zip.cli.serving", "serve a model to the clients of OpenAI and Anthropic, over HTTP"),
+    "serve": ("mlx_zip.cli.serving.serve", "serve a model to the clients of OpenAI and Anthropic, over HTTP"),
     "agent": (
-        "mlx_zip.cli.agents",
+        "mlx_zip.cli.serving.agents",
         "print or write the settings with which Codex, Claude Code, opencode, aider or litellm use a running server",
     ),
     "convert": (
@@ -44,7 +47,7 @@ COMMANDS = {
         "mlx_zip.cli.vocab",
         "learn vocabularies: packs, phrases (MultiTok), adapted tokenizers (AdaptBPE), patches (H-BPE)",
     ),
-    "rows": ("mlx_zip.cli.rows", "show or delete the hypertoken rows that --row-cache keeps on disk"),
+    "rows": ("mlx_zip.cli.row_cache", "show or delete the hypertoken rows that --row-cache keeps on disk"),
     "cache-prompt": ("mlx_zip.cli.prompt_caching", "read a prompt once and save it, for generate and for servers"),
     "sessions": ("mlx_zip.cli.sessions", "show or delete the conversations that a server keeps on disk"),
     "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
@@ -96,7 +99,6 @@ def command_parser(name: str, prog: str) -> Parser:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    """Parses the words of one command and runs it; returns the exit status. prog: the command's name in messages."""
     return guarded(lambda: _parsed(name, command_parser(name, prog).parse_args(argv)))
 
 
@@ -108,7 +110,6 @@ def _parsed(name: str, args: argparse.Namespace) -> int | None:
 
 
 def _own_commands(name: str, argv: Sequence[str]) -> int | None:
-    """Runs a command that has commands of its own."""
     choose_device()
     return import_module(COMMANDS[name][0]).main(argv)
 

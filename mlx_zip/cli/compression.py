@@ -200,7 +200,6 @@ def _record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
 
 
 def _line(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the printed figures of one hypertoken. entry: its base ids."""
     text = vocabulary.decode(list(entry))
     return {"text": text, "base_ids": list(entry), "uses": tally.uses[entry], "saved_ids": tally.saved(entry)}
 

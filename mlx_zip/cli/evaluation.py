@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.cli import engines, packs, rows
+from mlx_zip.cli import engine_choice, pack_flags, row_cache
 from mlx_zip.cli.actions import DATA, writable
 from mlx_zip.errors import DataError
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="model to evaluate: folder, hub id or bundled model; repeat the flag to compare, the baseline first",
     )
-    engines.add_flag(add)
+    engine_choice.add_flag(add)
     add("--out", metavar="FILE", help="JSON file to write with all figures, settings and versions (default: none)")
     add(
         "--trust-remote-code",
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="number of windows, conversations or task requests that one model call handles (default: 8)",
     )
-    packs.add_flags(add)
-    rows.add_flags(add)
+    pack_flags.add_flags(add)
+    row_cache.add_flags(add)
     add(
         "--seed",
         type=int,
@@ -165,9 +165,9 @@ def run(args: argparse.Namespace) -> int:
         raise DataError("--tasks names no task; lm-eval ls tasks lists them")
     what = Evaluation(**{field.name: getattr(args, field.name) for field in fields(Evaluation)})
     out = None if args.out is None else writable("--out", args.out, read=[*args.data, args.prompts])
-    engines.check_flags(args)
-    engines.choose(args, *args.model)
-    with engines.open_row_store(args) as store:
+    engine_choice.check_flags(args)
+    engine_choice.choose(args, *args.model)
+    with engine_choice.open_row_store(args) as store:
         record = evaluate(
             args.model,
             what,
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             row_store=store,
             progress=True,
             announce=lambda line: print(line, file=sys.stderr),
-            runner=_runner(args.engine) if engines.is_torch(args) else None,
+            runner=_runner(args.engine) if engine_choice.is_torch(args) else None,
         )
     print(evaluation_report.table(record))
     if out is not None:  # last: the table has been printed if this fails
@@ -190,6 +190,6 @@ def _runner(engine: str) -> Any:
 
     from mlx_zip.evaluation.evaluate import Runner
 
-    module = engines.torch_module("evaluated", engine)
-    device = engines.torch_module("engine", engine).chosen_device(needs_card=engine == engines.CUDA)
+    module = engine_choice.torch_module("evaluated", engine)
+    device = engine_choice.torch_module("engine", engine).chosen_device(needs_card=engine == engine_choice.CUDA)
     return Runner(engine, str(device), partial(module.load_evaluated, device=device))

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from mlx_zip import named
-from mlx_zip.cli import colours, engines, packs, rows
+from mlx_zip.cli import colours
+from mlx_zip.cli import engine_choice as engines
+from mlx_zip.cli import pack_flags as packs
+from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_kv_size
-from mlx_zip.cli.opening import json_map, request_pack
+from mlx_zip.cli.serving.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.cli import engines, packs, rows
+from mlx_zip.cli import engine_choice, pack_flags, row_cache
 from mlx_zip.errors import GenerationError
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="model to run: folder, hub id or bundled model (default: stories, a bundled model of children's stories)",
     )
-    engines.add_flag(add)
+    engine_choice.add_flag(add)
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
     add(
         "--trust-remote-code",
@@ -147,7 +147,7 @@ def _add_cache(add: Any) -> None:
         "--prompt-cache-file",
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
     )
-    packs.add_flags(add)
+    pack_flags.add_flags(add)
     add_kv_size(add)
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
     add(
@@ -162,7 +162,7 @@ def _add_cache(add: Any) -> None:
         default=5000,
         help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
     )
-    rows.add_flags(add)
+    row_cache.add_flags(add)
 
 
 def _add_output(add: Any) -> None:
@@ -184,7 +184,6 @@ def _add_output(add: Any) -> None:
 
 
 def _add_refused(add: Any) -> None:
-    """Declares the flags of mlx_lm.generate that are refused, with the reasons as help."""
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
@@ -203,7 +202,7 @@ def add_kv_size(add: Any) -> None:
 
 def check_kv_size(args: argparse.Namespace, model: str) -> None:
     """Raises `GenerationError` for --max-kv-size with a model of this name, if it has hypertokens."""
-    if args.max_kv_size is not None and not packs.is_plain(model, getattr(args, "revision", None)):
+    if args.max_kv_size is not None and not pack_flags.is_plain(model, getattr(args, "revision", None)):
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
 
 

@@ -95,7 +95,6 @@ def _connected(host: str, port: int, token: str) -> socket.socket:
 
 
 def _first_host() -> str | None:
-    """Returns the first machine's address in the ring, None if the run has no ring."""
     path = os.environ.get(HOSTS)
     if not path:
         return None

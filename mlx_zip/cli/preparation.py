@@ -185,7 +185,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_pack(files: list[str] | None) -> Path | None:
-    """Returns the file of --pack, None without the flag. Raises `DataError` for several."""
     if files is not None and len(files) > 1:
         raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
     return None if files is None else Path(files[0])
@@ -208,7 +207,6 @@ def sources(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _check_data_set(args: argparse.Namespace) -> None:
-    """Raises `DataError` for --subset or --split if --data names no data set."""
     from mlx_zip.text.sources import is_local
 
     given = [f"--{name}" for name in ("subset", "split") if getattr(args, name)]
@@ -217,7 +215,6 @@ def _check_data_set(args: argparse.Namespace) -> None:
 
 
 def _column(text: str) -> tuple[str, str]:
-    """Returns (key, name) of one value of --columns. Raises `DataError`."""
     key, equals, name = text.partition("=")
     if not (key and equals and name):
         raise DataError(f"--columns {text!r} is not of the form KEY=NAME")
@@ -230,7 +227,6 @@ def disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    """Returns the ids of a text that separates them by commas. Raises `DataError`."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")

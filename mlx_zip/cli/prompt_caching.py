@@ -7,8 +7,8 @@ import sys
 import time
 
 from mlx_zip import named
-from mlx_zip.cli import packs, rows
-from mlx_zip.cli.engines import MLX, NAMES, is_torch
+from mlx_zip.cli import pack_flags, row_cache
+from mlx_zip.cli.engine_choice import MLX, NAMES, is_torch
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.generation_flags import add_kv_size, check_kv_size
 from mlx_zip.errors import GenerationError
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eos-token", help="end-of-sequence token of the tokenizer (default: the tokenizer's own)")
     add("--prompt-cache-file", required=True, help="safetensors file to write; an existing file is replaced")
     add("--prompt", required=True, help="text to read, or - to read it from standard input as UTF-8")
-    packs.add_flags(add)
+    pack_flags.add_flags(add)
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
     add(
         "--kv-group-size",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5000,
         help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
     )
-    rows.add_flags(add)
+    row_cache.add_flags(add)
     add(
         "--engine",
         choices=NAMES,
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError("no model: --model is empty")
     file = at_home(args.prompt_cache_file)
     check_out(file)
-    prompt, chosen = read_prompt(args.prompt), packs.read(args)
+    prompt, chosen = read_prompt(args.prompt), pack_flags.read(args)
     name = args.model or str(named.bundled_model(named.DEFAULT))
     check_kv_size(args, name)
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     config = {"trust_remote_code": args.trust_remote_code}
     if args.eos_token is not None:
         config["eos_token"] = args.eos_token
-    with rows.open_store(args) as store:
+    with row_cache.open_store(args) as store:
         model, tokenizer = load(
             name,
             adapter_path=args.adapter_path,

@@ -21,7 +21,7 @@ from mlx_zip.cli.actions import writable
 from mlx_zip.device import full_precision
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
-from mlx_zip.selftest.checks import PACKAGES, Check
+from mlx_zip.selftest.check import PACKAGES, Check
 from mlx_zip.selftest.recorded import check_codec, check_models
 from mlx_zip.selftest.speed import TOTAL_S, Limit, measure, measure_steps
 

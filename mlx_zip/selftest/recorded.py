@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import CodecError
-from mlx_zip.selftest.checks import Check, attempt
+from mlx_zip.selftest.check import Check, attempt
 
 ROWS_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4
 
@@ -28,13 +28,11 @@ def check_codec(golden: Path) -> list[Check]:
 
 
 def _count(same: Callable[[Any], bool], cases: list[Any]) -> tuple[bool, str]:
-    """Returns whether all cases agree with their records, and how many do. same: checks one case."""
     wrong = [case["name"] for case in cases if not same(case)]
     return not wrong, f"{len(cases) - len(wrong)} of {len(cases)} equal" + (f"; not: {', '.join(wrong)}" * bool(wrong))
 
 
 def _params(case: Any) -> Any:
-    """Returns the codec parameters of a recorded case."""
     from mlx_zip.codec import CodecParams
 
     c = case["config"]
@@ -70,7 +68,6 @@ def _decodes(case: Any) -> bool:
 
 
 def _pairs(entries: Any) -> list[list[Any]]:
-    """Returns codebook entries as [id, base ids] lists, the form of the records."""
     return [[int(i), list(map(int, base_ids))] for i, base_ids in entries]
 
 
@@ -102,7 +99,6 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _recorded(source: Path) -> tuple[Any, Any]:
-    """Returns the recorded prompts and ids (JSON) and arrays (NumPy) of a checkpoint."""
     import numpy as np
 
     return json.loads((source / "expected.json").read_text(encoding="utf-8")), np.load(source / "expected.npz")

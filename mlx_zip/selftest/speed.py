@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import TF32_VARIABLE
-from mlx_zip.selftest.checks import PACKAGES, Check, attempt
+from mlx_zip.selftest.check import PACKAGES, Check, attempt
 
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
 TRIALS = 7
@@ -57,7 +57,6 @@ def measure(golden: Path, folder: Path) -> list[Check]:
 
 
 def _timed(work: Callable[[], Any]) -> list[float]:
-    """Runs `work` once to warm up, then `TRIALS` times; returns the seconds of each trial."""
     work()  # warm-up
     times = []
     for _ in range(TRIALS):
@@ -68,14 +67,12 @@ def _timed(work: Callable[[], Any]) -> list[float]:
 
 
 def _synthetic_ids(count: int) -> Any:
-    """Returns base ids distributed like those of text, from a fixed seed."""
     import numpy as np
 
     return (np.random.default_rng(0).zipf(1.3, count) % 32000).astype(np.uint32)
 
 
 def _compress_speed() -> tuple[None, str]:
-    """Measures how many base ids per second the codec compresses."""
     from mlx_zip.codec import CodecParams, compress
 
     params, ids = CodecParams(32000, 2048, 3), _synthetic_ids(2048)
@@ -124,24 +121,25 @@ def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Che
 
     data: is filled with all figures, by part. rest_s: the longest rest before a first id, in seconds.
     """
-    bench, state = import_module("mlx_zip.bench.selftest"), import_module("mlx_zip.bench.machine").machine_state
+    bench, state = (
+        import_module("mlx_zip.bench.steps.selftest_steps"),
+        import_module("mlx_zip.bench.machine").machine_state,
+    )
     data["state_before"] = state()
     parts = [
         _bandwidth_part(bench, data),
         *_steps_part("stories", bench.stories_steps, bench.lines, limit.left(STORIES_S), data),
         *_steps_part("smollm2", bench.smollm2_steps, bench.lines, limit.left(SMOLLM2_S), data),
         *_steps_part("1B, 4 bit", bench.shape_steps, bench.lines, limit.left(SHAPE_S), data),
-        *_steps_part("host", partial(bench.host_figures, rest_s), bench.step_parts.part_lines, HOST_S, data),
+        *_steps_part("host", partial(bench.host_figures, rest_s), bench.host_parts.part_lines, HOST_S, data),
     ]
     data["state_after"] = state()
-    data["surroundings"] = import_module("mlx_zip.bench.record").surroundings(*PACKAGES)
+    data["surroundings"] = import_module("mlx_zip.bench.recording").surroundings(*PACKAGES)
     reported = "; ".join(f"{name}: {text[:200]}" for name, text in data["state_after"].items())
     return [*parts, Check("machine", None, reported)]
 
 
 def _bandwidth_part(bench: Any, data: dict[str, Any]) -> Check:
-    """Returns the measured bandwidth of reading. bench: the module that measures."""
-
     def measured() -> tuple[None, str]:
         found = data["bandwidth"] = bench.bandwidth()
         return None, f"skipped: {found['skipped']}" if "skipped" in found else f"{found['gb_per_s']:.1f} GB/s"

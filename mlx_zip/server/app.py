@@ -125,7 +125,6 @@ def _for_codex(name: str, context: int | None) -> dict[str, Any]:
 
 
 def _description(routes: Sequence[Route]) -> Route:
-    """Returns the route that describes all routes."""
     text = json_bytes(_openapi(routes))
 
     async def openapi(request: Request) -> Response:
@@ -136,7 +135,6 @@ def _description(routes: Sequence[Route]) -> Route:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Returns the answer to a request that failed, in its dialect."""
     response = failure_of(error).response(dialect_of(request.url.path))
     if response.status_code == 405:
         response.headers["Allow"] = ", ".join(sorted(_methods(request)))
@@ -150,7 +148,6 @@ def _methods(request: Request) -> set[str]:
 
 
 async def _gone(request: Request, error: Any) -> Response:
-    """Returns an answer that nobody reads."""
     return Response(status_code=499)
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import TokenLogprob
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import Body, BodyError, Many, PackNames, as_turn_pack, at_most
-from mlx_zip.server.turn import TokenLogprob
 
 PENALTY_WINDOW = 256  # base tokens that a penalty looks at unless the request says how many
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it
@@ -79,7 +79,6 @@ class Sampled(Body):
     @field_validator("logit_bias")
     @classmethod
     def _base_ids(cls, given: Mapping[str, float] | None) -> Any:
-        """Refuses a bias of what is no base id."""
         for key in given or {}:
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
                 raise ValueError(f"{key[:40]!r} is no id of a token")
@@ -174,7 +173,6 @@ def likely_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def _token(text: str, data: bytes, logprob: float) -> dict[str, Any]:
-    """Returns one token with its log-probability."""
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
 
 

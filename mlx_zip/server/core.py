@@ -22,12 +22,12 @@ from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
-from mlx_zip.server.answering import Answering, hidden
+from mlx_zip.server.answers.answering import Answering, hidden
+from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.tool_formats import for_template, openai_tools
+from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
 from mlx_zip.server.options import Options
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.tool_formats import for_template, openai_tools
-from mlx_zip.server.tools import make_constraint
-from mlx_zip.server.turn import Delta, Done, Turn, Waiting
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
 from mlx_zip.text.prompts import Chat, encode_prompt
 from mlx_zip.text.token_facts import TokenTexts
@@ -262,7 +262,6 @@ class Core:
             raise
 
     def _answering(self, turn: Turn, ticket: Ticket, splitter: Splitter) -> Answering:
-        """Returns the state of an answer that begins."""
         hide = str if self.options.show_text else hidden
         cancel = lambda: self.engine.cancel(ticket)
         return Answering(self.engine.tokenizer, turn, splitter, self.tokens, cancel, hide)
@@ -275,7 +274,6 @@ class Core:
             log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, new)))
 
     def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
-        """Has the engine remember the base ids of an answer that a later prompt may hold, and counts the answer."""
         if turn.prompt is None and answering.whole and answering.text:
             with contextlib.suppress(EngineStoppedError):  # the answer was the last one before the server stops
                 self.engine.note_answer(ticket, answering.text, answering.base_ids)
@@ -284,13 +282,11 @@ class Core:
 
 
 def _is_long(turn: Turn) -> bool:
-    """Returns whether a turn's prompt is made of more than `_LONG` characters."""
     tools = [(tool.description, tool.parameters) for tool in turn.tools]
     return _characters([turn.prompt, turn.messages, turn.prefill, tools, turn.template_options]) > _LONG
 
 
 def _characters(value: Any) -> int:
-    """Returns the number of characters of all texts in a value, names of fields included."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -299,7 +295,6 @@ def _characters(value: Any) -> int:
 
 
 def _deliverer(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
-    """Returns a function that puts an event into a queue of this event loop, from any thread."""
     loop = asyncio.get_running_loop()
 
     def deliver(event: Event) -> None:
@@ -360,7 +355,6 @@ class Cores:
             raise
 
     def _give_back(self, waiting: Future[Engine]) -> None:
-        """Gives back an engine that nobody waits for."""
         if not waiting.cancelled() and waiting.exception() is None:
             self.engines.release(waiting.result())
 
@@ -421,7 +415,6 @@ class Packs:
             return self._merged[several]
 
     def _merge(self, names: Sequence[str]) -> Pack:
-        """Returns the merged packs. Raises `GenerationError`."""
         try:
             return merge_packs([as_pack(self._packs[name]) for name in names])
         except MlxZipError as error:

@@ -98,7 +98,6 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _of_route(error: HTTPException) -> Failure:
-    """Returns what a client reads about an unknown route or a wrong method."""
     words = {404: "there is no such route; GET /openapi.json lists the routes", 405: "this route has another method"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))

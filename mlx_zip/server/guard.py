@@ -62,7 +62,6 @@ def refused_key(options: Options, path: str, headers: Headers) -> RequestError |
 
 
 def _is_own_page(options: Options, headers: Headers) -> bool:
-    """Returns whether a request comes from this server's own page, from an allowed one, or from no page."""
     origin, allowed = headers.get("origin"), options.allowed_origins
     own = f"http://{headers.get('host', '')}"
     return origin is None or origin.lower() == own.lower() or origin in allowed or "*" in allowed

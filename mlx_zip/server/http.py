@@ -91,7 +91,6 @@ async def _read(request: Request, most: int) -> bytes:
 
 
 async def _discard(chunks: AsyncIterator[bytes]) -> None:
-    """Reads on for a while and keeps nothing."""
     try:
         async with asyncio.timeout(_DISCARDED_S):
             async for _ in chunks:
@@ -115,12 +114,10 @@ def parse_json(body: bytes, max_depth: int) -> Any:
 
 
 def _refuse(name: str) -> NoReturn:
-    """Raises `ValueError` for NaN, Infinity and -Infinity, which JSON does not have."""
     raise ValueError(f"{name} is no number of JSON")
 
 
 def _finite(text: str) -> float:
-    """Returns the number. Raises `ValueError` for one that is too large for a float."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text[:40]} is too large")
     return number
@@ -143,7 +140,6 @@ def _check_depth(value: Any, most: int) -> None:
 
 
 def _too_deep(most: int) -> RequestError:
-    """Returns the error for a body that is nested too deeply."""
     return RequestError(400, f"the body is nested deeper than {most} levels", "too_deep")
 
 
@@ -202,7 +198,6 @@ async def stream_response(
 
 
 async def _first(frames: AsyncIterator[bytes]) -> bytes:
-    """Returns the first frame, b"" if there is none."""
     return await anext(frames, b"")
 
 

@@ -14,8 +14,8 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_zip.engine import Engine, Figures
+from mlx_zip.server.answers.turn import Done
 from mlx_zip.server.core import Core
-from mlx_zip.server.turn import Done
 
 NOW = ("running", "waiting", "sessions", "session_bytes", "disk_bytes", "memory_bytes", "peak_memory_bytes")
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -33,11 +33,9 @@ class Metrics:
         core.on_done.append(self._answered)
 
     def _histogram(self, name: str, purpose: str) -> Histogram:
-        """Returns a distribution of seconds."""
         return Histogram(f"mlx_zip_{name}", purpose, buckets=SECONDS, registry=self._registry)
 
     def _answered(self, done: Done) -> None:
-        """Counts an answer that has ended."""
         self._first_id.observe(done.counts.first_id_s)
         self._total.observe(done.counts.total_s)
 
@@ -82,7 +80,6 @@ class _OfEngine:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yields each of the engine's figures."""
         figures: Any = self._engine.figures()
         for one in fields(Figures):
             kind = GaugeMetricFamily if one.name in NOW else CounterMetricFamily

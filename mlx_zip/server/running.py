@@ -155,7 +155,6 @@ LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # how long, and how much of a refused re
 
 
 def _connection_class(options: Options) -> type[H11Protocol]:
-    """Returns uvicorn's class of a connection, with the server's bounds."""
     return type("Connection", (_Connection,), {"head_s": options.body_timeout_s, "stall_s": options.stall_timeout_s})
 
 
@@ -171,7 +170,6 @@ class _Connection(H11Protocol):
     _begun = b""  # how the head of a request begins, as far as an error's dialect depends on it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for the head of a request."""
         super().connection_made(cast(asyncio.Transport, _Lingering(transport, self)))
         self._expect_head()
 
@@ -201,7 +199,6 @@ class _Connection(H11Protocol):
 
     @property
     def _waits_for_head(self) -> bool:
-        """Whether no request is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_head(self) -> None:
@@ -243,12 +240,10 @@ class _Connection(H11Protocol):
         self._stall_timer = self._stall_timer or self.loop.call_later(self.stall_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stops that clock."""
         super().resume_writing()
         self._stall_timer = _stopped(self._stall_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops all clocks."""
         for timer in (self._head_timer, self._stall_timer, self._linger_timer):
             _stopped(timer)
         super().connection_lost(exc)
@@ -273,7 +268,6 @@ class _Connection(H11Protocol):
         """Says nothing: some clients offer HTTP/2 with every request, and are answered as if they did not."""
 
     def _path(self) -> str:
-        """Returns the path of the request under way, or what stands in its place in what is no HTTP."""
         if not self._waits_for_head:
             return self.scope["path"]
         words = self._begun.decode("latin-1").split()
@@ -298,7 +292,6 @@ class _Lingering:
         self._connection.linger()
 
     def is_closing(self) -> bool:
-        """Returns whether nothing more can be sent."""
         return self._closing or self._transport.is_closing()
 
     def __getattr__(self, name: str) -> Any:
@@ -306,6 +299,5 @@ class _Lingering:
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:
-    """Stops a clock."""
     if timer is not None:
         timer.cancel()

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import Done, ShownToken
 from mlx_zip.server.fields import Body
-from mlx_zip.server.turn import Done, ShownToken
 
 
 class VendorFields(Body):

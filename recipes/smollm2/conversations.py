@@ -80,7 +80,6 @@ def make_pools(shared: Path | None, part: str) -> dict[str, Pool]:
 
 
 def _texts(shared: Path, name: str, part: str, key: str = "text") -> list[str]:
-    """Returns one value of each record of a data set."""
     return [record[key].replace("\r\n", "\n").strip() for record in DATA_SETS[name].read(shared, part)]
 
 
@@ -233,7 +232,6 @@ class Rows:
         self._none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
 
     def __len__(self) -> int:
-        """Returns the number of texts."""
         return len(self._none)
 
     def clear(self, row: int) -> None:

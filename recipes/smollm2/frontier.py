@@ -129,7 +129,6 @@ def heal_in_legs(
 
 
 def _point(name: str, pack: str | None, domain: str, file: Path, step_s: float) -> dict[str, Any]:
-    """Returns a point of the frontier from the record of an evaluation."""
     (one,) = read_object(file)["models"]
     text: Mapping[str, Any] = one["text"]
     figures = {"bits_per_byte": text["bits_per_byte"], "ids_per_byte": text["ids"] / text["bytes"], "step_s": step_s}

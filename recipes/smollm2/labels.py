@@ -111,7 +111,6 @@ def measure_labels(models: Mapping[str, Path], control: str, folder: Path, most:
 
 
 def _figures(right: np.ndarray, control: np.ndarray | None) -> dict[str, float]:
-    """Returns the share of right answers, and the paired difference to a control with its standard error."""
     made = {"accuracy": float(right.mean())}
     if control is not None:
         pairs = right.astype(float) - control

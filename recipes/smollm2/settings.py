@@ -24,7 +24,6 @@ class Package:
 
 
 def _packages(registry: str, names: str, held_out: bool = False) -> tuple[Package, ...]:
-    """Returns packages given as name==version, separated by white space."""
     return tuple(Package(registry, *one.split("=="), held_out=held_out) for one in names.split())
 
 

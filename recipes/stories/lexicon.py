@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 
 def _set(text: str) -> frozenset[str]:
-    """Returns the words of a text that are separated by blanks."""
     return frozenset(text.split())
 
 
@@ -140,26 +139,22 @@ class _Counts:
             self._head(determiner, second)
 
     def _head(self, determiner: str, noun: str) -> None:
-        """Counts a noun phrase that ends with `noun`."""
         self.head[noun] += 1
         self.with_a[noun] += determiner in _ARTICLES
         self.with_the[noun] += determiner == "the"
 
     def is_noun(self, word: str) -> bool:
-        """Returns whether the counts show a noun that a request may name."""
         head, seldom_capital = self.head[word], self.capital[word] < 0.3 * self.all[word]
         mostly = head > 0.7 * (head + self.before_noun[word]) and head > 0.4 * self.all[word]
         return mostly and seldom_capital and len(word) > 2 and word.isalpha() and word not in _DULL | _AFTER_NOUN
 
     def is_adjective(self, word: str) -> bool:
-        """Returns whether the counts show an adjective that a request may use."""
         before, seldom_capital = self.before_noun[word], self.capital[word] < 0.3 * self.all[word]
         mostly = before > 0.8 * (before + self.head[word]) and self.a_before_noun[word] > 0.3 * before
         often = before > 0.1 * self.all[word]
         return mostly and often and seldom_capital and word.isalpha() and word not in _NO_ADJECTIVE
 
     def is_name(self, word: str) -> bool:
-        """Returns whether a word is nearly always written with a capital letter, as a name is."""
         return self.capital[word.lower()] > 0.9 * self.all[word.lower()] and len(word) > 2
 
     def article(self, noun: str) -> str:

@@ -76,7 +76,6 @@ def make_texts(recipe: Recipe) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file of JSON lines."""
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 

@@ -45,17 +45,14 @@ class Stage:
 
 
 def _indices(kind: str) -> Callable[[Recipe], list[str]]:
-    """Returns the `products` of a stage that prepares a kind of windows."""
     return lambda _: [f"{folder}/index.json" for folder in base.prepared(kind)]
 
 
 def _trained(run: str) -> Callable[[Recipe], list[str]]:
-    """Returns the `products` of a stage that is one training run."""
     return lambda _: [f"{base.model(run)}/config.json"]
 
 
 def _rounds(name: str) -> Callable[[Recipe], list[str]]:
-    """Returns the `products` of a stage that trains with packs (name: packed or packed-control) in several rounds."""
     return lambda recipe: [f"{base.model(run)}/config.json" for run in packs.runs(recipe.settings.packs)[name]]
 
 

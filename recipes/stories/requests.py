@@ -246,7 +246,6 @@ def _keep_better_phrase(phrases: dict[str, str], noun: str, before: str, lexicon
 
 
 def _with_article(noun_phrase: Sequence[str]) -> str:
-    """Joins words to a phrase and puts "a" or "an" before it."""
     phrase = " ".join(noun_phrase)
     vowel = phrase[0] in "aeiou" and not phrase.startswith(("uni", "use", "one", "eu"))
     return f"{'an' if vowel or phrase.startswith(('hour', 'honest')) else 'a'} {phrase}"

@@ -126,7 +126,7 @@ def test_the_app_answers_races_and_keeps_its_conversations_over_ctrl_c(tmp_path:
     ],
 )
 def test_flags_that_cannot_be_used_are_refused_in_one_line(run, home, monkeypatch, flags, words):
-    monkeypatch.setattr("mlx_zip.cli.app.find_spec", lambda _: None)
+    monkeypatch.setattr("mlx_zip.cli.serving.app.find_spec", lambda _: None)
     monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
     flags = flags if "--port" in flags else ["--port", "0", *flags]
     status, said, error = run("app", *flags)
@@ -240,7 +240,7 @@ def test_the_command_gives_the_window_a_private_folder_unless_there_is_no_histor
     shown = []
     monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
     monkeypatch.setattr(running, "run_app", lambda *args: shown.append(args[5]))
-    monkeypatch.setattr("mlx_zip.cli.app.find_spec", lambda name: name)
+    monkeypatch.setattr("mlx_zip.cli.serving.app.find_spec", lambda name: name)
     assert run("app", "--window", "--port", "0", *flags)[0] == 0
     folder = data_folder() / "window"
     assert shown[0].kept == (None if flags else folder)

@@ -116,14 +116,14 @@ def test_no_other_file_of_the_machine_is_served(chat, part, name):
 
 
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path, monkeypatch):
-    from mlx_zip.apps.chat import files
+    from mlx_zip.apps.chat import page_files
 
     (tmp_path / "page").mkdir()
     (tmp_path / "secret.js").write_text("secret")
     (tmp_path / "page" / "own.js").write_text("own")
     (tmp_path / "page" / "link.js").symlink_to(tmp_path / "secret.js")
-    routes = files.routes
-    monkeypatch.setattr(files, "routes", lambda: routes(tmp_path))
+    routes = page_files.routes
+    monkeypatch.setattr(page_files, "routes", lambda: routes(tmp_path))
     with chatting() as chat:
         own = chat.ask("GET", "/app/page/own.js")
         assert (own.status, own.body, own.headers["content-type"]) == (200, b"own", "text/javascript; charset=utf-8")

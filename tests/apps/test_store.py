@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.apps.chat import database, opening, schema
+from mlx_zip.apps.chat import database, database_file, schema
 from mlx_zip.apps.chat.answering import new_message
-from mlx_zip.apps.chat.opening import StoreError, open_file
+from mlx_zip.apps.chat.database_file import StoreError, open_file
 from mlx_zip.apps.chat.store import CUT, Store
 from support.chat_app import chatting
 from support.chat_stream import writing
@@ -160,7 +160,7 @@ def test_the_page_is_told_what_was_kept_aside(file):
 def test_a_damaged_file_that_another_process_uses_is_refused_and_not_moved(file):
     closed(file)
     user = open_file(file)
-    opening.share(user)
+    database_file.share(user)
     damaged(file)
     with pytest.raises(StoreError, match="another process uses the file"):
         Store(file)

@@ -137,7 +137,7 @@ def test_a_database_without_its_tables_is_kept_aside(file, statement):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(database, "RETRY_S", 0.0)
-    monkeypatch.setattr("mlx_zip.apps.chat.opening.PATIENCE_S", 0.05)
+    monkeypatch.setattr("mlx_zip.apps.chat.database_file.PATIENCE_S", 0.05)
     monkeypatch.setattr(database, "PATIENCE_S", 0.05)
     monkeypatch.setattr(database, "RETURN_MS", 1.0)
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_zip.bench import batch
 from mlx_zip.bench.__main__ import main
-from mlx_zip.bench.batch import Timed, figures, timed
-from mlx_zip.bench.performance_tables import batch_table
+from mlx_zip.bench.generation import batch
+from mlx_zip.bench.generation.batch import Timed, figures, timed
+from mlx_zip.bench.tables.performance import batch_table
 from support import tiny_bench
 
 

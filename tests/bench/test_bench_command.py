@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mlx_zip.bench import __main__ as command
-from mlx_zip.bench import record
+from mlx_zip.bench import recording
 from mlx_zip.bench.__main__ import BENCHES, main
 
 
@@ -43,23 +43,23 @@ def test_ctrl_c_in_a_module_that_python_runs_is_no_traceback(module, monkeypatch
 
 
 def test_load_is_taken_once_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(record, "IDLE_S", 0.01)
-    record.load_before.cache_clear()
-    first = record.load_before()
-    assert record.surroundings()["load_average"] == first["load_average"]
-    assert record.load_before() is first
+    monkeypatch.setattr(recording, "IDLE_S", 0.01)
+    recording.load_before.cache_clear()
+    first = recording.load_before()
+    assert recording.surroundings()["load_average"] == first["load_average"]
+    assert recording.load_before() is first
 
 
 def test_the_idle_share_is_null_where_the_system_does_not_say(monkeypatch):
-    monkeypatch.setattr(record, "_processor_times", lambda: None)
-    record.load_before.cache_clear()
-    assert record.load_before()["idle_share"] is None
-    record.load_before.cache_clear()
+    monkeypatch.setattr(recording, "_processor_times", lambda: None)
+    recording.load_before.cache_clear()
+    assert recording.load_before()["idle_share"] is None
+    recording.load_before.cache_clear()
 
 
 def test_preloaded_libraries_are_named_without_their_folders(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libopenblas.so.0:/opt/other.so")
-    assert record.preloaded() == ["libopenblas.so.0", "other.so"]
+    assert recording.preloaded() == ["libopenblas.so.0", "other.so"]
 
 
 def test_every_bench_declares_its_flags_where_torch_is_missing_and_names_it_in_one_line(tmp_path):

@@ -7,8 +7,8 @@ from dataclasses import astuple
 
 import pytest
 
-from mlx_zip.bench.compare import Comparison, compared, matched
-from mlx_zip.bench.ratios import Ratio, paired_ratio, unpaired_ratio
+from mlx_zip.bench.generation.compare import Comparison, compared, matched
+from mlx_zip.bench.generation.ratios import Ratio, paired_ratio, unpaired_ratio
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.tiny_bench import record

@@ -6,14 +6,15 @@ import json
 
 import pytest
 
-from mlx_zip.bench import generate, machine
+from mlx_zip.bench import machine
 from mlx_zip.bench.engines import choice, mlx_engines, shapes, workloads
 from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.engines.runs import ENGINES
 from mlx_zip.bench.engines.shape_table import ENCODERS, ZipOptions
 from mlx_zip.bench.engines.shapes import from_config, from_folders
 from mlx_zip.bench.engines.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
-from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, ceiling_record, checked, figures
+from mlx_zip.bench.generation import generate
+from mlx_zip.bench.generation.generate_record import FIGURES, SECTIONS, SINCE, ceiling, ceiling_record, checked, figures
 from mlx_zip.errors import InstallationError, MlxZipError
 from mlx_zip.layout import is_zip
 from support import tiny_bench, tiny_text

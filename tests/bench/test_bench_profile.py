@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from mlx_zip.bench import profile, profile_hooks
 from mlx_zip.bench.engines.mlx_engines import MlxZip
-from mlx_zip.bench.profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
-from mlx_zip.bench.step_launches import step_launches
+from mlx_zip.bench.steps import profile
+from mlx_zip.bench.steps import tracer as profile_hooks
+from mlx_zip.bench.steps.launch_counts import step_launches
+from mlx_zip.bench.steps.tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.ahead import Ahead
 from support import tiny, tiny_bench

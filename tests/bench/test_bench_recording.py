@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_zip.bench import record
+from mlx_zip.bench import recording
 from mlx_zip.bench.__main__ import TIMED, main
 from mlx_zip.bench.pages import benches, experiments, parser_of, timed
 from mlx_zip.errors import MlxZipError
@@ -18,13 +18,13 @@ def machine(monkeypatch):
 
     def found(idle, load=0.0, processors=8):
         ticks = iter([(0, 0), (round(1000 * idle), 1000)] * 4) if idle is not None else iter([None] * 4)
-        monkeypatch.setattr(record, "_processor_times", lambda: next(ticks))
-        monkeypatch.setattr(record, "IDLE_S", 0.0)
-        monkeypatch.setattr(record.os, "getloadavg", lambda: (load, load, load))
-        monkeypatch.setattr(record.os, "cpu_count", lambda: processors)
+        monkeypatch.setattr(recording, "_processor_times", lambda: next(ticks))
+        monkeypatch.setattr(recording, "IDLE_S", 0.0)
+        monkeypatch.setattr(recording.os, "getloadavg", lambda: (load, load, load))
+        monkeypatch.setattr(recording.os, "cpu_count", lambda: processors)
 
     yield found
-    record.load_before.cache_clear()
+    recording.load_before.cache_clear()
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def bench(monkeypatch):
     def run(args):
         made.runs += 1
         for number in (1, 2):
-            print(json.dumps({"number": number, **record.load_before()}), flush=True)
+            print(json.dumps({"number": number, **recording.load_before()}), flush=True)
         if isinstance(made.ends_with, BaseException):
             raise made.ends_with
         return made.ends_with
 
-    monkeypatch.setattr("mlx_zip.bench.rows.run", run)
+    monkeypatch.setattr("mlx_zip.bench.row_store.run", run)
     return made
 
 
@@ -60,7 +60,7 @@ def test_on_a_quiet_machine_the_records_are_printed_and_appended(machine, bench,
 
 def test_a_recorded_bench_has_the_idle_share_that_it_was_allowed_for(machine, bench, tmp_path):
     machine(0.1)
-    record.load_before()  # an earlier command's
+    recording.load_before()  # an earlier command's
     machine(0.95)
     file = tmp_path / "records.jsonl"
     assert main(["rows", "--record", str(file)]) == 0

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from mlx_zip.bench import report
-from mlx_zip.bench.generate_record import FIGURES, checked, read_records
+from mlx_zip.bench.generation import report
+from mlx_zip.bench.generation.generate_record import FIGURES, checked, read_records
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.tiny_bench import parse, record

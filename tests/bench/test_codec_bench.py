@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import codec
-from mlx_zip.bench import record as surroundings
+from mlx_zip.bench import recording as surroundings
 from mlx_zip.bench.__main__ import main
 from mlx_zip.codec import CodecParams, compress
 

@@ -6,8 +6,8 @@ from copy import deepcopy
 
 import pytest
 
-from mlx_zip.bench.gpu.card_steps import CARDS, reached, same_overhead
 from mlx_zip.bench.gpu.targets import TARGETS, TEXTS, judged
+from mlx_zip.bench.tables.card_steps import CARDS, reached, same_overhead
 from support import tiny_bench
 
 STEPS = (("phi-3.5-mini", "16"), ("llama-3.2-1b", "16"), ("phi-3.5-mini", "4"), ("phi-3-medium", "16"))

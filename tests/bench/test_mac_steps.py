@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from mlx_zip.bench import mac_steps
 from mlx_zip.bench.engines.shape_table import SHAPES
-from mlx_zip.bench.mac_steps import BASE, BEFORE, MAX, NOW, Behaviour, Chip, Cost, Host, Step
 from mlx_zip.bench.records import Records
-from mlx_zip.bench.step_launches import step_seconds
+from mlx_zip.bench.steps import mac_steps
+from mlx_zip.bench.steps.launch_counts import step_seconds
+from mlx_zip.bench.steps.mac_steps import BASE, BEFORE, MAX, NOW, Behaviour, Chip, Cost, Host, Step
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.ahead import INPUTS_TOGETHER
 from support import tiny_bench

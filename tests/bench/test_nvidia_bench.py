@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 
 from torch.nn.attention.bias import causal_upper_left
 
-from mlx_zip.bench import report
 from mlx_zip.bench.engines import cuda_engines
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow
-from mlx_zip.bench.gpu import checks, nvidia
+from mlx_zip.bench.generation import report
+from mlx_zip.bench.gpu import card_checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
-from mlx_zip.bench.gpu.summary import exported, parameters
+from mlx_zip.bench.gpu.run_summary import exported, parameters
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
 from mlx_zip.cuda import memory
@@ -102,10 +102,10 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
 
 
 def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(checks, "MODELS", ("stories-base",))
-    monkeypatch.setattr(checks, "PROMPTS", checks.PROMPTS[:1])
-    expected = checks.recorded()["stories-base"][:1]
-    monkeypatch.setattr(checks, "recorded", lambda: {"stories-base": expected})
+    monkeypatch.setattr(card_checks, "MODELS", ("stories-base",))
+    monkeypatch.setattr(card_checks, "PROMPTS", card_checks.PROMPTS[:1])
+    expected = card_checks.recorded()["stories-base"][:1]
+    monkeypatch.setattr(card_checks, "recorded", lambda: {"stories-base": expected})
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     expected[0][1] += 1
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 1
@@ -304,13 +304,13 @@ def test_the_scripts_parts_take_less_than_nine_minutes_together():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("heads", list(checks.CHUNKED))
+@pytest.mark.parametrize("heads", list(card_checks.CHUNKED))
 def test_a_prompt_in_two_chunks_is_checked_and_a_mask_that_begins_at_the_first_key_fails(heads, dtype, monkeypatch):
-    [line] = checks.check_chunks(heads, dtype, "cpu")
+    [line] = card_checks.check_chunks(heads, dtype, "cpu")
     assert line["holds"], line["found"]
-    config = checks.narrow(SHAPES[checks.CHUNKED[heads]])
+    config = card_checks.narrow(SHAPES[card_checks.CHUNKED[heads]])
     is_grouped = config["num_attention_heads"] > config["num_key_value_heads"]
     assert is_grouped == (heads == "grouped key heads")
     monkeypatch.setattr(decoder, "causal_lower_right", causal_upper_left)
-    [line] = checks.check_chunks(heads, dtype, "cpu")
+    [line] = card_checks.check_chunks(heads, dtype, "cpu")
     assert not line["holds"]

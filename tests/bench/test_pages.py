@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.bench import pages
+from mlx_zip.bench.generation.ratios import Ratio, ratio
 from mlx_zip.bench.pages import main, names, pages_of, registered
-from mlx_zip.bench.performance_tables import TARGETS, Target
-from mlx_zip.bench.ratios import Ratio, ratio
 from mlx_zip.bench.records import PLACES, Records
+from mlx_zip.bench.tables.performance import TARGETS, Target
 from support.places import REPO
 from support.tiny_bench import batch_record, record
 

@@ -38,13 +38,13 @@ def test_the_record_has_samples_of_every_time_and_the_memory_next_to_its_bound(r
     ],
 )
 def test_a_number_or_folder_that_cannot_be_is_named_before_anything_is_measured(flags, words, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_zip.bench.rows.load_before", None)
+    monkeypatch.setattr("mlx_zip.bench.row_store.load_before", None)
     assert main(["rows", *flags]) == 2
     assert capsys.readouterr().err == f"error: {words}\n"
 
 
 def test_progress_is_shown_for_storing_and_for_looking_up(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_zip.bench.rows.ProgressBar", partial(ProgressBar, interval_s=0.0))
+    monkeypatch.setattr("mlx_zip.bench.row_store.ProgressBar", partial(ProgressBar, interval_s=0.0))
     assert main(["rows", "--rows", "20000", "--width", "4", "--trials", "3", "--folder", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert "Storing: 8,192 of 20,000 rows" in said

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mlx_zip.bench.serve.client import CHAT, MESSAGES, RESPONSES, Reply, ask
-from mlx_zip.bench.serve.serving import first_text_s, long_prompt, unfairness
+from mlx_zip.bench.serve.timing import first_text_s, long_prompt, unfairness
 from mlx_zip.errors import MlxZipError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mlx_zip.cli.agents import CLIENTS
+from mlx_zip.cli.serving.agents import CLIENTS
 from mlx_zip.engine import EngineInfo
 from mlx_zip.server.options import Options
 from support.command_line import outcome

@@ -12,7 +12,8 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.arguments import Parser
-from mlx_zip.cli import chat, opening
+from mlx_zip.cli import chat
+from mlx_zip.cli.serving import opening
 from mlx_zip.text.conversations import read_prompts
 from support.fake_engine import FakeEngine, Script
 from support.places import REPO

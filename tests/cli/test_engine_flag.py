@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlx_zip.cli import engines
+from mlx_zip.cli import engine_choice
 from support.serving import MISSING
 
 needs_torch = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -192,9 +192,9 @@ def test_the_engine_on_pytorch_loads_no_mlx():
 def choice(monkeypatch, folder, *, installed=("torch", "mlx"), platform="linux", group=None, **flags) -> tuple:
     """What --engine auto becomes for a model's folder, and the line that says so."""
     monkeypatch.delenv("MLX_RANK", raising=False)
-    monkeypatch.setattr(engines, "find_spec", lambda name: object() if name in installed else None)
-    monkeypatch.setattr(engines.sys, "platform", platform)
-    return engines._choice(argparse.Namespace(engine="auto", **flags), [] if folder is None else [folder], group)
+    monkeypatch.setattr(engine_choice, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(engine_choice.sys, "platform", platform)
+    return engine_choice._choice(argparse.Namespace(engine="auto", **flags), [] if folder is None else [folder], group)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def large(tmp_path):
     """A folder of a model that is large enough for PyTorch, on a disk that holds no zeros."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(engines.SMALL_MB << 20)
+        file.truncate(engine_choice.SMALL_MB << 20)
     return tmp_path
 
 
@@ -217,7 +217,7 @@ def test_auto_takes_mlx_on_a_mac_on_several_machines_and_for_a_small_model(monke
     assert choice(monkeypatch, large, platform="darwin") == ("mlx", None)
     assert choice(monkeypatch, large, group=object()) == ("mlx", None)
     with open(large / "model.safetensors", "wb") as file:
-        file.truncate((engines.SMALL_MB << 20) - 1)
+        file.truncate((engine_choice.SMALL_MB << 20) - 1)
     assert choice(monkeypatch, large) == ("mlx", None)
 
 
@@ -235,18 +235,20 @@ def test_auto_takes_mlx_for_what_only_mlx_can_do_and_says_so(monkeypatch, large)
 
 def test_an_engine_that_is_named_stays_and_one_that_is_chosen_is_told(monkeypatch, capsys):
     named, auto = argparse.Namespace(engine="cuda"), argparse.Namespace(engine="auto")
-    monkeypatch.setattr(engines, "_choice", lambda *_: ("torch", "because it is"))
+    monkeypatch.setattr(engine_choice, "_choice", lambda *_: ("torch", "because it is"))
     for args in (named, auto):
-        engines.choose(args, "stories")
+        engine_choice.choose(args, "stories")
     assert (named.engine, auto.engine) == ("cuda", "torch")
     assert capsys.readouterr().err == "engine: torch, because it is\n"
 
 
 def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
-    from mlx_zip.cli import app
+    from mlx_zip.cli.serving import app
 
-    monkeypatch.setattr(engines, "_choice", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None))
-    monkeypatch.setattr(engines, "choose_device", lambda: None)
+    monkeypatch.setattr(
+        engine_choice, "_choice", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None)
+    )
+    monkeypatch.setattr(engine_choice, "choose_device", lambda: None)
     monkeypatch.setattr(app, "engine_options", lambda args, *_: {"engine": args.engine})
     monkeypatch.setattr(app, "opened", lambda adapter, name, **options: (name, options["engine"]))
     for asked, expected in (("auto", "torch"), ("mlx", "mlx")):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip import named
-from mlx_zip.cli import app
+from mlx_zip.cli.serving import app
 from mlx_zip.engine.engines import other_models
 from support.fake_engine import FakeEngine
 from support.named_models import install_package, use_stand_in

@@ -10,11 +10,13 @@ import types
 import pytest
 
 from mlx_zip import selftest
-from mlx_zip.bench import machine, step_parts
-from mlx_zip.bench import selftest as steps
+from mlx_zip.bench import machine
 from mlx_zip.bench.engines import shapes
+from mlx_zip.bench.steps import host_parts
+from mlx_zip.bench.steps import selftest_steps as steps
 from mlx_zip.cli import main
-from mlx_zip.selftest import checks, recorded, speed
+from mlx_zip.selftest import check as checks
+from mlx_zip.selftest import recorded, speed
 from support import tiny_bench
 
 FAILED = checks.Check("codec", False, "3 of 4 equal")
@@ -27,8 +29,8 @@ def page(tmp_path_factory):
         patch.setattr(speed, "TRIALS", 1)  # speed is not what these tests are about
         patch.setattr(steps, "TRIALS", 1)
         patch.setattr(steps, "TOKENS", 32)
-        patch.setattr(step_parts, "TOKENS", 24)
-        patch.setattr(step_parts, "ROUNDS", 1)
+        patch.setattr(host_parts, "TOKENS", 24)
+        patch.setattr(host_parts, "ROUNDS", 1)
         assert main(["selftest", "--out", str(file), "--rest", "0"]) == 0
     return file.read_text()
 
@@ -290,9 +292,9 @@ def test_the_report_has_the_parts_of_a_step_and_the_file_has_every_sample(figure
     ways = figures["host"]["ways"]
     assert set(ways) == {"cold", "warm", "engine"}
     for way in ways.values():
-        assert set(way["parts_ms"]) == set(step_parts.PARTS)
+        assert set(way["parts_ms"]) == set(host_parts.PARTS)
         assert {len(samples) for samples in way["samples_us"].values()} == {way["steps"]}
-        assert way["parts_ms"]["graph"].keys() == step_parts.QUANTILES.keys()
+        assert way["parts_ms"]["graph"].keys() == host_parts.QUANTILES.keys()
         assert way["steps"] > 1
     assert "host: parts of a step, engine | stalls: " in page
     assert set(figures["host"]["plain"]["over"]) == {"stream_generate", "engine"}
@@ -301,11 +303,11 @@ def test_the_report_has_the_parts_of_a_step_and_the_file_has_every_sample(figure
 
 def test_first_ids_are_timed_after_rests_of_which_the_longest_is_chosen(monkeypatch):
     slept, given = [], []
-    monkeypatch.setattr(step_parts, "host_figures", lambda *args: given.append(args[4]))
+    monkeypatch.setattr(host_parts, "host_figures", lambda *args: given.append(args[4]))
     for rest_s in (30.0, 1.0, 0.0):
         steps.host_figures(rest_s, 40.0)
     assert given == [[0.0, 2.0, 30.0], [0.0, 1.0], [0.0]]
-    monkeypatch.setattr(step_parts.time, "sleep", slept.append)
+    monkeypatch.setattr(host_parts.time, "sleep", slept.append)
     engine = types.SimpleNamespace(run=lambda *_: types.SimpleNamespace(times=[0.25]))
-    assert step_parts.first_ids(engine, [1], given[0]) == {"0": 250.0, "2": 250.0, "30": 250.0}
+    assert host_parts.first_ids(engine, [1], given[0]) == {"0": 250.0, "2": 250.0, "30": 250.0}
     assert slept == given[0]

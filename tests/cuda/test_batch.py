@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
-from mlx_zip.bench.gpu.launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
-from mlx_zip.bench.gpu.launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402

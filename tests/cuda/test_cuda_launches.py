@@ -17,8 +17,8 @@ pytest.importorskip("mlx.core")
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, zip_config  # noqa: E402
-from mlx_zip.bench.gpu import card_steps  # noqa: E402
-from mlx_zip.bench.gpu.launches import Launches, counted, extrapolated, shape_costs, step_costs  # noqa: E402  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import Launches, counted, extrapolated, shape_costs, step_costs  # noqa: E402  # noqa: E402
+from mlx_zip.bench.tables import card_steps  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels import activations  # noqa: E402
 from mlx_zip.cuda.kernels.activations import rms_norm  # noqa: E402

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
-from mlx_zip.bench.gpu.launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402

@@ -11,7 +11,7 @@ pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import decoder_bytes, random_folder  # noqa: E402
 from mlx_zip.bench.engines.shape_table import SHAPES  # noqa: E402
-from mlx_zip.bench.gpu.summary import parameters  # noqa: E402
+from mlx_zip.bench.gpu.run_summary import parameters  # noqa: E402
 from mlx_zip.cuda import memory  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402

@@ -10,8 +10,8 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def no_watching() -> Iterator[None]:
     """Records are made without watching the machine for two seconds first."""
-    from mlx_zip.bench import record
+    from mlx_zip.bench import recording
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "IDLE_S", 0.0)
+        patch.setattr(recording, "IDLE_S", 0.0)
         yield

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlx_zip.bench import codec, record
+from mlx_zip.bench import codec, recording
 from mlx_zip.bench.papers.zip2zip import codec_figure
 from mlx_zip.bench.papers.zip2zip.codec_figure import drawn_figure, latency
 from mlx_zip.codec import CodecParams, compress
@@ -20,7 +20,7 @@ from support.tiny_vocabularies import SIZE, TEXT, write_pair
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
     monkeypatch.setattr(codec, "TRIAL_S", 0.0)
-    monkeypatch.setattr(record, "IDLE_S", 0.0)
+    monkeypatch.setattr(recording, "IDLE_S", 0.0)
 
 
 @pytest.fixture

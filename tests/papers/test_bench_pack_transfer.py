@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlx_zip.bench.papers.packs.transfer import halves
+from mlx_zip.bench.papers.packs.pack_transfer import halves
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.engine.generate import load, stream_generate
 from mlx_zip.errors import CodecError, DataError, MlxZipError

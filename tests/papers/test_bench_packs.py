@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from mlx_zip.bench.papers.packs import compression
-from mlx_zip.bench.papers.packs.compression import Bpe
+from mlx_zip.bench.papers.packs import pack_compression
+from mlx_zip.bench.papers.packs.pack_compression import Bpe
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -44,12 +44,12 @@ def test_rates_are_those_of_the_codec_on_every_domain_with_growth_and_without(te
     for domain in ("a", "b"):
         held_out = [*vocabulary.encode((texts / f"{domain}.test.txt").read_text())]
         windows = [held_out[at : at + WINDOW] for at in range(0, len(held_out), WINDOW)]
-        params = CodecParams(vocabulary.size, compression.GROWTH, 3)
+        params = CodecParams(vocabulary.size, pack_compression.GROWTH, 3)
         assert line["tests"][domain]["empty"] == rate(params, windows)
         for size in (5, 20):
             entries = learn(params, [ids], size, window=WINDOW).entries
             told = next(pack for pack in line["packs"] if (pack["size"], pack["learner"]) == (size, "learn"))
-            for name, growth in (("rates", compression.GROWTH), ("static", 0)):
+            for name, growth in (("rates", pack_compression.GROWTH), ("static", 0)):
                 codec = CodecParams(vocabulary.size, growth + len(entries), 3, start=entries)
                 assert told[name][domain] == rate(codec, windows)
 

@@ -9,6 +9,7 @@ import pytest
 from mlx_zip.bench.flops import TABLE_9, TRAINED, record
 from mlx_zip.bench.papers.zip2zip.compression_tables import (
     DOMAINS,
+    LATENCY,
     SHARES,
     TABLE_2,
     TABLES,
@@ -18,13 +19,12 @@ from mlx_zip.bench.papers.zip2zip.compression_tables import (
     flops,
     flops_of_our_mixture,
     gains_for_code,
-    latency,
     mixture,
     only_in_the_paper,
     rates_by_merge_size,
     texts,
 )
-from mlx_zip.bench.records import Records
+from mlx_zip.bench.records import Records, column_table
 from mlx_zip.bench.tokens import COLUMNS
 from mlx_zip.errors import MlxZipError
 from support.places import REPO
@@ -171,7 +171,7 @@ def test_a_codebook_that_no_window_fills_stands_for_larger_ones():
 
 
 def test_latencies_are_shown_with_what_the_codecs_add():
-    told = latency([timed(), timed(10_000, theirs=False)])
+    told = column_table([timed(), timed(10_000, theirs=False)], LATENCY)
     assert "| 1,000 | 1.00 (0.99 to 1.01) | 1.01 (1.00 to 1.02) | 1.50 (1.49 to 1.51) | +1.0% | +50.0% | 0.5 |" in told
     assert "| mini | tokenizers | 10,000 | 1.00 (0.99 to 1.01) | 1.01 (1.00 to 1.02) | - | +1.0% | - | 0.5 |" in told
 

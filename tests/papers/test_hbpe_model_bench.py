@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench.__main__ import main
-from mlx_zip.bench.papers.hbpe import data as hbpe_data
-from mlx_zip.bench.papers.hbpe import model as bench
-from mlx_zip.bench.papers.hbpe.data import Data, read_documents
+from mlx_zip.bench.papers.hbpe import hbpe_data
+from mlx_zip.bench.papers.hbpe import hbpe_model as bench
+from mlx_zip.bench.papers.hbpe.hbpe_data import Data, read_documents
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, parameters_of
 from mlx_zip.training.patch_training import train
 from mlx_zip.vocab.hbpe.measures import Tower

@@ -17,8 +17,8 @@ import yaml
 
 from mlx_zip import cli, named
 from mlx_zip.arguments import Parser
-from mlx_zip.bench import generate
-from mlx_zip.bench.record import add_record_flag
+from mlx_zip.bench.generation import generate
+from mlx_zip.bench.recording import add_record_flag
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.tokenizers import load_tokenizer

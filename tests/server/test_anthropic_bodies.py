@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.fields import BodyError, parse
-from mlx_zip.server.turn import Tool, Turn
 
 USER = {"role": "user", "content": "Hi"}
 ADD = {"name": "add", "input_schema": {"type": "object"}}

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_zip.server.answers.turn import Turn
 from mlx_zip.server.anthropic import bodies as anthropic_bodies
 from mlx_zip.server.fields import BodyError, parse
 from mlx_zip.server.openai import responses_bodies
-from mlx_zip.server.turn import Turn
 
 RESPONSE = {
     "model": "m",

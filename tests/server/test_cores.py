@@ -9,9 +9,9 @@ import pytest
 from mlx_zip.engine.engines import Engines, OtherModel
 from mlx_zip.errors import EngineError
 from mlx_zip.packs.pack import Pack
+from mlx_zip.server.answers.turn import Done, Text, Turn, Waiting
 from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
-from mlx_zip.server.turn import Done, Text, Turn, Waiting
 from support.answers import COUNTS
 from support.fake_engine import FakeEngine, Script
 from support.http_server import events, replay, serving

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.marked_calls import FORMATS
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.tools import make_constraint
-from mlx_zip.server.turn import Tool, ToolCall, Turn
+from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.marked_calls import FORMATS
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
 from support.sampling_answers import sampled, text_of
 from support.schemas import follows, random_schema
 from support.tool_templates import wrapped

@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_zip.errors import EngineError
+from mlx_zip.server.answers.turn import Done, Text
 from mlx_zip.server.options import Options
-from mlx_zip.server.turn import Done, Text
 from support.answers import ANSWERS, COUNTS
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, post, replay, serving, until

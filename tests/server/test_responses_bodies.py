@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.fields import BodyError, parse
 from mlx_zip.server.openai.responses_bodies import ResponseBody, turn_of
-from mlx_zip.server.turn import Tool, Turn
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from mlx_zip.engine import Counts, Emitted, Finished, Origin, Started
 from mlx_zip.packs.pack import Pack
-from mlx_zip.server.answering import Answering
+from mlx_zip.server.answers.answering import Answering
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.turn import Done, Learned, Live, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.server.options import Options
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.text.token_facts import TokenTexts
 from mlx_zip.text.tokenizers import REPLACEMENT
 from support.fake_engine import FakeEngine, Script, tokenizer

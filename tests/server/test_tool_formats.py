@@ -5,10 +5,10 @@ import json
 import pytest
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.parts import Splitter
-from mlx_zip.server.tool_formats import for_template, openai_tools, tool_format
-from mlx_zip.server.tools import make_constraint
-from mlx_zip.server.turn import Tool, ToolCall, Turn
+from mlx_zip.server.answers.constraint import make_constraint
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.tool_formats import for_template, openai_tools, tool_format
+from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
 from mlx_zip.text.prompts import Chat
 from support.tool_templates import KINDS, template, with_tools, wrapped
 

@@ -1,7 +1,7 @@
 """Answers of every kind as deltas, for the tests of the dialects."""
 
 from mlx_zip.engine import Counts
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, TokenLogprob, ToolCall, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, TokenLogprob, ToolCall, Waiting
 
 COUNTS = Counts(prompt_tokens=50, cached_tokens=40, base_tokens=9, steps=5, hypertokens=2, total_s=0.5)
 LOGPROB = TokenLogprob("Hé", "Hé".encode(), -0.5, (("Hé", "Hé".encode(), -0.5), ("Ho", b"Ho", -1.25)))

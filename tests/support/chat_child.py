@@ -21,7 +21,7 @@ def main() -> int:
     from mlx_zip import cli
 
     if script != "stories":
-        import mlx_zip.cli.opening as opening
+        import mlx_zip.cli.serving.opening as opening
         from support.fake_engine import FakeEngine, Script
 
         engine = FakeEngine(Script(**json.loads(script)))

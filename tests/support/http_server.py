@@ -13,10 +13,10 @@ from http.client import HTTPConnection
 from typing import Any
 
 from mlx_zip.engine import Engine
+from mlx_zip.server.answers.turn import Delta, Turn
 from mlx_zip.server.core import Core
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bound
-from mlx_zip.server.turn import Delta, Turn
 
 WAIT_S = 20.0
 

@@ -7,13 +7,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mlx_zip.bench import batch, machine
-from mlx_zip.bench import record as record_fields
+from mlx_zip.bench import machine
+from mlx_zip.bench import recording as record_fields
 from mlx_zip.bench.__main__ import BENCHES
 from mlx_zip.bench.engines import shapes
 from mlx_zip.bench.engines.runs import Run
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.bench.generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
+from mlx_zip.bench.generation import batch
+from mlx_zip.bench.generation.generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
 from mlx_zip.bench.papers.__main__ import EXPERIMENTS
 from support import tiny, tiny_text
 

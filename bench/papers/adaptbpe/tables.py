@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Records, machines, table
+from mlx_zip.bench.records import Cell, Records, column_table, machines, shown, spread, table
 from mlx_zip.errors import MlxZipError
 
 if TYPE_CHECKING:
@@ -47,10 +47,17 @@ PRECISIONS = {"8": "8 bit", "4": "4 bit", "16": "16 bit"}
 CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
 
 
+UTILITY, ENCODING = "utility", "encoding"  # values of a line's field `what`
+
+
+def _of(what: str) -> Callable[[Sequence[Line]], Iterator[Line]]:
+    return lambda lines: (line for line in lines if line["what"] == what)
+
+
 def _utility_table(records: Records) -> str:
     """Returns the table of compression utility by text, number of merges N and method, the best of a row in bold."""
     rows, shown = [], ""
-    for line in _lines_about(records, "adaptbpe", "utility"):
+    for line in _of(UTILITY)(records.lines("adaptbpe")):
         first = line["text"] != shown
         shown = line["text"]
         found = _best_in_bold([line["utility"][name] for name in COLUMNS])
@@ -60,7 +67,6 @@ def _utility_table(records: Records) -> str:
 
 
 def _best_in_bold(values: Sequence[float]) -> list[str]:
-    """Formats the values to four digits, the greatest in bold unless several are greatest."""
     top = max(values)
     alone = sum(value == top for value in values) == 1
     return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
@@ -68,22 +74,17 @@ def _best_in_bold(values: Sequence[float]) -> list[str]:
 
 def _speed_table(records: Records) -> str:
     """Returns the table of encoding speeds by text: the `tokenizers` library, the whole list, the adapted list."""
-    ways = ("tokenizers", "whole_list", "whole_list_fresh", "adapted", "adapted_fresh")
-    lines = _lines_about(records, "adaptbpe", "encoding")
-    rows = [[f"{TEXTS[line['text']]} ({line['bytes']:,})", *(_spread(line[way]) for way in ways)] for line in lines]
-    merges = lines[0]["merges"]
-    header = ["text (bytes)", "`tokenizers`", "whole list", "*fresh*", f"adapted, N = {merges}", "*fresh*"]
-    return table(header, rows)
-
-
-def _lines_about(records: Records, name: str, what: str) -> list[Line]:
-    """Returns the lines of a record whose field `what` has this value."""
-    return [line for line in records.lines(name) if line["what"] == what]
-
-
-def _spread(figure: Line, digits: int = 1) -> str:
-    """Formats a summary as "median (least-greatest)"."""
-    return f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f}-{figure['max']:.{digits}f})"
+    lines = list(_of(ENCODING)(records.lines("adaptbpe")))
+    heads = {
+        "tokenizers": "`tokenizers`",
+        "whole_list": "whole list",
+        "whole_list_fresh": "*fresh*",
+        "adapted": f"adapted, N = {lines[0]['merges']}",
+        "adapted_fresh": "*fresh*",
+    }
+    text: Cell = lambda line: f"{TEXTS[line['text']]} ({line['bytes']:,})"
+    speeds = ((head, lambda line, way=way: spread(line[way], 1)) for way, head in heads.items())
+    return column_table(lines, (("text (bytes)", text), *speeds))
 
 
 def _bits_table(records: Records) -> str:
@@ -102,12 +103,10 @@ def _bits_table(records: Records) -> str:
 
 
 def _shares_below_1(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
-    """Returns (share of merges kept, lines by method) for each share below 1, in rising order."""
     return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
 
 
 def _bits_cell(line: Line | None) -> str:
-    """Formats bits per byte and their change from the whole model; "" where nothing was measured."""
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
@@ -154,22 +153,18 @@ def _where_cells(line: Line) -> list[str]:
     ]
 
 
-def _steps_table(records: Records) -> str:
-    """Returns the table of decoding step times with fewer rows, relative to the whole model, and of the bound."""
-    rows = []
-    for line in records.lines("adapt_step"):
-        model = f"`{line['model']['name']}`, {PRECISIONS.get(line['model']['precision'], line['model']['precision'])}"
-        ratios = [_spread(line["ratio"][clock], 3) for clock in CLOCKS]
-        of_bound = [f"{line['of_bound'][clock]:.2f}" for clock in CLOCKS]
-        rows.append(
-            [
-                f"{model}, {line['vocab_size']:,} to {line['kept']:,}",
-                f"{line['bound']:.1%}",
-                *(cell for pair in zip(ratios, of_bound, strict=True) for cell in pair),
-            ]
-        )
-    header = ["model, ids", "bytes of a step that go"]
-    return table([*header, *(cell for clock in CLOCKS.values() for cell in (clock, "of the bound"))], rows)
+def _step_columns() -> Iterator[tuple[str, Cell]]:
+    """Yields the columns of decoding step times with fewer rows, relative to the whole model, and of the bound."""
+    yield "model, ids", _model_and_ids
+    yield "bytes of a step that go", "{bound:.1%}"
+    for clock, head in CLOCKS.items():
+        yield head, lambda line, clock=clock: spread(line["ratio"][clock], 3)
+        yield "of the bound", f"{{of_bound[{clock}]:.2f}}"
+
+
+def _model_and_ids(line: Line) -> str:
+    name, precision = line["model"]["name"], line["model"]["precision"]
+    return f"`{name}`, {PRECISIONS.get(precision, precision)}, {line['vocab_size']:,} to {line['kept']:,}"
 
 
 def _over_top_k_table(records: Records) -> str:
@@ -177,7 +172,7 @@ def _over_top_k_table(records: Records) -> str:
 
     Differences of utility are in percentage points.
     """
-    lines = [line for line in records.lines("adaptbpe-wide") if line["what"] == "utility"]
+    lines = list(_of(UTILITY)(records.lines("adaptbpe-wide")))
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
     for line in lines:
@@ -231,7 +226,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-bits": _bits_table,
     "adapt-saved": _saved_table,
     "adapt-where": _where_table,
-    "adapt-steps": _steps_table,
+    "adapt-steps": shown("adapt_step", tuple(_step_columns())),
     "adapt-machines": lambda records: machines(records, RECORDS),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": picture}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.recording import summary, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of
@@ -93,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _joined(texts: list[str]) -> dict[str, str]:
-    """Reads NAME=FILE arguments and returns the text of each name, its documents joined by line breaks."""
     return {name: "\n".join(d.text for d in corpus.documents) for name, corpus in read_domains(texts).items()}
 
 
@@ -165,12 +164,10 @@ def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, 
 
 
 def _encoding_seconds(encoder: Encoder, data: bytes) -> float:
-    """Returns the seconds that an encoder, made before the clock starts, takes to encode the bytes."""
     return _seconds(lambda: encoder.encode(data))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Returns the wall seconds of one call."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
@@ -191,6 +188,5 @@ def _library_ids(base: BaseVocabulary) -> Any:
 
 
 def _print(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
-    """Prints a record as a JSON line, with the names of text and tokenizer and with the machine."""
     line = {"bench": "adaptbpe", "text": name, "base": base.name, **record}
     print(json.dumps({**line, **surroundings("tokenizers")}), flush=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.recording import summary, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import Curve, Panel, lines
-from mlx_zip.bench.records import Cell, column_table, machines
+from mlx_zip.bench.records import Cell, Columns, column_table, machines, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ def _models(records: Any, recipe: str | None) -> list[Line]:
     return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
 
 
-def _made_so_far(records: Any, recipe: str, columns: Sequence[tuple[str, Cell]]) -> str:
+def _made_so_far(records: Any, recipe: str, columns: Columns) -> str:
     """Returns a table of the models of a recipe; if there are none, a sentence with the command that records them."""
     if found := _models(records, recipe):
         return column_table(found, columns)
@@ -52,30 +52,12 @@ def _of_paper(figures: Mapping[str, str]) -> Cell:
     return lambda line: figures.get(line["model"], "")
 
 
-def _codec_table(records: Any) -> str:
-    """Returns the table of merges, learning time, table size and patch lengths of GPT-2's tokenizer, by patch size."""
-    return column_table(_gpt2(records), CODEC_COLUMNS)
+def _gpt2(lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if line["tokenizer"] == GPT2]
 
 
-def _flops_table(records: Any) -> str:
-    """Returns the table of GFLOPs of the paper's small model on 8,192 bytes, by patch size.
-
-    Columns: plain BPE, then patches counted in three ways.
-    """
-    return column_table(_gpt2(records), FLOPS_COLUMNS)
-
-
-def _gpt2(records: Any) -> list[Line]:
-    """Returns the recorded lines of `bench hbpe` with GPT-2's tokenizer."""
-    return [line for line in records.lines(CODEC) if line["tokenizer"] == GPT2]
-
-
-def _texts_table(records: Any) -> str:
-    """Returns the table of bytes per patch and GFLOPs for every measured text and tokenizer.
-
-    The last column counts the symbols that the text's patches have, by the paper's formula.
-    """
-    return column_table((line for line in records.lines(CODEC) if "bytes_per_patch_space" in line), TEXT_COLUMNS)
+def _with_text(lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if "bytes_per_patch_space" in line]
 
 
 def _model_label(line: Line) -> str:
@@ -84,7 +66,7 @@ def _model_label(line: Line) -> str:
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
 
-CODEC_COLUMNS: tuple[tuple[str, Cell], ...] = (
+CODEC_COLUMNS: Columns = (
     ("S", "{patch_size}"),
     ("V'", "{merges:,}"),
     ("tokens too long", "{too_long:,}"),
@@ -93,14 +75,14 @@ CODEC_COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("symbols per patch, `stop`", "{symbols_per_patch_stop:.2f}"),
     ("`full`", "{symbols_per_patch_full:.2f}"),
 )
-FLOPS_COLUMNS: tuple[tuple[str, Cell], ...] = (
+FLOPS_COLUMNS: Columns = (  # GFLOPs of the paper's small model on 8,192 bytes, with patches counted in three ways
     ("S", "{patch_size}"),
     ("plain BPE", _gflops("flops_plain")),
     ("patches, the paper's count", _gflops("flops_patches_paper")),
     ("with the symbols that there are", _gflops("flops_patches_counted")),
     ("with S symbols", _gflops("flops_patches_padded")),
 )
-TEXT_COLUMNS: tuple[tuple[str, Cell], ...] = (
+TEXT_COLUMNS: Columns = (  # "patches, counted" has the symbols that the text's patches have, by the paper's formula
     ("text", "{text}"),
     ("first stage", lambda line: line["tokenizer"].split(".")[0]),
     ("S", "{patch_size}"),
@@ -112,7 +94,7 @@ TEXT_COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("patches, paper's", _gflops("flops_patches_paper")),
     ("patches, counted", _gflops("flops_patches_counted")),
 )
-SPENT: tuple[tuple[str, Cell], ...] = (
+SPENT: Columns = (
     ("parameters", "{parameters:,}"),
     ("processor seconds", "{processor_s:.0f}"),
     ("steps", "{steps:,}"),
@@ -120,7 +102,7 @@ SPENT: tuple[tuple[str, Cell], ...] = (
 )
 KFLOPS: tuple[str, Cell] = ("kFLOPs per byte", lambda line: f"{line['forward_flops_per_byte'] / 1e3:.0f}")
 BITS: tuple[str, Cell] = ("bits per byte", "{bits_per_byte:.3f}")
-KIND_COLUMNS: tuple[tuple[str, Cell], ...] = (  # the paper's table 2: bits per byte by kind of model
+KIND_COLUMNS: Columns = (  # the paper's table 2: bits per byte by kind of model
     ("model", _model_label),
     *SPENT,
     ("fertility", "{fertility:.2f}"),
@@ -130,7 +112,7 @@ KIND_COLUMNS: tuple[tuple[str, Cell], ...] = (  # the paper's table 2: bits per 
     BITS,
     ("paper", _of_paper(TABLE2)),
 )
-CHINESE_COLUMNS: tuple[tuple[str, Cell], ...] = (  # the paper's table 3: patches of Chinese text by kind
+CHINESE_COLUMNS: Columns = (  # the paper's table 3: patches of Chinese text by kind
     ("model", _model_label),
     *SPENT,
     ("bytes per patch", "{bytes_per_unit:.2f}"),
@@ -139,7 +121,7 @@ CHINESE_COLUMNS: tuple[tuple[str, Cell], ...] = (  # the paper's table 3: patche
     BITS,
     ("paper", _of_paper(TABLE3)),
 )
-SIZE_COLUMNS: tuple[tuple[str, Cell], ...] = (  # models over patches by patch size, which the paper draws as figure 7
+SIZE_COLUMNS: Columns = (  # models over patches by patch size, which the paper draws as figure 7
     ("S", "{config[patch_size]}"),
     ("V'", lambda line: f"{line['config']['symbols'] - 257:,}"),
     ("symbols per patch", "{symbols_per_unit:.2f}"),
@@ -177,12 +159,12 @@ def _training_flops(line: Line, point: Line) -> float:
 
 
 TABLES = {
-    "hbpe-codec": _codec_table,
+    "hbpe-codec": shown(CODEC, CODEC_COLUMNS, _gpt2),
     "hbpe-kinds": lambda records: _made_so_far(records, "table2", KIND_COLUMNS),
     "hbpe-chinese": lambda records: _made_so_far(records, "table3", CHINESE_COLUMNS),
     "hbpe-sizes": lambda records: _made_so_far(records, "figure7", SIZE_COLUMNS),
-    "hbpe-cuts": _texts_table,
-    "hbpe-flops": _flops_table,
+    "hbpe-cuts": shown(CODEC, TEXT_COLUMNS, _with_text),
+    "hbpe-flops": shown(CODEC, FLOPS_COLUMNS, _gpt2),
     "hbpe-machines": lambda records: machines(records, (CODEC, MODELS)),
 }
 PICTURES = {"docs/reports/hbpe.svg": picture}

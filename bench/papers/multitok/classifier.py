@@ -124,7 +124,6 @@ def reached(losses: Sequence[float], epsilon: float) -> int | None:
 
 
 def _loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.array:
-    """Returns the mean cross-entropy of a batch, in nats."""
     return nn.losses.cross_entropy(model(ids), labels, reduction="mean")
 
 

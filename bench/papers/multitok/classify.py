@@ -24,7 +24,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.plots import save
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import whole_file
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -147,7 +147,6 @@ def _checked(args: argparse.Namespace) -> list[Setting]:
 
 
 def _texts(args: argparse.Namespace) -> tuple[Labelled, Labelled]:
-    """Reads the training texts and the test texts, cut to --samples, --test-samples and --words."""
     train = read_labelled(args.train).some(args.samples, args.words)
     return train, read_labelled(args.test).some(args.test_samples, args.words)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, spread, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ def _speed_table(records: Records) -> str:
     columns: tuple[tuple[str, Cell], ...] = (
         ("", _measured),
         WINDOW,
-        ("M units/s", lambda line: _spread(line["ours"])),
-        ("plain Python", lambda line: _spread(line.get("plain_python"))),
+        ("M units/s", lambda line: spread(line["ours"])),
+        ("plain Python", lambda line: spread(line.get("plain_python"))),
         ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
         ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
     )
@@ -31,7 +31,6 @@ def _speed_table(records: Records) -> str:
 
 
 def _measured(line: Record) -> str:
-    """Returns what a line of speed measures: "train", "encode", or encoding after pruning."""
     setting = line["setting"]
     return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
 
@@ -81,14 +80,12 @@ def _tokenizer_ratios_table(records: Records) -> str:
 
 
 def _ratios(records: Records, what: str, words: bool) -> Iterator[Record]:
-    """Yields the lines of one kind whose units are words, or a tokenizer's ids."""
     for line in records.lines("multitok"):
         if line["what"] == what and (line["data"]["units_are"] == "words") == words:
             yield line
 
 
 def _paper_ratio(line: Record) -> str:
-    """Returns the paper's r for a line's setting, "" where the paper has none."""
     return "" if line["paper"] is None else f"{line['paper']:.2f}"
 
 
@@ -116,11 +113,6 @@ def _packs_table(records: Records) -> str:
             rows.append([line["domain"], f"{line['train_ids']:,}", f"{size:,}", f"{empty:.3f}", *rates])
     head = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export"]
     return table(head, rows)
-
-
-def _spread(figure: dict[str, Any] | None) -> str:
-    """Formats a summary as "median (least-greatest)"; "" for None."""
-    return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
 
 
 # ---- what `classify` measured
@@ -168,7 +160,6 @@ def grouped(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def _data_set(line: Record) -> str:
-    """Returns the name of a line's texts in the tables, for example IMDB."""
     name: str = line["data"]["train"].split(".")[0]
     return SAMPLED.get(name, name)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Record, Records, machines, table
+from mlx_zip.bench.records import Cell, Columns, Record, Records, machines, shown, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,27 +63,14 @@ def _learners_table(records: Records) -> str:
 
 
 def _pack(line: Record, size: int, learner: str) -> Record:
-    """Returns a line's record of the pack with this size and learner."""
     return next(pack for pack in line["packs"] if (pack["size"], pack["learner"]) == (size, learner))
 
 
 def _text_cell(domain: str, test: Record) -> str:
-    """Returns a domain with the names of its held-out files."""
     return f"{domain} ({', '.join(name.split('.')[0] for name in test['text']['files'])})"
 
 
-def _pack_quality_table(records: Records) -> str:
-    """Returns the table of bits per byte with each pack of `bench pack_quality`."""
-    rows = []
-    for line in records.lines("pack_quality"):
-        kind = {"empty": "none", "own": "its own"}.get(line["curve"], line["curve"])
-        rows.append([kind, f"{line['entries']:,}", *_scored_cells(line)])
-    heads = ["pack", "entries", "base ids per id", "bits per byte", "to the control", "to no pack"]
-    return table(heads, rows)
-
-
 def _bundled_table(records: Records) -> str:
-    """Returns the README's table of bits per byte: the baseline, and `stories` without and with its pack."""
     lines = {line["curve"]: line for line in records.lines("pack_quality")}
     empty, packed = lines["empty"], lines["its own, tuned"]
     rows = [["`stories-base`, no hypertokens", "1.000", f"{empty['base_bits_per_byte']:.3f}", ""]]
@@ -93,46 +80,28 @@ def _bundled_table(records: Records) -> str:
     return table(["bundled model", "base ids per id", "bits per byte", "to the baseline"], rows)
 
 
-def _scored_cells(line: Record) -> list[str]:
-    """Returns a pack's cells: base ids per id, bits per byte, and their change from the base and from no pack."""
-    return [
-        f"{line['base_ids_per_id']:.3f}",
-        f"{line['bits_per_byte']:.3f}",
-        f"{line['over_base']:+.1%}",
-        f"{line['over_empty']:+.1%}",
-    ]
+PACKS = {"empty": "none", "own": "its own"}
+TRANSFERRED = {"empty": "none", "learned": "of the new text", "own": "of the training"}
 
 
-def _pack_transfer_table(records: Records) -> str:
-    """Returns the table of bits per byte of text that training never saw, by pack."""
-    rows = []
-    for line in records.lines("pack_transfer"):
-        rows.append([*_pack_cells(line), *_scored_cells(line)])
-    heads = ["pack", "entries", "base ids per id", "bits per byte", "to the base", "to no pack"]
-    return table(heads, rows)
+def _pack_columns(names: Mapping[str, str]) -> Columns:
+    return (("pack", lambda line: names.get(line["curve"], line["curve"])), ("entries", "{entries:,}"))
 
 
-def _pack_transfer_written_table(records: Records) -> str:
-    """Returns the table of base tokens per step in text that the model writes after openings it never saw, by pack.
-
-    It is written greedily and at temperature 0.7; a share is "-" where no gain was possible.
-    """
-    rows = []
-    for line in records.lines("pack_transfer"):
-        row = [*_pack_cells(line), f"{line['own_base_tokens_per_step']:.3f}"]
-        for written in (line["greedy"], line["sampled"]):
-            shares = (written["of_gain"], written["of_own_gain"])
-            row += [f"{written['base_tokens_per_step']:.3f}", *("-" if x is None else f"{x:.0%}" for x in shares)]
-        rows.append(row)
-    heads = ["of the gain", "of the authors'"]
-    return table(["pack", "entries", "theirs", "greedy", *heads, "at 0.7", *heads], rows)
+def _scored_columns(compared: str) -> Columns:
+    return (
+        ("base ids per id", "{base_ids_per_id:.3f}"),
+        ("bits per byte", "{bits_per_byte:.3f}"),
+        (f"to the {compared}", "{over_base:+.1%}"),
+        ("to no pack", "{over_empty:+.1%}"),
+    )
 
 
-def _pack_cells(line: Record) -> list[str]:
-    """Returns the cells that name the pack of a line of `bench pack_transfer`, and its number of entries."""
-    kinds = {"empty": "none", "learned": "of the new text", "own": "of the training"}
-    curve: str = line["curve"]
-    return [kinds.get(curve, curve), f"{line['entries']:,}"]
+def _written_columns(head: str, key: str) -> Columns:
+    """Base tokens per step of what the model wrote, and their share of the possible gain: "-" where none was."""
+    share: Callable[[str], Cell] = lambda of: lambda line: "-" if line[key][of] is None else f"{line[key][of]:.0%}"
+    tokens = f"{{{key}[base_tokens_per_step]:.3f}}"
+    return ((head, tokens), ("of the gain", share("of_gain")), ("of the authors'", share("of_own_gain")))
 
 
 def picture(lines: Sequence[Record]) -> Figure:
@@ -164,10 +133,18 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "packs-crossed": _crossed_table,
     "packs-learners": _learners_table,
     "packs-machines": lambda records: machines(records, ("packs", "pack_quality", "pack_transfer")),
-    "pack-quality": _pack_quality_table,
+    "pack-quality": shown("pack_quality", (*_pack_columns(PACKS), *_scored_columns("control"))),
     "price": _bundled_table,
-    "pack-transfer": _pack_transfer_table,
-    "pack-transfer-written": _pack_transfer_written_table,
+    "pack-transfer": shown("pack_transfer", (*_pack_columns(TRANSFERRED), *_scored_columns("base"))),
+    "pack-transfer-written": shown(
+        "pack_transfer",
+        (
+            *_pack_columns(TRANSFERRED),
+            ("theirs", "{own_base_tokens_per_step:.3f}"),
+            *_written_columns("greedy", "greedy"),
+            *_written_columns("at 0.7", "sampled"),
+        ),
+    ),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
     "docs/reports/packs.svg": lambda records: picture(records.lines("pack_quality"))

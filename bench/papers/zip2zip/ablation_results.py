@@ -86,7 +86,6 @@ def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], tex
 
 
 def _are_lists(value: Any, length: int) -> TypeGuard[list[list[Any]]]:
-    """Returns whether a value is a list of lists that all have this length."""
     return isinstance(value, list) and all(isinstance(one, list) and len(one) == length for one in value)
 
 
@@ -132,7 +131,6 @@ class Results:
 
 
 def _order(line: Line) -> tuple[int, int, int]:
-    """Returns the key to sort lines by: merge size, place of the encoder in `ENCODERS`, seed."""
     setting = line["setting"]
     encoder = list(ENCODERS).index(setting["encoder"]) if setting["encoder"] else -1
     return setting["merge_size"], encoder, setting["seed"]

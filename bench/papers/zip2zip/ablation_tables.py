@@ -67,7 +67,6 @@ def all_figures(results: Results) -> str:
 
 
 def _standard_error(row: Record) -> str:
-    """Returns the standard error of bits per byte, "-" where it is not known."""
     error = row["text"]["bits_per_byte_standard_error"]
     return "-" if error is None else f"{error:.4f}"
 
@@ -87,22 +86,18 @@ _FIGURES: tuple[tuple[str, Cell], ...] = (
 
 
 def _paper_heads(names: Sequence[str]) -> list[str]:
-    """Returns the column heads of the paper's figures."""
     return [f"paper: {name}" for name in names]
 
 
 def _paper_cells(values: Sequence[float] | None) -> list[str]:
-    """Returns the cells of the paper's figures on `PAPER_TEXTS`, "-" where the paper has none."""
     return ["-"] * len(PAPER_TEXTS) if values is None else [f"{value:.2f}" for value in values]
 
 
 def _perplexity_cells(lines: Sequence[Line], texts: Sequence[str]) -> list[str]:
-    """Returns a cell per text: byte-perplexity over the seeds of one setting."""
     return [_spread([line["texts"][text]["byte_perplexity"] for line in lines], 3) for text in texts]
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """Formats values as "mean (least to greatest)"; as one number if all are equal, and "-" if there are none."""
     if not values:
         return "-"
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), mean(values), max(values)))
@@ -295,7 +290,6 @@ def curves(sweep: Sweep) -> Figure:
 
 
 def _from_records(make: Callable[[Results], str]) -> Callable[[Records], str]:
-    """Returns a function that makes a table from the record `ablations` instead of from `Results`."""
     return lambda records: make(Results(records.lines("ablations")))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.plots import save
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
@@ -227,7 +227,6 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> str | None:
-    """Returns the SHA-256 of a file's content in hex; None if there is no such file (a data set's name)."""
     if not path.is_file():
         return None
     with open(path, "rb") as file:
@@ -235,7 +234,6 @@ def _digest(path: Path) -> str | None:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of conditions whose values differ between a recorded line (`before`) and now."""
     plain = json.loads(json.dumps(now))
     for name in before.keys() | plain.keys():
         if before.get(name) != plain.get(name):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
 from mlx_zip.bench.plots import new_figure, save
-from mlx_zip.bench.record import load_before, summary, surroundings
+from mlx_zip.bench.recording import load_before, summary, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError

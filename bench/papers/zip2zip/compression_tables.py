@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.flops import TRAINED, record
-from mlx_zip.bench.records import Cell, Records, column_table, table
+from mlx_zip.bench.records import Cell, Records, column_table, shown, spread, table
 from mlx_zip.errors import MlxZipError
 
 from .ablation_results import PAPER_RATES
@@ -153,7 +153,6 @@ def domain_of(text: str) -> str:
 
 
 def _order(domain: str) -> int:
-    """Returns the place of a domain in `DOMAINS`; that after the last for any other."""
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)
 
 
@@ -197,7 +196,6 @@ def _rate_cell(base: float, rate: float | None) -> str:
 
 
 def _paper_cells(paper: Printed, domain: str) -> list[str]:
-    """Returns the paper's bytes per token on a domain without and with hypertokens; "-" if the paper lacks it."""
     gain = paper.gain(domain)
     if gain is None:
         return ["-", "-"]
@@ -242,7 +240,6 @@ def _close_cells(rates: Mapping[int | str, float | None], gain: float) -> list[s
 
 
 def _window_label(window: int | str) -> str:
-    """Returns a window in words, for example "windows of 1,024"."""
     return f"windows of {window:,}" if isinstance(window, int) else "whole documents"
 
 
@@ -258,7 +255,6 @@ def by_codebook_size(counts: Counts, tokenizer: str) -> str:
 
 
 def _codebook_sizes(line: Line) -> list[int]:
-    """Returns the codebook sizes that a line has counts of, in rising order."""
     return sorted({row[line["columns"].index("codebook_size")] for row in line["counts"]})
 
 
@@ -326,27 +322,17 @@ def _mixture_rates(counts: Counts) -> tuple[float, float, float]:
     return rate, entries, used
 
 
-def latency(lines: Sequence[Line]) -> str:
-    """Returns the table of figure 4: milliseconds of a tokenizer alone and with each codec, by bytes of text."""
-    rows = []
-    for line in lines:
-        names = ("with_ours", "with_upstream")
-        more = [f"{median(added(line, name)):+.1f}%" if line[name] else "-" for name in names]
-        times = [_ms_cell(line[name]) for name in ("tokenizer", *names)]
-        load = f"{line['load_average']}"
-        rows.append(
-            [line["data"].split("; ")[-1], line["setting"]["library"], f"{line['bytes']:,}", *times, *more, load]
-        )
-    head = ["tokenizer", "library", "bytes", "tokenizer alone, ms", "with mlx_zip, ms", "with zip2zip-compression, ms"]
-    return table([*head, "added by mlx_zip", "added by zip2zip-compression", "load average"], rows)
-
-
-def _ms_cell(times: dict[str, Any] | None) -> str:
-    """Formats a summary in microseconds as milliseconds, "median (least to greatest)"; "-" for None."""
-    if times is None:
-        return "-"
-    middle, low, high = (f"{times[name] / 1e3:.2f}" for name in ("median", "min", "max"))
-    return f"{middle} ({low} to {high})"
+def _latency_columns() -> Iterator[tuple[str, Cell]]:
+    """Yields the columns of figure 4: milliseconds of a tokenizer alone and with each codec, by bytes of text."""
+    codecs = {"mlx_zip": "with_ours", "zip2zip-compression": "with_upstream"}
+    yield "tokenizer", lambda line: line["data"].split("; ")[-1]
+    yield "library", "{setting[library]}"
+    yield "bytes", "{bytes:,}"
+    for head, of in {"tokenizer alone": "tokenizer", **{f"with {name}": of for name, of in codecs.items()}}.items():
+        yield f"{head}, ms", lambda line, of=of: spread(line[of], 2, " to ", 1e3) or "-"
+    for name, of in codecs.items():
+        yield f"added by {name}", lambda line, of=of: f"{median(added(line, of)):+.1f}%" if line[of] else "-"
+    yield "load average", "{load_average}"
 
 
 def texts(counts: Counts) -> str:
@@ -362,10 +348,10 @@ def texts(counts: Counts) -> str:
 
 
 def _from_records(make: Callable[..., str], *args: Any) -> Callable[[Records], str]:
-    """Returns a function that makes a table from the record `tokens`. make: takes `Counts` and then `args`."""
     return lambda records: make(Counts(records.lines("tokens")), *args)
 
 
+LATENCY = tuple(_latency_columns())
 TABLES: dict[str, Callable[[Records], str]] = {
     **{f"tokens-{name}": _from_records(bytes_per_token, name) for name in TOKENIZERS},
     "tokens-paper": _from_records(only_in_the_paper),
@@ -376,5 +362,5 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "tokens-texts": _from_records(texts),
     "flops": lambda records: flops(records.lines("flops")),
     "flops-mixture": _from_records(flops_of_our_mixture),
-    "codec-latency": lambda records: latency(records.lines("codec-figure4")),
+    "codec-latency": shown("codec-figure4", LATENCY),
 }

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def _latency(records: Records) -> Figure:
-    """Returns figure 4 for the tokenizer of the first recorded line; the table shows all tokenizers."""
     lines = records.lines("codec-figure4")
     return codec_figure.drawn_figure([line for line in lines if line["data"] == lines[0]["data"]])
 

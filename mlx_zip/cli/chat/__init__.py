@@ -9,9 +9,9 @@ from typing import Any
 
 from mlx_zip import named
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import colours, engines, packs, rows
+from mlx_zip.cli import colours, engine_choice, pack_flags, row_cache
 from mlx_zip.cli.generation_flags import NUMBERS, add_kv_size, check_kv_size
-from mlx_zip.cli.serving_flags import add_kv, add_model, add_sessions, add_wired, check_wired
+from mlx_zip.cli.serving.serving_flags import add_kv, add_model, add_sessions, add_wired, check_wired
 from mlx_zip.errors import GenerationError, missing_library
 
 _NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
@@ -59,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
     add_wired(add)
     add_sessions(add)
-    packs.add_flags(add)
+    pack_flags.add_flags(add)
     add_kv_size(add)
     add_kv(add)
-    rows.add_flags(add)
+    row_cache.add_flags(add)
     add("--pipeline", action="store_true", default=None, help="refused: " + _NO_PIPELINE)
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)
 
@@ -71,16 +71,16 @@ def run(args: argparse.Namespace) -> int:
     """Chats until the user ends it; returns 0. Raises `MlxZipError`."""
     _check(args)
     front = _front(args)
-    name, chosen = named.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, pack_flags.read(args)
     check_kv_size(args, name)
 
-    from mlx_zip.cli.opening import engine_options, opened, request_pack
+    from mlx_zip.cli.serving.opening import engine_options, opened, request_pack
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     settings = _settings(args)
-    engines.choose(args, name)
+    engine_choice.choose(args, name)
     with (
-        engines.open_row_store(args) as store,
+        engine_choice.open_row_store(args) as store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         if not engine.tokenizer.has_chat_template:
@@ -91,7 +91,10 @@ def run(args: argparse.Namespace) -> int:
         )
         program.check_system(args.system_prompt)
         if chosen is not None:
-            program.pack, program.pack_names = request_pack(chosen, packs.is_plain(name), engine), list(chosen.files)
+            program.pack, program.pack_names = (
+                request_pack(chosen, pack_flags.is_plain(name), engine),
+                list(chosen.files),
+            )
             program.own_pack = program.pack is None
         with front:
             front.greet(name, engine.info)
@@ -99,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` for flags that cannot be used here, and for values out of range."""
     if args.pipeline is not None:
         raise GenerationError(f"--pipeline cannot be used: {_NO_PIPELINE}; mlx_lm.chat has it")
     if args.model == "":
@@ -110,7 +112,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _settings(args: argparse.Namespace) -> Any:
     """Returns what answers are asked for with. Raises `GenerationError` for sampling flags out of range."""
-    from mlx_zip.cli.opening import json_map
+    from mlx_zip.cli.serving.opening import json_map
     from mlx_zip.generation.sampling_options import Sampling
 
     sampling = {name: getattr(args, name) for name in NUMBERS if name != "seed"}
@@ -142,7 +144,6 @@ def _front(args: argparse.Namespace) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Returns a module of the chat. Raises `InstallationError` if the libraries that it needs are not installed."""
     try:
         return import_module(f"mlx_zip.cli.chat.{name}")
     except ModuleNotFoundError as error:

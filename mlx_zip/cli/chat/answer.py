@@ -147,7 +147,6 @@ class _Splitter:
         self._state(length)
 
     def finish(self) -> None:
-        """Shows what was held back."""
         if self._held and self._state == self._reason:
             self._view.think(self._held)
         elif self._held:
@@ -155,7 +154,6 @@ class _Splitter:
         self._held = ""
 
     def _begin(self, length: int) -> None:
-        """The answer begins, perhaps with the start mark."""
         text = self._held.lstrip()
         if text.startswith(self._start):
             self._go(self._reason, text[len(self._start) :], length)
@@ -178,19 +176,16 @@ class _Splitter:
         self._held = self._held[len(ready) :]
 
     def _text(self, length: int) -> None:
-        """After the reasoning."""
         self._skip()
         if self._held:
             self._view.feed(self._held, length)
         self._held = ""
 
     def _go(self, state: Callable[[int], None], held: str, length: int, skips: bool = True) -> None:
-        """Goes on in another state, with the text that is left."""
         self._state, self._held, self._skips = state, held, skips
         state(length)
 
     def _skip(self) -> None:
-        """Drops white space at the beginning of the held text, if any is to be dropped."""
         if self._skips:
             self._held = self._held.lstrip()
             self._skips = not self._held

@@ -149,7 +149,6 @@ def _quit(program: Program, _: str) -> None:
 
 
 def _words(name: str, given: str) -> list[str]:
-    """Returns the words of a command's argument; quotes hold words together. Raises `GenerationError`."""
     try:
         return shlex.split(given)
     except ValueError as error:
@@ -157,7 +156,6 @@ def _words(name: str, given: str) -> list[str]:
 
 
 def _file(name: str, given: str) -> str:
-    """Returns the one file that a command names. Raises `GenerationError`."""
     words = _words(name, given)
     if len(words) != 1:
         raise GenerationError(f"/{name} needs the name of one file")

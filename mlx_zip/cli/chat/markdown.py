@@ -84,7 +84,6 @@ class MarkdownStream:
         return True
 
     def _line(self, final: bool) -> tuple[str, bool]:
-        """Returns the line as far as it is there, and whether it is complete."""
         line, newline, _ = self._text.partition("\n")
         return line, bool(newline) or final
 
@@ -108,7 +107,6 @@ class MarkdownStream:
         return True
 
     def _heading(self, found: re.Match[str]) -> None:
-        """Writes a heading, without the # that may end it."""
         text = found[2].rstrip(" ")
         if (bare := text.rstrip("#")).endswith(" "):
             text = bare.rstrip(" ")
@@ -116,7 +114,6 @@ class MarkdownStream:
         self.screen.newline()
 
     def _begin_text(self, line: str) -> None:
-        """Writes what a line of text begins with: its indent, bars of a quotation, a bullet."""
         lead = _LEAD.match(line)
         assert lead is not None
         bars, bullet = "│ " * lead[2].count(">"), lead[4] or ""
@@ -221,12 +218,10 @@ class MarkdownStream:
             at = end
 
     def _tinted(self, line: str, marks: str) -> str:
-        """Returns a line as it is, in the tints of its characters."""
         runs = re.finditer(r"(.)\1*", marks[: len(line)], re.DOTALL)
         return "".join(styled(line[run.start() : run.end()], self._tint(ord(run[1]))) for run in runs)
 
     def _drop(self, n: int) -> None:
-        """Forgets the first n characters that are left."""
         self._text, self._marks = self._text[n:], self._marks[n:]
 
 
@@ -238,7 +233,6 @@ def _parsed(piece: str) -> Sequence[Token]:
 
 
 def _is_closed(tokens: Sequence[Token]) -> bool:
-    """Returns whether no mark is left in the text that later text may close."""
     return not any(token.type == "text" and _OPEN.search(token.content) for token in tokens)
 
 

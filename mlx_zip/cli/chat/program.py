@@ -157,7 +157,6 @@ class _Totals:
     last: Counts = field(default_factory=Counts)
 
     def add(self, counts: Counts) -> None:
-        """Counts an answer."""
         self.answers += 1
         self.base_tokens += counts.base_tokens
         self.steps += counts.steps

@@ -146,7 +146,6 @@ class Screen:
             self.out.flush()
 
     def _write(self, text: str, codes: str = "") -> None:
-        """Collects text of the current line."""
         if text:
             self._pending.append(styled(text, codes))
             self._column = (self._column + cell_len(text) - 1) % self.columns + 1  # a terminal breaks what is too long

@@ -188,7 +188,6 @@ class TerminalFront(Front):
         print(styled(harmless(line), _FAINT), flush=True)
 
     def _renderer(self, out: Any) -> Any:
-        """Returns what writes the next answer."""
         coloured = self.colours and self._may_colour
         if self._plain:
             return PlainView(out, coloured)
@@ -287,7 +286,6 @@ class TypedLines(History):
             self._try(lambda: self._append(json.dumps(string) + "\n"))
 
     def _read(self) -> list[str]:
-        """Returns the file's lines, none without a file. Raises `OSError`."""
         if not self.file.exists():
             return []
         return self.file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -303,7 +301,6 @@ class TypedLines(History):
             os.close(handle)
 
     def _shorten(self) -> None:
-        """Drops the older half of a file that is too large. Raises `OSError`."""
         if not self.file.exists() or self.file.stat().st_size <= MOST_BYTES:
             return
         lines = self._read()
@@ -325,7 +322,6 @@ class TypedLines(History):
 
 
 def _message_in(line: str) -> str:
-    """Returns the message in a line of the file, "" if there is none."""
     try:
         text = json.loads(line)
     except (ValueError, RecursionError):

@@ -138,7 +138,11 @@ def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
-    settings, (out, plain, plot) = _settings(args), _outputs(args)
+    settings, read = _settings(args), [*args.data, *args.held_out, args.tokenizer]
+    out, plain = writable("--out", args.out, read=read), None
+    if args.tokenizer_json is not None:
+        plain = writable("--tokenizer-json", args.tokenizer_json, read=[*read, out])
+    plot = plot_file(args.plot, read=[*read, out, plain])
     base = read_base(first_stage(args.tokenizer), args.pieces)
     texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
     begun = time.perf_counter()
@@ -155,20 +159,8 @@ def _learn(args: argparse.Namespace) -> int:
         record["held_out"] = _counts(vocabulary, base, held_out)
     _plot(plot, record)
     record |= {"seconds": round(took_s, 3), "file": str(out)}
-    _print(args, record)
+    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
     return 0
-
-
-def _outputs(args: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
-    """Returns the paths of --out, --tokenizer-json and --plot, None for a flag that is not given.
-
-    Raises `DataError` for a file that cannot be written.
-    """
-    read = [*args.data, *args.held_out, args.tokenizer]
-    out, plain = writable("--out", args.out, read=read), None
-    if args.tokenizer_json is not None:
-        plain = writable("--tokenizer-json", args.tokenizer_json, read=[*read, out])
-    return out, plain, plot_file(args.plot, read=[*read, out, plain])
 
 
 def _plot(path: Path | None, record: dict[str, Any]) -> None:
@@ -221,18 +213,20 @@ def _show(args: argparse.Namespace) -> int:
     """Prints what an adapted tokenizer keeps, and its tokens in --data; returns the exit status 0."""
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
+    from mlx_zip.vocab.adaptbpe.merge_list import PIECES
 
     if args.plot is not None and not args.data:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
     plot, vocabulary, base = plot_file(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
-        base = read_base(first_stage(args.tokenizer), _pieces_setting(vocabulary))
+        pieces = vocabulary.front.pieces  # one that is not in PIECES stands in the base's own file
+        base = read_base(first_stage(args.tokenizer), pieces if pieces in PIECES else None)
         vocabulary.check_base(base)
     record = _record(vocabulary, base)
     if args.data:
         record |= _counts(vocabulary, base, _texts(args, args.data))
         _plot(plot, record)
-    _print(args, record)
+    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
     return 0
 
 
@@ -296,7 +290,6 @@ def _convert_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Writes a model folder for the adapted tokenizer and prints what was done; returns the exit status 0."""
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
         print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
@@ -304,22 +297,13 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _ids(name: str, text: str) -> list[int]:
-    """Returns the ids in a text. Raises `DataError` for a word that is no id. name: the file, for the message."""
     words = text.split()
     if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
         raise DataError(f"{name}: {wrong!r:.40} is not an id")
     return [int(word) for word in words]
 
 
-def _pieces_setting(vocabulary: Any) -> str | None:
-    """Returns how the adapted tokenizer splits text, for `read_base`; None if the base's own file says that."""
-    from mlx_zip.vocab.adaptbpe.merge_list import PIECES
-
-    return vocabulary.front.pieces if vocabulary.front.pieces in PIECES else None
-
-
 def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
-    """Returns the documents in files as texts, together at most --limit-bytes bytes."""
     from mlx_zip.text.documents import read_corpus
 
     if not files:
@@ -329,7 +313,6 @@ def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
 
 
 def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
-    """Yields the texts and shows a progress bar."""
     with ProgressBar(len(texts), "text", task) as count:
         for text in texts:
             yield text
@@ -371,11 +354,6 @@ def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
     return counts
 
 
-def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Prints a record as one JSON object with --json, else as lines."""
-    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
-
-
 def _lines(record: dict[str, Any]) -> list[str]:
     """Returns a record of `_record` and `_counts` as lines to print."""
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
@@ -404,12 +382,12 @@ def _lines(record: dict[str, Any]) -> list[str]:
 
 
 def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
-    """Returns the record of `_counts` as lines to print. texts: what to call the texts. base: the base's name."""
-    per_token = counts["bytes"] / counts["tokens"]
-    lines = [f"{texts}: {counts['bytes']} bytes are {counts['tokens']} tokens ({per_token:.3f} bytes per token)"]
+    def per_token(tokens: int) -> str:
+        return f"{tokens} tokens ({counts['bytes'] / tokens:.3f} bytes per token)"
+
+    lines = [f"{texts}: {counts['bytes']} bytes are {per_token(counts['tokens'])}"]
     if "base_tokens" in counts:
-        per_token = counts["bytes"] / counts["base_tokens"]
-        lines.append(f"{texts}, with all of {base}: {counts['base_tokens']} tokens ({per_token:.3f} bytes per token)")
+        lines.append(f"{texts}, with all of {base}: {per_token(counts['base_tokens'])}")
     return lines
 
 

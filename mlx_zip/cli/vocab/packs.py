@@ -257,7 +257,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _own_texts(pack: Any) -> list[str]:
-    """Returns the text of each entry from the pack's file, or [] if the file does not hold texts."""
     texts = pack.about.get("texts")
     fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
     return texts if fit else []
@@ -358,7 +357,6 @@ def _tokenizer(name: str) -> Any:
 
 
 def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
-    """Raises `DataError` if the pack was learned with another tokenizer. name: the pack's file, for the message."""
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     pack.check_tokenizer(tokenizer_fingerprint(tokenizer), name)
@@ -412,7 +410,6 @@ def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, An
 
 
 def _rate(about: dict[str, Any]) -> str:
-    """Returns the rates with and without a pack as text. about: counts as `_rates` returns them."""
     base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
     return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
 

@@ -59,7 +59,6 @@ def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[s
 
 
 def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
-    """Returns a matplotlib figure and its only plot, with these labels of the x and y axis."""
     from mlx_zip.training.run_metrics import load_matplotlib
 
     figure = load_matplotlib()[0](figsize=(7, 4), layout="constrained")

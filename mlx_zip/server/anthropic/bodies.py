@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.bodies import Size, Stops
 from mlx_zip.server.fields import (
     KNOWN,
@@ -24,7 +25,6 @@ from mlx_zip.server.fields import (
     other_than,
     thinking_options,
 )
-from mlx_zip.server.turn import Tool, Turn
 
 _TEXTS = ("content", "reasoning_content")  # of a message, lists of pieces while messages are made
 
@@ -153,7 +153,6 @@ def _add_question(
 
 
 def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    """Adds text, to the message before if that is of the same role."""
     if messages and messages[-1]["role"] == role:
         messages[-1]["content"] += ["\n\n", text]
     else:
@@ -161,7 +160,6 @@ def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
 
 
 def _without_prefill(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns the messages without the last, and its text, None if that is empty."""
     last: Mapping[str, Any] = messages[-1]
     if last.keys() != {"role", "content"}:
         raise BodyError(
@@ -302,13 +300,11 @@ def turn_of(body: CountBody) -> Turn:
 
 
 def _system(system: str | Sequence[SystemText] | None) -> list[dict[str, Any]]:
-    """Returns the system prompt as a list of at most one message."""
     text = system_text(system or "")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _limits(body: MessagesBody) -> dict[str, Any]:
-    """Returns a turn's limits and sampling options."""
     sampling = {"temp": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     return {
         "max_tokens": body.max_tokens,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.bodies import check_model, new_id
 from mlx_zip.server.core import Core
@@ -26,7 +27,6 @@ from mlx_zip.server.http import (
     stream_response,
     unless_gone,
 )
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 
@@ -66,7 +66,6 @@ class _Asked:
         self._builder = MessageBuilder(body, core.model)
 
     async def whole(self) -> dict[str, Any]:
-        """Returns the message."""
         async with aclosing(self._core.answer(self._turn)) as deltas:
             async for delta in deltas:
                 self._builder.add(delta)
@@ -140,7 +139,6 @@ class MessageBuilder:
         return self._take()
 
     def _begin(self, delta: Delta) -> bool:
-        """Begins the message as soon as the prompt's tokens are known, and returns whether it has begun."""
         if not self._began and (not isinstance(delta, Waiting) or delta.prompt_tokens):
             self._began = True
             if isinstance(delta, Waiting):
@@ -165,7 +163,6 @@ class MessageBuilder:
         self._events.append({"type": "message_stop"})
 
     def _open(self, kind: str, fields: Json) -> None:
-        """Begins a block, unless one of this type is being written."""
         if self._block.get("type") == kind:
             return
         self._close()
@@ -174,7 +171,6 @@ class MessageBuilder:
         self._events.append({"type": "content_block_start", "index": self._index, "content_block": dict(self._block)})
 
     def _piece(self, delta: Json, piece: str) -> None:
-        """Adds a piece to the block that is being written."""
         if piece:
             self._pieces.append(piece)
             self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
@@ -197,7 +193,6 @@ class MessageBuilder:
 
     @property
     def _index(self) -> int:
-        """The place of the block that is being written."""
         return len(self.message["content"]) - 1
 
     def _take(self) -> list[Json]:

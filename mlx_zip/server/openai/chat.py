@@ -11,6 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_zip.server.answers.turn import (
+    Done,
+    Learned,
+    Live,
+    Reasoning,
+    Text,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    Turn,
+    Waiting,
+)
 from mlx_zip.server.bodies import Sampled, Size, likely_json, max_tokens_of, template_options
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
@@ -41,7 +53,6 @@ from mlx_zip.server.http import (
     unless_gone,
 )
 from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
-from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, TokenLogprob, Tool, ToolCall, Turn, Waiting
 from mlx_zip.server.vendor import VendorFields, token_json, vendor_figures, vendor_notes
 
 
@@ -86,12 +97,10 @@ def _choice(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
 
 
 def _logprobs(found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Returns the log-probabilities of a text."""
     return {"content": likely_json(found), "refusal": None}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Returns a call of a tool."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -139,7 +148,6 @@ class _Stream:
     def _chunk(
         self, index: int, delta: Any, reason: str | None = None, more: Any = None, logprobs: Any = None
     ) -> bytes:
-        """Returns the frame of one chunk."""
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return event_bytes({**self._head, "choices": [choice], **self._end, **(more or {})})
 
@@ -213,7 +221,6 @@ class Message(Said):
 
     @property
     def _text(self) -> str:
-        """The message's text, its parts joined."""
         if isinstance(self.content, str):
             return self.content or self.refusal or ""
         return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in self.content)
@@ -308,12 +315,10 @@ class ChatBody(Sampled):
 
     @property
     def _functions(self) -> list[FunctionTool]:
-        """The tools that can be called."""
         return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     @property
     def _choice(self) -> str:
-        """The choice of tools, as a `Turn` has it."""
         return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
 
     def turns(self, core: Core) -> list[Turn]:
@@ -343,7 +348,6 @@ class ChatBody(Sampled):
 
 
 def _schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
-    """Returns the schema that an answer must follow, {} for any object, None for any text."""
     if isinstance(form, JsonSchema):
         return form.json_schema.json_schema
     return {} if isinstance(form, JsonObject) else None

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, ShownToken, Text, TokenLogprob, ToolCall, Turn
 from mlx_zip.server.bodies import usage
 from mlx_zip.server.core import Core
-from mlx_zip.server.turn import Delta, Done, Reasoning, ShownToken, Text, TokenLogprob, ToolCall, Turn
 from mlx_zip.server.vendor import summed
 
 END = b"data: [DONE]\n\n"

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts, PromptId
+from mlx_zip.server.answers.turn import Delta, Done, TokenLogprob, Turn, Waiting
+from mlx_zip.server.answers.turn import Text as TextDelta
 from mlx_zip.server.bodies import LEAST_LOGPROB, MOST_TOKENS, Sampled, Text, max_tokens_of
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import BodyError, Many
@@ -26,8 +28,6 @@ from mlx_zip.server.http import (
     unless_gone,
 )
 from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
-from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
-from mlx_zip.server.turn import Text as TextDelta
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 from mlx_zip.text.token_facts import TokenTexts, characters
 
@@ -129,12 +129,10 @@ async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> l
 
 
 def _head(core: Core) -> dict[str, Any]:
-    """Returns the fields that an answer, or each chunk of a streamed one, begins with."""
     return head(core, "cmpl", "text_completion")
 
 
 def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-    """Returns one of the choices."""
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 

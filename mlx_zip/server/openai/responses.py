@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.answers.turn import Delta, Done, Turn
 from mlx_zip.server.bodies import check_model, max_tokens_of, new_id
 from mlx_zip.server.core import Core, Stop
 from mlx_zip.server.errors import Failure, RequestError
@@ -20,7 +21,6 @@ from mlx_zip.server.http import described, events_bytes, json_response, read_bod
 from mlx_zip.server.openai.responses_bodies import ResponseBody, named_item, turn_of
 from mlx_zip.server.openai.responses_events import ResponseBuilder
 from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
-from mlx_zip.server.turn import Delta, Done, Turn
 
 CANCEL_S = 2.0  # how long a cancelled response may take to end before its state of then is returned
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -97,7 +97,6 @@ def _asked(core: Core, store: ResponseStore, running: dict[str, _Asked], body: R
 
 
 async def _forget(store: ResponseStore, running: dict[str, _Asked], name: str) -> None:
-    """Forgets a response; one that is being written is cancelled, and not stored."""
     if name not in running:
         store.drop(name)
         return
@@ -123,7 +122,6 @@ class _Asked:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def whole(self) -> dict[str, Any]:
-        """Returns the response."""
         async with aclosing(self._events()) as all_events:
             async for _ in all_events:
                 pass
@@ -178,7 +176,6 @@ class _Asked:
         return events
 
     def _store(self) -> None:
-        """Stores the response if it is to be."""
         if self.body.store and self.stores:
             self.store.add(self.builder.response, self.items)
 

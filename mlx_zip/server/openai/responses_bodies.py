@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.bodies import Size
 from mlx_zip.server.fields import (
     KNOWN,
@@ -29,7 +30,6 @@ from mlx_zip.server.fields import (
     other_than,
     thinking_options,
 )
-from mlx_zip.server.turn import Tool, Turn
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -170,7 +170,6 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
 
 
 def _joined(content: str | Sequence[Mapping[str, Any]], between: str) -> str:
-    """Returns the text of a content: text, or a list of parts."""
     if isinstance(content, str):
         return content
     return between.join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)

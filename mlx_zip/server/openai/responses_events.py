@@ -7,9 +7,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.bodies import likely_json, new_id
 from mlx_zip.server.openai.responses_bodies import ResponseBody
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
 Json = dict[str, Any]
@@ -114,11 +114,9 @@ class ResponseBuilder:
         self._event(f"response.{status}", response=self.response)
 
     def _is_open(self, kind: str) -> bool:
-        """Whether an item of this type is being written."""
         return self._item.get("type") == kind
 
     def _open(self, item: Json) -> None:
-        """Begins an item, after the one that is being written."""
         self._close("completed")
         self._item = {**item, "status": "in_progress"}
         self.response["output"].append(self._item)
@@ -149,7 +147,6 @@ class ResponseBuilder:
         self._item, self._pieces = {}, []
 
     def _at(self) -> Json:
-        """Returns where the piece that is being written stands."""
         parts = {"message": {"content_index": 0}, "reasoning": {"summary_index": 0}, "function_call": {}}
         place = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
         return place | parts[self._item["type"]]

@@ -181,7 +181,6 @@ class ResponseFiles:
         self.usable = False
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Does something in the thread."""
         if self.usable:
             self._thread.submit(_logged, work)
 
@@ -208,7 +207,6 @@ def _logged(work: Callable[[], None]) -> None:
 
 
 def _written(path: Path, text: bytes) -> None:
-    """Writes a file that only its owner can read. Raises `OSError`."""
     with whole_file(path) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(handle, "wb") as file:

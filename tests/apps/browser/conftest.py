@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_zip.bench.app import browser, missing
+from mlx_zip.bench.app_page import browser, missing
 from support.browsing import App, Tab, running
 
 WIDE = {"width": 1280, "height": 800}

@@ -1,0 +1,260 @@
+"""Opens the file of the database, which only its owner can read. What is no database of ours is kept aside."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_zip.apps.chat import search
+from mlx_zip.apps.chat.schema import APPLICATION_ID, MIGRATIONS, TABLES, index_anew, migrate, transaction, version_of
+from mlx_zip.errors import DataError, MlxZipError, reason
+from mlx_zip.files import check_in
+
+PATIENCE_S = 5.0  # for another process that writes
+_WITH = ("", "-wal", "-shm")  # SQLite's files of one database
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
+class StoreError(MlxZipError):
+    """A database that cannot be opened, read or written."""
+
+
+class UnwritableError(StoreError):
+    """A place that takes nothing at the moment: its disk is full, or it may only be read."""
+
+
+class ForeignError(Exception):
+    """A file that is no database of this app; the message says why."""
+
+
+@dataclass
+class Opened:
+    """An open database. alone: whether no other process has it open. note: what happened to an older file.
+
+    lock: file descriptor of the lock that says that this process uses the database. file: device and number of the
+    file, None in memory.
+    """
+
+    db: sqlite3.Connection
+    alone: bool
+    note: str | None
+    lock: int | None
+    file: tuple[int, int] | None = None
+
+    def close(self) -> None:
+        """Closes the database and gives up the lock."""
+        self.db.close()
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+
+def connect(name: str) -> sqlite3.Connection:
+    """Returns a connection to a database that is there, or to a new one in memory (":memory:")."""
+    db = sqlite3.connect(name, timeout=PATIENCE_S, isolation_level=None, check_same_thread=False)
+    db.row_factory = sqlite3.Row
+    db.text_factory = lambda text: text.decode("utf-8", "replace")  # one damaged text must not hide the others
+    search.prepare(db)
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten
+    return db
+
+
+def in_memory() -> Opened:
+    """Returns an empty database that is gone when it is closed."""
+    db = connect(":memory:")
+    migrate(db)
+    return Opened(db, True, None, None)
+
+
+def copied(path: Path) -> sqlite3.Connection:
+    """Returns a database in memory with what a file holds, as far as it can be read and is a database of ours."""
+    with contextlib.suppress(sqlite3.Error, ForeignError):
+        source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        with contextlib.closing(source):
+            _check(source, path)
+            filled = connect(":memory:")
+            try:
+                source.backup(filled)
+                migrate(filled)
+            except BaseException:
+                filled.close()
+                raise
+            return filled
+    return in_memory().db
+
+
+def open_file(path: Path) -> Opened:
+    """Opens the database in a file, and makes file and folder if need be.
+
+    A damaged file and one of another program are renamed, so that nothing in them is lost, and an empty database takes
+    their place; `note` says so. Raises `UnwritableError` if the disk takes nothing, and `StoreError` for a file that
+    cannot be opened, also because another process uses what is damaged, and for a database of a later version.
+    """
+    try:
+        check_in(path)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock, alone = _locked(path)
+    except (OSError, DataError) as error:
+        raise _not_opened(path, error) from error
+    try:
+        db, note = _opened(path, alone)
+    except OSError as error:  # of a file that could not be kept aside
+        os.close(lock)
+        raise _not_opened(path, error) from error
+    except BaseException:
+        os.close(lock)
+        raise
+    return Opened(db, alone, note, lock, file_at(path))
+
+
+def file_at(path: Path) -> tuple[int, int] | None:
+    """Returns device and number of the file at a path, None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _not_opened(path: Path, error: Exception) -> StoreError:
+    unwritable = getattr(error, "errno", None) in _UNWRITABLE or code_of(error) in TAKES_NO_MORE
+    words = in_words(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
+    return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
+
+
+def _locked(path: Path) -> tuple[int, bool]:
+    """Returns the descriptor of a shared lock on the database, and whether no other process has one."""
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock, True
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock, False
+
+
+def share(opened: Opened) -> None:
+    """Lets other processes use the database too, after what only one may do is done."""
+    if opened.lock is not None:
+        fcntl.flock(opened.lock, fcntl.LOCK_SH)
+
+
+def _opened(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
+    """Returns a connection to the file's database, and a note if an older file was kept aside."""
+    try:
+        return _ours(path), None
+    except (ForeignError, sqlite3.DatabaseError) as error:
+        if not (isinstance(error, ForeignError) or code_of(error) in _DAMAGED):
+            raise _not_opened(path, error) from error
+        if not alone:
+            raise StoreError(f"{path}: {in_words(error)}; another process uses the file") from error
+        kept = _kept_aside(path)
+        note = (
+            f"{path} could not be used ({in_words(error)}). It was kept as {kept.name}, and a new database was begun."
+        )
+    try:
+        return _ours(path), note
+    except (ForeignError, sqlite3.DatabaseError) as error:
+        raise _not_opened(path, error) from error
+
+
+def _ours(path: Path) -> sqlite3.Connection:
+    """Returns a connection to a sound database of today's version. Raises `ForeignError` and `sqlite3.Error`."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.fchmod(handle, 0o600)  # SQLite gives its other files the mode of this one
+        os.close(handle)
+    except OSError as error:
+        raise _not_opened(path, error) from error
+    db = connect(str(path))
+    try:
+        _check(db, path)
+        db.execute("PRAGMA journal_mode = WAL")
+        migrate(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    """Raises an error for a database that is damaged, of another program or of a later version.
+
+    Indexes that are damaged are built anew from what they index.
+    """
+    try:
+        _check_kind(db, path)
+        if damage := _damage(db):
+            _mend(db, damage)
+    except UnicodeDecodeError as error:  # of SQLite's message, which quotes the damaged place
+        raise ForeignError("it is damaged") from error
+
+
+def _check_kind(db: sqlite3.Connection, path: Path) -> None:
+    """Raises an error for a database of another program or of a later version, and for one without its tables."""
+    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
+    if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        raise ForeignError("it is the database of another program")
+    if (version := version_of(db)) > len(MIGRATIONS):
+        raise StoreError(f"{path}: it has version {version}, of a newer mlx_zip; this one knows {len(MIGRATIONS)}")
+    if tables and (version < 1 or not tables >= TABLES):
+        raise ForeignError("it is damaged: tables are missing")
+
+
+def _mend(db: sqlite3.Connection, damage: str) -> None:
+    """Builds the indexes of a damaged database anew. Raises `ForeignError`, and changes nothing, if that is no help."""
+    try:
+        with transaction(db):
+            index_anew(db)
+            if _damage(db):
+                raise ForeignError(f"it is damaged: {damage}")
+    except sqlite3.Error as error:
+        if code_of(error) in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
+            raise
+        raise ForeignError(f"it is damaged: {damage}") from error
+
+
+def _damage(db: sqlite3.Connection) -> str | None:
+    """Returns what is wrong with a database, None if nothing is. Raises `sqlite3.Error`."""
+    found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    return None if found == "ok" else found
+
+
+def _kept_aside(path: Path) -> Path:
+    """Renames the files of a database and returns the new name of the first."""
+    kept = path.with_name(f"{path.name}.kept-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    for end in _WITH:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{path}{end}", f"{kept}{end}")
+    return kept
+
+
+def code_of(error: BaseException) -> int:
+    """Returns SQLite's code of an error, -1 without one."""
+    return getattr(error, "sqlite_errorcode", -1) & 0xFF
+
+
+def in_words(error: BaseException) -> str:
+    """Returns why the database could not be used, in words."""
+    words = {
+        sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
+        sqlite3.SQLITE_READONLY: "it cannot be written",
+        sqlite3.SQLITE_FULL: "the disk is full",
+        sqlite3.SQLITE_BUSY: "another process is writing",
+        sqlite3.SQLITE_NOTADB: "it is no database",
+        sqlite3.SQLITE_CORRUPT: "it is damaged",
+        sqlite3.SQLITE_IOERR: "the disk is full, or cannot be read or written",
+    }
+    return words.get(code_of(error), reason(error))

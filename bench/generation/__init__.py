@@ -1,0 +1,1 @@
+"""Benches that time whole requests, and what compares and shows their records."""

@@ -1,0 +1,210 @@
+"""Times a batch of requests against the same requests one after the other, with and without hypertokens.
+
+Both models run through mlx_zip's `stream_generate` and `stream_batch`. The four ways to run take turns in going first
+within each trial, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, settle
+from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.bench.engines.shapes import from_folders
+from mlx_zip.bench.engines.workloads import chats, read_requests
+from mlx_zip.bench.recording import header, load_before, summary, surroundings
+from mlx_zip.bench.tables.performance import KINDS, batch_table
+from mlx_zip.engine.generate import stream_batch, stream_generate
+from mlx_zip.progress import ProgressBar
+
+from .ratios import of_samples
+
+PACKAGES = ("mlx", "mlx-lm")
+WAYS = ("one_stream", "batch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench batch`."""
+    add = parser.add_argument
+    add("--model", required=True, help="model with hypertokens to time: model folder, hub id or bundled model")
+    add(
+        "--base",
+        help="plain model to compare with: model folder, hub id or bundled model (default: the decoder of --model)",
+    )
+    add("--rows", type=int, default=8, metavar="N", help="number of requests in the batch (default: 8)")
+    add("--max-tokens", type=int, default=256, help="maximum number of base tokens per answer (default: 256)")
+    add("--trials", type=int, default=5, help="number of timed runs of each of the four ways to run (default: 5)")
+    add("--cold", action="store_true", help="begin every run without the hyper rows that earlier runs encoded")
+    add(
+        "--requests",
+        type=Path,
+        metavar="FILE",
+        help="file with the requests, one per line (default: 64 built-in requests for stories)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times both models in both ways and prints one JSON line. Raises `MlxZipError` for what cannot be run."""
+    check_at_least(args, 1, "rows", "trials")
+    check_at_least(args, 2, "max_tokens")
+    load_before()
+    models = from_folders(args.model, args.base)
+    asked = chats(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)
+    prompts = [list(one.turns[0].prompt) for one in asked]
+    engines = {"base": MlxLm(models, models.plain), "zip": _zip_engine(models)}
+    device = engines["zip"].device
+    header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
+    record = {
+        "bench": "batch",
+        "model": {"zip": models.name, "base": _base_name(args), "precision": models.precision},
+        "setting": {
+            "requests": args.rows,
+            "max_tokens": args.max_tokens,
+            "trials": args.trials,
+            "warmup": 1,
+            "rows": "cold" if args.cold else "warm",
+        },
+        **measured(engines, prompts, args),
+        "device": device,
+        **surroundings(*PACKAGES),
+    }
+    print(json.dumps(record), flush=True)
+    print(batch_table([record]), file=sys.stderr)
+    return 0
+
+
+def _zip_engine(models: Models) -> MlxZip:
+    assert models.zipped is not None
+    return MlxZip(models, models.zipped)
+
+
+def _base_name(args: argparse.Namespace) -> str:
+    return Path(args.base).name if args.base else f"decoder of {Path(args.model).name}"
+
+
+# ---- measuring
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one way to run took.
+
+    base_tokens, seconds: of whole requests, prompts included. open_tokens, open_seconds: base tokens and seconds of the
+    steps after the first one in which all sequences are open, the step in which the first of them ends included.
+    """
+
+    ids: int = 0
+    base_tokens: int = 0
+    seconds: float = 0.0
+    open_tokens: int = 0
+    open_seconds: float = 0.0
+
+    def __add__(self, other: Timed) -> Timed:
+        """Returns the sum of two runs, one after the other."""
+        return Timed(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def measured(engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace) -> dict:
+    """Returns the record's `counts` (of one run; all are equal) and `figures`. engines: "base" and "zip"."""
+    pairs = list(product(KINDS, WAYS))
+    runs: dict[tuple[str, str], list[Timed]] = {pair: [] for pair in pairs}
+    with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
+        for trial in range(-1, args.trials):
+            first = trial % len(pairs)
+            for kind, way in (*pairs[first:], *pairs[:first]):
+                if args.cold:
+                    engines[kind].fresh()
+                found = _run(engines[kind], way, prompts, args.max_tokens)
+                if trial >= 0:
+                    runs[kind, way].append(found)
+                count()
+    whole = {pair: [run.base_tokens / run.seconds for run in found] for pair, found in runs.items()}
+    return {"counts": _counts(runs), "figures": {"whole": figures(whole), "all_open": _all_open(runs)}}
+
+
+def _run(engine: MlxEngine, way: str, prompts: Sequence[list[int]], max_tokens: int) -> Timed:
+    """Answers all prompts (base ids), one after the other or in a batch, and returns what it took."""
+    settle()
+    model, tokenizer = engine.model, engine.tokenizer
+    if way == "batch":
+        begun = time.perf_counter()
+        responses = stream_batch(model, tokenizer, prompts, max_tokens)
+        return timed((response for _, response in responses), begun, len(prompts))
+    total = Timed()
+    for prompt in prompts:
+        begun = time.perf_counter()
+        total += timed(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens), begun, 1)
+    return total
+
+
+def timed(responses: Iterable[Any], begun: float, rows: int) -> Timed:
+    """Reads the responses of `rows` sequences that run together and returns what they took.
+
+    responses: in each step one per open sequence. begun: when the request began, by `time.perf_counter`.
+    """
+    ids = tokens = open_tokens = 0
+    first, open_seconds, ended, all_open = None, 0.0, False, True
+    for response in responses:
+        ids, tokens = ids + 1, tokens + len(response.base_ids)
+        ended |= response.finish_reason is not None
+        if all_open and ids % rows == 0:
+            now = time.perf_counter()
+            first = first or (now, tokens)
+            open_seconds, open_tokens, all_open = now - first[0], tokens - first[1], not ended
+    return Timed(ids, tokens, time.perf_counter() - begun, open_tokens, open_seconds)
+
+
+# ---- the record
+
+
+def figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any]:
+    """Returns base tokens/s of each model and way, gains of batching per model, and the quotient of the two gains.
+
+    samples: (kind, way) -> base tokens/s of each trial. Gains are taken trial by trial.
+    """
+    found: dict[str, Any] = {}
+    gains = {}
+    for kind in KINDS:
+        one, batch = (samples[kind, way] for way in WAYS)
+        gains[kind] = [b / a for a, b in zip(one, batch, strict=True)]
+        found[kind] = {way: _figure(samples[kind, way], "base tokens/s") for way in WAYS}
+        found[kind]["gain"] = _figure(gains[kind], "x")
+    found["quotient"] = _figure([b / a for a, b in zip(gains["base"], gains["zip"], strict=True)], "x")
+    return found
+
+
+def _figure(samples: Sequence[float], unit: str) -> dict[str, Any]:
+    ratio = of_samples(samples)
+    return {"unit": unit, **summary(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
+
+
+def _all_open(runs: Mapping[tuple[str, str], Sequence[Timed]]) -> dict[str, Any] | None:
+    """Returns the figures over the steps in which all sequences are open; None if a run has no such step."""
+    if not all(run.open_tokens for run in chain(*runs.values())):
+        return None
+    return figures({pair: [run.open_tokens / run.open_seconds for run in found] for pair, found in runs.items()})
+
+
+def _counts(runs: Mapping[tuple[str, str], Sequence[Timed]]) -> dict[str, Any]:
+    """Returns for each model and way the base tokens and ids that the first trial emitted."""
+    first = {pair: found[0] for pair, found in runs.items()}
+    return {
+        kind: {
+            way: {
+                "base_tokens": first[kind, way].base_tokens,
+                "ids": first[kind, way].ids,
+                "all_open_base_tokens": first[kind, way].open_tokens,
+            }
+            for way in WAYS
+        }
+        for kind in KINDS
+    }

@@ -1,0 +1,389 @@
+"""Times engines on the same texts: time to first id, decoding, memory, energy, and share of the memory bandwidth.
+
+Engines run in turns within each trial and take turns in going first, so that a machine that slows down slows all of
+them. Bad requests are refused before any model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engines, make_engine, needs_mlx
+from mlx_zip.bench.engines.runs import DRAFT, ENGINES, Engine, Run
+from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
+from mlx_zip.bench.engines.workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
+from mlx_zip.bench.machine import EnergyMeter, used
+from mlx_zip.bench.recording import header, load_before, surroundings
+from mlx_zip.errors import MlxZipError
+from mlx_zip.progress import ProgressBar
+
+from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
+from .report import short_table
+
+MODES = ("replay", "free", "chat")
+SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # of the paper's table 6
+PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "zip2zip")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags that choose the model to time."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="model with hypertokens to time: model folder, hub id or bundled model")
+    add(
+        "--base",
+        help="plain model to compare with: model folder, hub id or bundled model (default: the decoder of --model)",
+    )
+    add(
+        "--shape",
+        choices=tuple(SHAPES),
+        help="time random weights with the layer sizes of this shape, instead of --model; needs --mode replay",
+    )
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="precision of the weights of --shape: float32, or bits per weight (default: float32)",
+    )
+    add("--tokenizer", default="stories", help="tokenizer for --shape: folder or hub id (default: stories, bundled)")
+    add(
+        "--encoder",
+        choices=ENCODERS,
+        default="transformer",
+        help="kind of hyper-encoder of --shape (default: transformer)",
+    )
+    add("--encoder-layers", type=int, default=2, help="number of layers of the hyper-encoder of --shape (default: 2)")
+    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of --shape (default: 3)")
+    add("--codebook-size", type=int, default=2048, help="maximum number of hypertokens of --shape (default: 2048)")
+
+
+def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) -> None:
+    """Declares the flags that choose the texts, and how much is read and written. sizes: the default of --sizes."""
+    add = parser.add_argument_group("text").add_argument
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder that has a subfolder of text files for each domain (default: a made-up text)",
+    )
+    add(
+        "--domains",
+        nargs="+",
+        default=list(DOMAINS),
+        help=f"domains (subfolders) of --data to read (default: {' '.join(DOMAINS)})",
+    )
+    add(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="DOMAIN=FILE",
+        help="text file of a domain (.txt or .jsonl, each also .gz), instead of --data; more items add more files",
+    )
+    add(
+        "--sizes",
+        nargs="+",
+        default=list(sizes),
+        metavar="P+G",
+        help=f"P+G: base tokens to read and to write; every size given is measured (default: {' '.join(sizes)})",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench generate`."""
+    add = parser.add_argument
+    add(
+        "--engines",
+        nargs="+",
+        default=["mlx-lm", "mlx-zip"],
+        metavar="ENGINE",
+        help=f"engines to time on the same texts: {', '.join(ENGINES)} (default: mlx-lm mlx-zip)",
+    )
+    add(
+        "--mode",
+        choices=MODES,
+        default="replay",
+        help="what engines write. replay: the text's own continuation; free: greedy decoding; chat: greedy answers in "
+        "conversations (default: replay)",
+    )
+    add("--trials", type=int, default=5, help="number of timed runs of each engine on each text (default: 5)")
+    add(
+        "--warmup",
+        type=int,
+        default=1,
+        help="number of untimed runs of each engine on each text, before the timed ones (default: 1)",
+    )
+    add(
+        "--rows",
+        nargs="+",
+        choices=("warm", "cold"),
+        default=["warm"],
+        help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none; give both words to "
+        "measure both in turns (default: warm)",
+    )
+    add(
+        "--draft",
+        type=int,
+        default=DRAFT,
+        help=f"maximum number of ids that prompt lookup proposes per step, in engines with +lookup (default: {DRAFT})",
+    )
+    add(
+        "--published",
+        metavar="DIR",
+        help="checkpoint folder that the engine zip2zip loads, as written by `mlx_zip export`",
+    )
+    add_model_arguments(parser)
+    add_text_arguments(parser, SIZES)
+    add(
+        "--windows",
+        type=int,
+        default=1,
+        help="number of consecutive parts of each text to measure, each of P + G base tokens (default: 1)",
+    )
+    add(
+        "--requests",
+        type=Path,
+        metavar="FILE",
+        help="file with the requests of --mode chat, one per line (default: 64 built-in requests for stories)",
+    )
+    add("--turns", type=int, default=3, help="number of requests in each conversation of --mode chat (default: 3)")
+    add(
+        "--conversations",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of conversations of --mode chat, with different requests; a record has one sample per "
+        "conversation and trial (default: 1)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times the engines; prints a JSON line per engine and workload (in conversations: and turn) once it is measured.
+
+    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    """
+    args.rows = list(dict.fromkeys(args.rows))
+    check_at_least(args, 1, "trials", "windows", "draft", "turns", "conversations")
+    check_at_least(args, 0, "warmup")
+    check_engines(args.engines)
+    load_before()
+    models, workloads = prepare(args)
+    check_fit(args.engines, workloads)
+    engines = [(make_engine(name, models, args), rows) for rows in args.rows for name in args.engines]
+    comparison = EngineComparison(args, engines, models)
+    header("generate", models.name, comparison.devices[args.engines[0]], _plan(args, workloads))
+    for conversations in together(workloads):
+        records = []
+        for record in comparison.measure(conversations):
+            records.append(record)
+            print(json.dumps(record), flush=True)
+        print(short_table(records), file=sys.stderr)
+    return 0
+
+
+def _plan(args: argparse.Namespace, workloads: Sequence[Workload]) -> str:
+    """Returns one line for standard error on what will be run: engines, number of workloads, trials and rows."""
+    trials = f"{args.trials} trials after {args.warmup} warm-up, rows {' and '.join(args.rows)}"
+    return f"{', '.join(args.engines)}: {len(workloads)} {args.mode} x {trials}"
+
+
+def together(workloads: Sequence[Workload]) -> list[list[Workload]]:
+    """Groups the workloads that share a record: all conversations of a chat, and every other workload alone."""
+    chats = [one for one in workloads if one.mode == "chat"]
+    return [[one] for one in workloads if one.mode != "chat"] + ([chats] if chats else [])
+
+
+# ---- what is run
+
+
+def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
+    """Returns the models and workloads that the flags ask for; random weights are made last, after all checks.
+
+    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    """
+    if (args.shape is None) == (args.model is None and args.base is None):
+        raise MlxZipError("name a model with --model (and --base), or random weights with --shape")
+    if args.shape is not None and args.mode != "replay":
+        raise MlxZipError(f"--shape has random weights, which write no text: --mode replay, not {args.mode}")
+    if not needs_mlx(args.engines):
+        from mlx_zip.bench.engines.cuda_engines import models_of  # torch is an extra
+
+        models = models_of(args.shape, args.precision, args.model, args.base, args.tokenizer, _zip_options(args))
+        return models, workloads_of(args, models.tokenizer, models.context)
+    from mlx_zip.bench.engines.shapes import from_folders, from_shape  # MLX is not needed by every engine
+
+    if args.shape is None:
+        models = from_folders(args.model, args.base)
+        return models, workloads_of(args, models.tokenizer, models.context)
+    tokenizer = read_tokenizer(args.tokenizer)
+    workloads = workloads_of(args, tokenizer, SHAPES[args.shape]["max_position_embeddings"])
+    return from_shape(args.shape, args.precision, tokenizer, _zip_options(args)), workloads
+
+
+def _zip_options(args: argparse.Namespace) -> ZipOptions:
+    return ZipOptions(args.encoder, args.encoder_layers, args.merge_size, args.codebook_size)
+
+
+def workloads_of(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:
+    """Returns the workloads that the flags ask for. context: the model's number of positions, None if not known.
+
+    Raises `MlxZipError` for texts that cannot be used, and for a workload that is longer than the context.
+    """
+    sizes = [parse_size(text) for text in args.sizes]
+    if args.mode == "chat":
+        found = chats(tokenizer, read_requests(args.requests), args.conversations, args.turns, sizes[0][1])
+    else:
+        files = sources(args.text, args.data, args.domains)
+        found = [
+            workload
+            for prompt, tokens in sizes
+            for domain, paths in files.items()
+            for workload in cut(domain, paths, tokenizer, prompt, tokens, args.windows, args.mode)
+        ]
+    for workload in found:
+        if context is not None and workload.positions > context:
+            raise MlxZipError(
+                f"{workload.domain} needs {workload.positions} positions, the model's context has {context}; "
+                "choose smaller --sizes, or fewer --turns"
+            )
+    return found
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parses a size such as `512+128` to (512, 128). Raises `MlxZipError` for any other form."""
+    head, _, rest = text.partition("+")
+    if not (head.isdecimal() and rest.isdecimal() and int(head) >= 1 and int(rest) >= 2):
+        raise MlxZipError(f"--sizes {text}: expected P+G, base tokens to read (1 or more) and to write (2 or more)")
+    return int(head), int(rest)
+
+
+def check_fit(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
+    """Raises `MlxZipError` if a workload is a conversation and an engine cannot continue one (`ONE_REQUEST`)."""
+    for name in engines:
+        if name in ONE_REQUEST and any(len(workload.turns) > 1 for workload in workloads):
+            raise MlxZipError(f"{name} cannot go on with a conversation: leave it out, or --turns 1")
+
+
+# ---- measuring
+
+
+@dataclass
+class Trial:
+    """One engine's run of one conversation: for each turn a `Run`, and the joules it used (None if unknown)."""
+
+    runs: list[Run]
+    joules: list[float | None]
+
+
+@dataclass
+class Entrant:
+    """An engine that is compared, with "warm" or "cold" rows, and its trials so far: [conversations][trials]."""
+
+    engine: Engine
+    rows: str
+    trials: list[list[Trial]] = field(default_factory=list)
+
+
+class EngineComparison:
+    """Runs engines in turns on the same conversations and makes their records."""
+
+    def __init__(self, args: argparse.Namespace, engines: Sequence[tuple[Engine, str]], models: Models) -> None:
+        """Measures the memory bandwidth of every chip. engines: each with "warm" or "cold" rows.
+
+        Where libraries of several engines read from one chip, the fastest reading counts for all of them.
+        """
+        self.args, self.engines, self.models = args, engines, models
+        self.meter = EnergyMeter()
+        self.devices = {engine.name: engine.device for engine, _ in engines}
+        self.bandwidths: dict[str, tuple[float, str]] = dict.fromkeys(self.devices, (0.0, ""))
+        readers = {(self.devices[engine.name]["chip"], engine.yardstick): engine for engine, _ in engines}
+        for (chip, yardstick), engine in readers.items():
+            found = engine.bandwidth(), yardstick
+            for name in [name for name, device in self.devices.items() if device["chip"] == chip]:
+                self.bandwidths[name] = max(self.bandwidths[name], found)
+        self.run_id = uuid.uuid4().hex[:12]
+
+    def measure(self, conversations: Sequence[Workload]) -> Iterator[dict[str, Any]]:
+        """Runs warm-up and trials of every engine on every conversation, then yields a record per engine and turn.
+
+        In each round all engines run a conversation one after the other; each round another engine begins.
+        """
+        entrants = [Entrant(engine, rows, [[] for _ in conversations]) for engine, rows in self.engines]
+        rounds = range(-self.args.warmup, self.args.trials)
+        with ProgressBar(len(rounds) * len(conversations) * len(entrants), "trial", "Measuring") as count:
+            for trial in rounds:
+                for at, conversation in enumerate(conversations):
+                    first = (trial + at) % len(entrants)
+                    for entrant in [*entrants[first:], *entrants[:first]]:
+                        done = self._run_conversation(entrant, conversation)
+                        if trial >= 0:
+                            entrant.trials[at].append(done)
+                        count()
+        for entrant in entrants:
+            for turn in range(len(conversations[0].turns)):
+                yield self._record(entrant, conversations, turn)
+
+    def _run_conversation(self, entrant: Entrant, conversation: Workload) -> Trial:
+        """Runs all turns of a conversation once in the entrant's engine, and reads the energy meter around each."""
+        engine = entrant.engine
+        if entrant.rows == "cold":
+            engine.fresh()
+        held = engine.start() if len(conversation.turns) > 1 else None
+        runs, joules = [], []
+        for turn in conversation.turns:
+            before = self.meter.read()
+            runs.append(engine.run(turn.prompt, turn.tokens, turn.text, held))
+            joules.append(used(before, self.meter.read()))
+        return Trial(runs, joules)
+
+    def _record(self, entrant: Entrant, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
+        """Returns the record of an entrant and a turn; samples are ordered by conversation, then by trial."""
+        engine, first = entrant.engine, conversations[0]
+        prompts = [len(one.turns[turn].prompt) for one in conversations]
+        trials = [trial for of_one in entrant.trials for trial in of_one]
+        runs, joules = [trial.runs[turn] for trial in trials], [trial.joules[turn] for trial in trials]
+        read = [prompt for prompt in prompts for _ in range(self.args.trials)]
+        bandwidth, yardstick = self.bandwidths[engine.name]
+        tops = [ceiling(bandwidth, engine.weight_bytes, engine.kv_bytes, run) for run in runs]
+        several = {"conversations": len(conversations)} if len(conversations) > 1 else {}
+        setting = {name: getattr(self.args, name) for name in ("trials", "warmup", "draft")}
+        return {
+            "bench": "generate",
+            "schema": SCHEMA,
+            "run": self.run_id,
+            "engine": engine.name,
+            "mode": first.mode,
+            "model": model_section(self.models, self.args),
+            "workload": {
+                "domain": first.domain,
+                "data": first.data,
+                "window": first.window,
+                "turn": turn,
+                "turns": len(first.turns),
+                "prompt_tokens": round(mean(prompts)),
+                "tokens": first.turns[turn].tokens,
+                **several,
+            },
+            "setting": {**setting, "rows": entrant.rows},
+            "counts": counts(prompts, [of_one[0].runs[turn] for of_one in entrant.trials]),
+            "figures": figures(read, runs, joules, tops),
+            "ceiling": {**ceiling_record(tops), "yardstick": yardstick},
+            "kv_dtype": engine.kv_dtype,
+            "energy_source": self.meter.source,
+            "device": self.devices[engine.name],
+            **surroundings(*PACKAGES),
+        }
+
+
+def model_section(models: Models, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns a record's section `model`; for --shape it has the flags of the hyper-encoder and codebook too."""
+    found = {"name": models.name, "precision": models.precision, "weights": models.weights}
+    names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
+    return {**found, **{name: getattr(args, name) for name in names}}

@@ -1,0 +1,120 @@
+"""Ratios of two engines' trials with 95 % intervals, paired where the trials ran in turns; those that pages show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from mlx_zip.bench.records import Record
+
+DRAWS = 10_000  # bootstrap samples
+QUANTILES = (0.025, 0.975)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio with its 95 % interval, from `low` to `high`. n: number of ratios, or of trials, that it comes from."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+    def over(self, divisor: float) -> Ratio:
+        """Returns the ratio with value and interval divided by a number."""
+        return Ratio(self.value / divisor, self.low / divisor, self.high / divisor, self.n)
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = None, seed: int = 0) -> Ratio:
+    """Returns the median of b / a, pair by pair, with its interval. a [n] and b [n] were measured in turns.
+
+    groups: how many equal groups of neighbouring pairs belong together, such as the trials of one conversation; a
+    group counts once, by its median, because its trials repeat one text. None: every pair is a group of its own.
+    """
+    pairs = np.divide(b, a).reshape(groups or len(a), -1)
+    return of_samples(np.median(pairs, axis=1).tolist(), seed)
+
+
+def of_samples(ratios: Sequence[float], seed: int = 0) -> Ratio:
+    """Returns the median of ratios [n] and its interval by bootstrap: `DRAWS` samples of n drawn with replacement."""
+    if not len(ratios):
+        raise ValueError("no trials")
+    return _bootstrap(tuple(ratios), seed)
+
+
+@lru_cache(maxsize=1024)
+def _bootstrap(ratios: tuple[float, ...], seed: int) -> Ratio:
+    """Returns what `of_samples` does; pages ask for the ratio of one record in several tables."""
+    samples = np.asarray(ratios, float)
+    drawn = samples[np.random.default_rng(seed).integers(0, len(samples), (DRAWS, len(samples)))]
+    low, high = np.quantile(np.median(drawn, axis=1), QUANTILES)
+    return Ratio(float(np.median(samples)), float(low), float(high), len(samples))
+
+
+def unpaired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Ratio:
+    """Returns the median of b [m] over that of a [n], with its interval, for trials that did not run in turns."""
+    rng = np.random.default_rng(seed)
+    drawn = [np.median(rng.choice(np.asarray(x, float), (DRAWS, len(x))), axis=1) for x in (a, b)]
+    low, high = np.quantile(drawn[1] / drawn[0], QUANTILES)
+    return Ratio(float(np.median(b) / np.median(a)), float(low), float(high), min(len(a), len(b)))
+
+
+# ---- of the records of `bench generate` and `bench profile`
+
+PROFILES = {
+    "bundled model, 8 bit, rows cold": "profile-stories-cold",
+    "bundled model, 8 bit, rows warm": "profile-stories",
+    "`small-125m`, rows cold": "profile-cold-transformer",
+    "`small-125m`, rows cold, `res_latent_attn`": "profile-cold-latent",
+    "`small-125m`, rows warm": "profile-warm",
+}
+REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
+STORIES = "stories-chat"  # record of the bundled model in conversations of three stories, with cold and with warm rows
+PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
+TURNS = ("first", "second", "third")
+
+
+def ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
+    """Returns the second record's figure over the first's, paired by trial; trials of one conversation are one pair."""
+    a, b = (record["figures"][figure]["samples"] for record in pair)
+    return paired_ratio(a, b, groups_of(pair[1]))
+
+
+def groups_of(record: Record) -> int | None:
+    """Returns the record's number of conversations if it has several, else None: then every trial is a pair."""
+    conversations = record["workload"].get("conversations", 1)
+    return conversations if conversations > 1 else None
+
+
+def step_ratio(record: Record) -> Ratio:
+    """Returns mlx_zip's time per step over mlx-lm's at equal KV length, from a record of `bench profile`."""
+    return of_samples(record["ratio"]["samples"])
+
+
+def per_step(pair: tuple[Record, Record]) -> float:
+    """Returns the second record's base tokens per step, the median of its trials."""
+    return pair[1]["figures"]["base_tokens_per_step"]["median"]
+
+
+def pooled_per_step(pair: tuple[Record, Record]) -> float:
+    """Returns the second record's base tokens per step: all base tokens of its conversations over all steps."""
+    counts = pair[1]["counts"]
+    return counts["base_tokens"] / counts["steps"]
+
+
+def shortening(pair: tuple[Record, Record]) -> float:
+    """Returns the length of the second record's prompt in ids, over its length in base ids."""
+    counts = pair[1]["counts"]
+    return counts["prompt_ids"] / counts["prompt_tokens"]
+
+
+def detokenizing(record: Record) -> float:
+    """Returns the processor time of detokenizing in us per base token, from a record of `bench profile`."""
+    counts = record["counts"]
+    return record["parts"]["text"]["cpu_us"]["mean"] * counts["steps"] / counts["base_tokens"]

@@ -1,0 +1,312 @@
+"""Prints tables and draws plots of records that `bench generate` printed on any machines and days.
+
+`--table 6` is the paper's table 6: prefill and decoding in base tokens/s by length of the prompt, each engine
+compared with the base, machine by machine. A plot shows decoding, with the upper bound by memory bandwidth at each bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.plots import FORMATS as PICTURES
+from mlx_zip.bench.plots import new_figure, save
+from mlx_zip.bench.records import FORMATS, busy, libraries, table
+from mlx_zip.errors import MlxZipError
+
+from .generate_record import key, read_records
+from .ratios import ratio
+
+BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
+BASES = (BASE, "torch-base", "mlx-cuda-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
+OWN_BASES = {"torch-zip": "torch-base", "mlx-cuda-zip": "mlx-cuda-base"}  # compared with first, where they ran too
+COLUMNS = {  # heading: (figure, divisor)
+    "first id, ms": ("ttft_ms", 1),
+    "prefill, base tokens/s": ("prefill_tokens_per_s", 1),
+    "steps/s": ("steps_per_s", 1),
+    "base tokens/s": ("base_tokens_per_s", 1),
+    "bytes/s": ("bytes_per_s", 1),
+    "base tokens per step": ("base_tokens_per_step", 1),
+    "% of ceiling": ("ceiling_percent", 1),
+    "peak, MB": ("peak_bytes", 1e6),
+    "J per base token": ("joules_per_token", 1),
+}
+SHORT_COLUMNS = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")  # of `short_table`
+RATIOS = {  # heading: figure, as a ratio to the base engine's
+    "base tokens/s, to the base": "base_tokens_per_s",
+    "bytes/s, to the base": "bytes_per_s",
+}
+BUSY = ("load average, idle share", "preloaded; BLAS")  # headings
+PAPER = {  # arXiv 2506.01084, table 6: setting -> method -> prefill and decoding at 256, 512, 1024 and 2048 + 256
+    "Apple M1, Phi-3-4B (paper)": {
+        "base": (165.0, 7.3, 211.3, 7.5, 200.9, 7.1, 196.6, 6.8),
+        "zip2zip": (145.5, 7.9, 231.4, 10.1, 189.6, 7.4, 233.8, 7.3),
+    },
+    "H100 80GB, Phi-3.5-4B (paper)": {
+        "base": (700.9, 56.2, 1347.2, 54.4, 2689.4, 52.8, 4993.2, 53.1),
+        "zip2zip": (936.6, 61.4, 2722.1, 79.8, 4326.7, 61.5, 9258.1, 61.9),
+    },
+    "H100 80GB, Phi-3-14B (paper)": {
+        "base": (724.4, 44.6, 1356.3, 43.8, 2328.6, 45.1, 3849.5, 42.2),
+        "zip2zip": (1024.6, 54.9, 1973.0, 61.1, 3657.0, 66.8, 7239.1, 46.3),
+    },
+}
+PAPER_SIZES = tuple((prompt, 256) for prompt in (256, 512, 1024, 2048))
+
+Size = tuple[int, int]
+Records = Sequence[dict[str, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench report`."""
+    add = parser.add_argument
+    add("records", nargs="+", metavar="RECORDS", help="files of records that `bench generate` printed")
+    add(
+        "--table",
+        choices=("all", "6"),
+        default="all",
+        help="all: one row per record; 6: speed by prompt length, as table 6 of the zip2zip paper (default: all)",
+    )
+    add("--format", choices=FORMATS, default="markdown", help="format of the printed table (default: markdown)")
+    add("--paper", action="store_true", help="add the zip2zip paper's own figures to --table 6")
+    add("--plot", type=Path, metavar="FILE", help="write a plot of decoding speed to FILE (.png or .svg)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table and writes the plot, if asked for. Raises `MlxZipError` before anything is printed."""
+    if args.plot is not None and args.plot.suffix not in PICTURES:
+        raise MlxZipError(f"--plot {args.plot}: the name must end in .png or .svg")
+    records = read_records(args.records)
+    if args.plot is not None:
+        draw(args.plot, records)
+        print(f"drawn: {args.plot}", file=sys.stderr)
+    print(table6(records, args.format, args.paper) if args.table == "6" else all_records(records, args.format))
+    return 0
+
+
+# ---- every record
+
+
+def all_records(records: Records, kind: str) -> str:
+    """Returns a table with a row per record: medians with smallest and largest trial, and ratios to the base engine.
+
+    kind: "markdown" or "csv".
+    """
+    header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *RATIOS, "trials", *BUSY]
+    rows = [
+        [
+            setting(record),
+            model_name(record),
+            _workload_text(record),
+            _mode_and_rows(record),
+            record["engine"],
+            *(_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
+            *against_base(record, records),
+            _samples(record),
+            busy(record),
+            libraries(record),
+        ]
+        for record in records
+    ]
+    return table(header, rows, kind)
+
+
+def short_table(records: Records) -> str:
+    """Returns the table that `bench generate` shows after each text: what a user notices, and ratios to the base."""
+    heads = ["engine", "rows", *SHORT_COLUMNS, *RATIOS]
+    rows = []
+    for record in records:
+        turn = record["workload"]["turn"]
+        name = f"{record['engine']}, turn {turn + 1}" if record["workload"]["turns"] > 1 else record["engine"]
+        cells = [_cell(record["figures"][COLUMNS[column][0]], 1) for column in SHORT_COLUMNS]
+        rows.append([name, record["setting"]["rows"], *cells, *against_base(record, records)])
+    return f"{_workload_text(records[0])}, {records[0]['mode']}, {_samples(records[0])}\n\n{table(heads, rows)}\n"
+
+
+def against_base(record: dict[str, Any], records: Records) -> list[str]:
+    """Returns the ratios in `RATIOS` of a record to the base engine that ran in turns with it.
+
+    "-" for the base engine itself, without one, and for a figure that is not known.
+    """
+    same_run = [r for r in records if r["run"] == record["run"] and key(r, engine=False) == key(record, engine=False)]
+    names = (
+        OWN_BASES.get(record["engine"], record["engine"] if record["engine"] in OWN_BASES.values() else BASE),
+        *BASES,
+    )
+    base = next((r for name in names for r in same_run if r["engine"] == name), record)
+    shown = []
+    for name in RATIOS.values():
+        figures = [one["figures"][name] for one in (base, record)]
+        shown.append("-" if base is record or None in figures else str(ratio((base, record), name)))
+    return shown
+
+
+def _samples(record: dict[str, Any]) -> str:
+    conversations, trials = record["workload"].get("conversations", 1), record["setting"]["trials"]
+    return f"{conversations} conversations x {trials}" if conversations > 1 else str(trials)
+
+
+def setting(record: dict[str, Any]) -> str:
+    """Returns the name of what the engine ran on: the GPU's or, for a CPU, the machine's."""
+    return record["machine"] if "cpu" in record["device"]["device"] else record["device"]["chip"]
+
+
+def model_name(record: dict[str, Any]) -> str:
+    """Returns the model's name and precision, with "random" if its weights are random."""
+    model = record["model"]
+    bits = {"16": "16 bit", "8": "8 bit", "4": "4 bit", "as stored": ""}.get(model["precision"], model["precision"])
+    return ", ".join(filter(None, [model["name"], bits, "random" if model["weights"] == "random" else ""]))
+
+
+def _mode_and_rows(record: dict[str, Any]) -> str:
+    return f"{record['mode']}, rows {record['setting']['rows']}"
+
+
+def _workload_text(record: dict[str, Any]) -> str:
+    workload = record["workload"]
+    turn = f", turn {workload['turn'] + 1}" if workload["turns"] > 1 else ""
+    return f"{workload['domain']} {workload['prompt_tokens']}+{workload['tokens']}{turn}"
+
+
+def _cell(figure: dict[str, Any] | None, divisor: float) -> str:
+    if figure is None:
+        return "-"
+    middle, low, high = (_short(figure[name] / divisor) for name in ("median", "min", "max"))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+# ---- table 6
+
+
+def table6(records: Records, kind: str, paper: bool = False) -> str:
+    """Returns table 6 of the paper for these records: base tokens/s of prefill and decoding, by size.
+
+    Each engine has a row, and one with its difference from the base. Domains and windows are pooled. kind: "markdown"
+    or "csv". paper: add the paper's own figures.
+    """
+    sizes = sorted({*map(size_of, records), *(PAPER_SIZES if paper else ())})
+    header = ["setting", "method", *(f"{p}+{g} {what}" for p, g in sizes for what in ("prefill", "decode"))]
+    rows = []
+    for name, methods in by_setting(records).items():
+        rates = {engine: {size: rate(found) for size, found in of.items()} for engine, of in methods.items()}
+        rows += _rows6(name, rates, sizes)
+    for name, methods in PAPER.items() if paper else ():
+        paper_rates = {m: {s: (v[2 * i], v[2 * i + 1]) for i, s in enumerate(PAPER_SIZES)} for m, v in methods.items()}
+        rows += _rows6(name, paper_rates, sizes)
+    return table(header, rows, kind)
+
+
+def _rows6(
+    name: str, rates: Mapping[str, Mapping[Size, tuple[float | None, float | None]]], sizes: Sequence[Size]
+) -> list[list[str]]:
+    """Returns the rows of the setting `name`. rates: engine -> size -> (prefill, decoding), None if not known."""
+    base = next((method for method in ("base", *BASES) if method in rates), None)
+    rows = []
+    for method, found in rates.items():
+        values = [found.get(size, (None, None)) for size in sizes]
+        rows.append([name, method, *(_rate_cell(value) for pair in values for value in pair)])
+        if base not in (None, method):
+            base_values = [rates[base].get(size, (None, None)) for size in sizes]
+            both = zip(values, base_values, strict=True)
+            pairs = [(a, b) for mine, others in both for a, b in zip(mine, others, strict=True)]
+            rows.append([name, f"{method}, against {base}", *(_percent(a, b) for a, b in pairs)])
+    return rows
+
+
+def _rate_cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _percent(value: float | None, base: float | None) -> str:
+    return "-" if value is None or base is None else f"{value / base - 1:+.1%}"
+
+
+def size_of(record: dict[str, Any]) -> Size:
+    """Returns the record's (base tokens to read, base tokens to write)."""
+    return record["workload"]["prompt_tokens"], record["workload"]["tokens"]
+
+
+def by_setting(records: Records) -> dict[str, dict[str, dict[Size, list[dict[str, Any]]]]]:
+    """Groups records by machine, model and mode, then by engine (in the order of `ENGINES`), then by size.
+
+    Records of several days are grouped by day too.
+    """
+    days = defaultdict(set)
+    for record in records:
+        days[_machine_and_model(record)].add(record["time"][:10])
+    found: dict[str, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for record in sorted(records, key=lambda record: list(ENGINES).index(record["engine"])):
+        place = _machine_and_model(record)
+        name = f"{place}, {record['time'][:10]}" if len(days[place]) > 1 else place
+        found[name][record["engine"]][size_of(record)].append(record)
+    return found
+
+
+def _machine_and_model(record: dict[str, Any]) -> str:
+    return f"{setting(record)}: {model_name(record)}, {_mode_and_rows(record)}"
+
+
+def rate(records: Records) -> tuple[float | None, float | None]:
+    """Returns base tokens/s of prefill and of decoding over several records: all tokens over all median times."""
+    return _pooled(records, "prefill_tokens_per_s"), _pooled(records, "base_tokens_per_s")
+
+
+def _pooled(records: Records, name: str) -> float | None:
+    """Returns the rate `name` over several records: all tokens over all seconds; None if a record lacks it."""
+    which = "prompt_tokens" if name.startswith("prefill") else "base_tokens"
+    known = [(record["counts"][which], record["figures"][name]) for record in records]
+    if any(figure is None for _, figure in known):
+        return None
+    return sum(tokens for tokens, _ in known) / sum(tokens / figure["median"] for tokens, figure in known)
+
+
+def ceiling_rate(records: Records) -> float:
+    """Returns the upper bound on base tokens/s by memory bandwidth, at the records' base tokens per step."""
+    tokens = sum(record["counts"]["base_tokens"] for record in records)
+    return tokens / sum(record["counts"]["steps"] / record["ceiling"]["steps_per_s"] for record in records)
+
+
+# ---- plot
+
+
+def draw(path: Path, records: Records) -> None:
+    """Writes a plot of decoding speed: a panel per machine, model and mode, a bar per size and engine.
+
+    A line at each bar is the upper bound by memory bandwidth. Raises `InstallationError` without matplotlib.
+    """
+    found = by_setting(records)
+    figure = new_figure(7, 3.2 * len(found))
+    panels = figure.subplots(len(found), squeeze=False)[:, 0]
+    for panel, (name, engines) in zip(panels, found.items(), strict=True):
+        _draw_panel(panel, name, engines)
+    save(figure, path)
+
+
+def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[str, Any]]]]) -> None:
+    """Draws one panel. engines: engine -> size -> its records."""
+    sizes = sorted(_flat(engines.values()))
+    width = 0.8 / len(engines)
+    for i, (engine, of) in enumerate(engines.items()):
+        bars = [(sizes.index(size) + i * width, size) for size in of if rate(of[size])[1] is not None]
+        panel.bar([x for x, _ in bars], [rate(of[size])[1] for _, size in bars], width, label=engine)
+        for x, size in bars:
+            panel.hlines(ceiling_rate(of[size]), x - width / 2, x + width / 2, "black", linewidth=1.2)
+    panel.plot([], [], "black", linewidth=1.2, label="memory bandwidth's ceiling")
+    middle = 0.4 - width / 2
+    panel.set_xticks([x + middle for x in range(len(sizes))], [f"{p}+{g}" for p, g in sizes])
+    panel.set(ylabel="base tokens/s, decoding", title=name)
+    panel.title.set_fontsize(9)
+    panel.legend(fontsize=8)
+
+
+def _flat(groups: Iterable[Iterable[Size]]) -> set[Size]:
+    return {size for group in groups for size in group}

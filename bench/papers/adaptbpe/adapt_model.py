@@ -1,0 +1,271 @@
+"""AdaptBPE on a model with trained weights: bits per byte of held-out text before and after its vocabulary is adapted.
+
+For each text the model's tokenizer is adapted to its training part, `mlx_zip vocab adapt convert` writes the smaller
+model, and the test part is scored strictly, as `mlx_zip evaluate` does; the softmax of the adapted model is over the
+rows kept. Models with the first N merges and with the N most frequent ones are scored for comparison. N is a share of
+the list's merges. The first line is of the whole model.
+
+`where` in a line splits bits per byte in two: those spent on tokens that both tokenizations of the test part share, and
+those spent on all other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which
+reports perplexities on models of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.arguments import add_limit_bytes, add_separator
+from mlx_zip.bench.engines.mlx_engines import weight_bytes
+from mlx_zip.bench.plots import save
+from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.records import Records
+from mlx_zip.bench.tokens import read_domains
+from mlx_zip.engine.scoring import compress_row, context_limit, score
+from mlx_zip.errors import DataError, MlxZipError
+from mlx_zip.evaluation.bits import cut_windows, ratio_error, window_bits
+from mlx_zip.layout import is_zip
+from mlx_zip.text.documents import Document
+from mlx_zip.text.token_facts import encode_with_bytes
+from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
+from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
+
+from .tables import picture
+
+ROOT = Path(__file__).resolve().parents[3]  # of the checkout
+
+CONTEXT = 1024
+TARGET = 0.01  # most that bits per byte should grow, as a fraction, with half of the merges on the model's kind of text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench adapt_model` to a parser."""
+    add = parser.add_argument
+    add(
+        "--model",
+        default="stories-base",
+        help="plain or zip2zip model to adapt: a folder or the name of a bundled model (default: stories-base)",
+    )
+    add(
+        "--train",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="texts to adapt to, each with a name; FILE as in `bench tokens --text`",
+    )
+    add(
+        "--test",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="held-out texts to measure bits per byte on; each NAME must also be in --train",
+    )
+    add_separator(add)
+    add(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=[0.25, 0.5, 0.75],
+        metavar="SHARE",
+        help="shares of the tokenizer's merges to keep, between 0 and 1 (default: 0.25 0.5 0.75)",
+    )
+    add(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        help="which merges to keep: first-k: the first of the list; top-k: the most frequent ones in --train; adapt: "
+        "those that AdaptBPE chooses (default: all three)",
+    )
+    add_limit_bytes(add, "each text of --test")
+    add_limit_bytes(add, "each text of --train", "--limit-train-bytes")
+    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write a plot of the record in this checkout to FILE (.svg or .png), and measure nothing",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints one JSON line per text, share and method; with --plot draws the record of this checkout.
+
+    Raises `MlxZipError`.
+    """
+    if args.plot is not None:
+        save(picture(Records(ROOT)), args.plot)
+        return 0
+    if not args.train:
+        raise MlxZipError("--train is missing; or give --plot to draw the record")
+    if wrong := [share for share in args.shares if not 0 < share < 1]:
+        raise MlxZipError(f"--shares {wrong[0]:g} is not between 0 and 1")
+    train = read_domains(args.train, args.limit_train_bytes, args.separator)
+    test = read_domains(args.test, args.limit_bytes, args.separator)
+    if train.keys() != test.keys():
+        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
+    models = AdaptedModels(args)
+    for name, corpus in train.items():
+        words = words_of(models.base.front, [document.text for document in corpus.documents])
+        whole = models.score(models.folder, test[name].documents)
+        texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": _names(test[name].files)}}
+        models.print_line(name, models.line(whole, whole) | texts)
+        for share in args.shares:
+            for method in args.methods:
+                models.print_line(name, models.adapt(words, share, method, test[name].documents, whole) | texts)
+    return 0
+
+
+def _names(files: Sequence[str]) -> list[str]:
+    return [Path(file).name for file in files]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A model's score on a text, and the model's size.
+
+    ids: number of ids that the model reads; tokens: number of base ids. file_bytes: size of the weight files;
+    weight_bytes: bytes of weights that a decoding step reads. spans: for each document the (first byte, end) of each
+    token; bits: for each document the bits of each token. Both are empty for a zip2zip model and where a document
+    fills several windows.
+    """
+
+    bits_per_byte: float
+    standard_error: float | None
+    ids: int
+    tokens: int
+    n_bytes: int
+    file_bytes: int
+    weight_bytes: int
+    vocab_size: int
+    spans: tuple[Any, ...] = ()
+    bits: tuple[Any, ...] = ()
+
+
+class AdaptedModels:
+    """Adapts one model and scores the results. args: the command's flags; folder: the model's; base: its vocabulary."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from mlx_zip.models.loading import model_folder
+
+        self.args, self.folder = args, Path(model_folder(args.model))
+        self.base: BaseVocabulary = read_base(self.folder)
+
+    def adapt(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:
+        """Keeps a share of the merges, converts the model to them, scores it on the documents; returns the record.
+
+        words: how often each word occurs in the training text. whole: the unadapted model's result.
+        """
+        n = round(share * self.base.n_merges)
+        kept = adapted(self.base, words, n, method=method)
+        with tempfile.TemporaryDirectory() as folder:
+            file, out = Path(folder, "adapted.json"), Path(folder, "model")
+            kept.save(file)
+            convert(self.folder, file, out)
+            found = self.score(out, documents)
+        return self.line(found, whole, kept) | {"share": share, "merges": n, "method": method}
+
+    def score(self, folder: Path, documents: Sequence[Document]) -> Result:
+        """Loads the model in a folder and scores the documents with it, strictly."""
+        from mlx_zip.engine.generate import load
+
+        model, tokenizer = load(folder)
+        windows = cut_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))
+        prefix = np.array([windows.prefix], np.uint32)
+        rows = [compress_row(model, prefix, window.base_ids) for window in windows.windows]
+        scored = score(model, rows, self.args.batch_size)
+        bits = np.array([window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
+        n_bytes = np.array([window.n_bytes for window in windows.windows])
+        by_document = not is_zip(model) and len(windows.windows) == len(documents)
+        return Result(
+            float(bits.sum() / n_bytes.sum()),
+            ratio_error(bits, n_bytes),
+            sum(len(row.ids) - 1 for row in rows),
+            sum(len(window.base_ids) for window in windows.windows),
+            int(n_bytes.sum()),
+            sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+            weight_bytes(model),
+            model.layout.vocab_size if is_zip(model) else model.args.vocab_size,
+            tuple(_spans(tokenizer, document.text) for document in documents) if by_document else (),
+            tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
+        )
+
+    def line(self, found: Result, whole: Result, kept: AdaptedVocabulary | None = None) -> dict[str, Any]:
+        """Returns the record of a model's result, with its differences from the unadapted model's result `whole`.
+
+        kept: the adapted vocabulary; None for the unadapted model.
+        """
+        return {
+            "share": 1,
+            "merges": self.base.n_merges,
+            "method": "whole list",
+            "vocab_size": found.vocab_size,
+            "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
+            "bits_per_byte": round(found.bits_per_byte, 5),
+            "standard_error": None if found.standard_error is None else round(found.standard_error, 5),
+            "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
+            "target": TARGET,
+            "utility": round(1 - found.tokens / found.n_bytes, 5),
+            "tokens": found.tokens,
+            "ids": found.ids,
+            "file_bytes": found.file_bytes,
+            "step_weight_bytes": found.weight_bytes,
+            "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
+        }
+
+    def print_line(self, name: str, line: dict[str, Any]) -> None:
+        """Prints a record as a JSON line, with the names of model and text and with the machine."""
+        head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
+        print(json.dumps({**head, **line, **surroundings("mlx", "mlx-lm")}), flush=True)
+
+
+def convert(model: Path, vocabulary: Path, out: Path) -> None:
+    """Writes the model for an adapted vocabulary to `out` by `mlx_zip vocab adapt convert`, in a separate process.
+
+    Raises `MlxZipError` with the error message of that process.
+    """
+    words = ["vocab", "adapt", "convert", str(vocabulary), "--model", str(model), "--out", str(out)]
+    done = subprocess.run([sys.executable, "-m", "mlx_zip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise MlxZipError(f"mlx_zip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    ends = np.cumsum(encode_with_bytes(tokenizer, text)[1]).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def bits_on_split_tokens(found: Result, whole: Result) -> dict[str, Any]:
+    """Splits the bits per byte of the whole model (before) and of the adapted one (after) by kind of token.
+
+    "same": tokens that both tokenizations have in the same place; "split": all other tokens. All bits are divided by
+    the bytes of the whole text. Also counts the bytes of split tokens, and the split tokens before and after.
+    """
+    spent = np.zeros((2, 2))  # bits: rows whole model, adapted model; columns same, split
+    others, split_bytes = [0, 0], 0  # split tokens of either model; bytes that they cover
+    for document in range(len(whole.spans)):
+        same = set(whole.spans[document]) & set(found.spans[document])
+        for side, result in enumerate((whole, found)):
+            split = np.array([span not in same for span in result.spans[document]])
+            spent[side] += [result.bits[document][~split].sum(), result.bits[document][split].sum()]
+            others[side] += int(split.sum())
+        split_bytes += sum(end - begin for begin, end in whole.spans[document] if (begin, end) not in same)
+    per_byte = np.round(spent / whole.n_bytes, 5).tolist()
+    return {
+        "split_bytes": split_bytes,
+        "tokens_before": others[0],
+        "tokens_after": others[1],
+        "bits_per_byte_before": {"same": per_byte[0][0], "split": per_byte[0][1]},
+        "bits_per_byte_after": {"same": per_byte[1][0], "split": per_byte[1][1]},
+    }

@@ -1,0 +1,158 @@
+"""The training data of `hbpe_model`: one text as first-stage ids, as bytes and as patches of every kind."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.errors import MlxZipError
+from mlx_zip.models.patches.patch_model import PlainModel
+from mlx_zip.training.patch_training import Corpus, Uint32s, byte_entropies, windows
+from mlx_zip.vocab.hbpe.patch_table import (
+    PatchTable,
+    encoder_of,
+    entropy_patches,
+    learn_tokenizer,
+    number,
+    read_tokens,
+    space_patches,
+    tokens_of,
+)
+
+from .patches import first_stage
+
+BYTE_END = 256
+ENTROPY_SAMPLE = 1 << 17  # bytes of training documents, at least, from which the entropy threshold is chosen
+
+Documents = list[bytes]
+Material = tuple[Corpus, Corpus, PatchTable | None]  # training windows, test windows, the table of their patches
+
+
+@dataclass
+class Data:
+    """Training and test documents, and the windows that each kind of model reads from them.
+
+    context: first-stage tokens per window; windows of other units hold about as many bytes. tokenizer: path of the
+    first stage; None: one of `vocab_size` tokens is learned from the training documents. byte_model: the trained model
+    over bytes that cuts `entropy` patches, None before it is trained. tokens: bytes of each first-stage id. ids:
+    training and test windows of first-stage ids.
+    """
+
+    train: Documents
+    test: Documents
+    context: int
+    vocab_size: int
+    tokenizer: str | None = None
+    byte_model: PlainModel | None = None
+    tokens: list[bytes] = field(init=False)
+    ids: tuple[Uint32s, Uint32s] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens, encode = self._first_stage()
+        self.tokens = [*tokens, b""]  # the last stands for the end of a document
+        self.ids = self._windows(
+            [[encode(document.decode()) for document in part] for part in self._parts()], len(tokens), self.context
+        )
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean bytes per first-stage token of the training windows; the end of a document is a token of 0 bytes."""
+        return float(self._sizes(self.tokens)[self.ids[0]].mean())
+
+    def material(self, kind: str, patch_size: int) -> Material:
+        """Returns training windows, test windows and table of patches for one kind of model (`KINDS` of `model.py`).
+
+        The table is None for `plain` and `bytes`, which have no patches. patch_size: most symbols in a patch of
+        `patches` and `equal`; other kinds ignore it. Raises `MlxZipError` for `entropy` without a model over bytes.
+        """
+        if kind == "bytes":
+            length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])
+            ids = self._windows([[list(document) for document in part] for part in self._parts()], BYTE_END, length)
+            return Corpus(ids[0], sizes), Corpus(ids[1], sizes), None
+        if kind in ("space", "entropy"):
+            return self._cut(space_patches if kind == "space" else self._entropy_patches())
+        table = None if kind == "plain" else PatchTable.learn(self.tokens, patch_size)
+        return self._corpora(self.ids, self.tokens, table)
+
+    def _cut(self, cut: Callable[[bytes], list[bytes]]) -> Material:
+        """Returns windows of the patches into which `cut` divides each document, and the table of these patches.
+
+        A window holds about as many bytes as a window of first-stage tokens.
+        """
+        pieces = [[cut(document) for document in part] for part in self._parts()]
+        # The empty patch, which ends a document, is numbered as a document of its own after each part.
+        ids, table = number([document for part in pieces for document in (*part, [b""])])
+        first = len(self.train)
+        patches, end = [ids[:first], ids[first + 1 : -1]], ids[-1][0]
+        rate = sum(map(len, self.train)) / (sum(map(len, patches[0])) + first)
+        context = max(1, round(self.context * self.bytes_per_token / rate))
+        return self._corpora(self._windows(patches, end, context), table.tokens, table)
+
+    def _entropy_patches(self) -> Callable[[bytes], list[bytes]]:
+        """Returns a function that cuts a document where the model over bytes finds the next byte hard to predict.
+
+        Its entropy threshold is chosen on training documents so that there are about as many patches as first-stage
+        tokens. Raises `MlxZipError` when the model over bytes has not been trained.
+        """
+        model = self.byte_model
+        if model is None:
+            raise MlxZipError("--models entropy needs bytes too, because the model over bytes decides where to cut")
+        length = round(self.context * self.bytes_per_token)
+        entropies_of = cache(lambda document: byte_entropies(model, document, length))
+        n_sampled = int(np.searchsorted(np.cumsum([len(document) for document in self.train]), ENTROPY_SAMPLE)) + 1
+        sampled = np.concatenate([entropies_of(document) for document in self.train[:n_sampled]])
+        threshold = float(np.quantile(sampled, 1 - 1 / self.bytes_per_token))
+        return lambda document: entropy_patches(document, entropies_of(document), threshold)
+
+    def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
+        """Returns the bytes of every first-stage token, by id, and a function from text to ids."""
+        if self.tokenizer is not None:
+            return read_tokens(self.tokenizer), first_stage(self.tokenizer)
+        tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
+        return tokens_of(tokenizer), encoder_of(tokenizer)
+
+    def _parts(self) -> tuple[Documents, Documents]:
+        return self.train, self.test
+
+    def _windows(self, parts: Sequence[Any], end: int, length: int) -> tuple[Uint32s, Uint32s]:
+        """Returns training and test windows of `length` ids, [W, length]; the id `end` follows each document.
+
+        parts: the ids of every training document, and those of every test document.
+        """
+        train, test = (windows(documents, end, length) for documents in parts)
+        return train, test
+
+    def _corpora(self, ids: tuple[Uint32s, Uint32s], tokens: Sequence[bytes], table: PatchTable | None) -> Material:
+        """Returns what a model trains on and is tested on. ids: training and test windows; tokens: bytes of each id."""
+        sizes, rows = self._sizes(tokens), None if table is None else table.rows
+        return Corpus(ids[0], sizes, rows), Corpus(ids[1], sizes, rows), table
+
+    @staticmethod
+    def _sizes(tokens: Sequence[bytes]) -> Any:
+        """Returns the number of bytes of each token, [V] int64."""
+        return np.fromiter(map(len, tokens), np.int64, len(tokens))
+
+
+def read_documents(path: str, separator: str | None, limit: int | None = None) -> Documents:
+    """Reads a UTF-8 file (.gz is unpacked) and returns the bytes of each document.
+
+    separator: the line that ends a document; None: the file is one document. limit: most bytes to read; None: all.
+    Raises `MlxZipError` naming the file.
+    """
+    try:
+        stored = Path(path).read_bytes()
+        text = (gzip.decompress(stored) if path.endswith(".gz") else stored)[:limit].decode("utf-8", "ignore")
+    except (OSError, EOFError, zlib.error) as error:
+        raise MlxZipError(f"{path} cannot be read: {error}") from error
+    parts = [text] if separator is None else ("\n" + text).split(f"\n{separator}\n")
+    documents = [part.strip("\n").encode("utf-8") for part in parts if part.strip()]
+    if not documents:
+        raise MlxZipError(f"{path} holds no text")
+    return documents

@@ -1,0 +1,385 @@
+"""Trains models over patches, plain BPE and bytes from scratch for equal time, and measures them on held-out text.
+
+    plain    reads ids of a byte-level BPE that is learned from the training text; embedding and head are tied
+    patches  reads patches of those ids: the latent transformer of `plain`, with local models instead of an embedding
+    equal    like `patches`, but the latent transformer is widened until there are as many parameters as in `plain`
+    bytes    reads bytes with the transformer of `plain`
+    space    like `patches`, but patches are cut at blanks and have up to 6 bytes
+    entropy  like `patches`, but patches are cut where `bytes` finds the next byte hard to predict; up to 6 bytes
+
+Each model gets --steps steps, or as many as fit into --seconds by the time of a few steps. All have the same schedule
+and windows of about as many bytes. On a busy machine, count processor time (--clock) with one thread. --out keeps the
+runs, and the same command continues an interrupted one. --recipe sets the flags of one of the paper's comparisons at
+small scale. The results hold for small models, short runs and the seeds that were run; the paper trains 13,500 steps on
+four GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.arguments import add_limit_bytes
+from mlx_zip.bench.machine import device
+from mlx_zip.bench.recording import surroundings
+from mlx_zip.errors import MlxZipError
+from mlx_zip.files import write_json
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
+from mlx_zip.training.patch_training import Corpus, evaluate, train
+from mlx_zip.training.settings import TrainSettings
+from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
+from mlx_zip.vocab.hbpe.patch_table import PatchTable
+
+from .hbpe_data import Data, Material, read_documents
+
+KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
+SIZED = ("patches", "equal")  # kinds that are trained with every --patch-size
+WARM_UP, TIMED = 1, 8  # training steps that are discarded and that are timed, to choose the number of steps
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+STEP = 16  # a latent transformer is widened by multiples of this
+LEARNING_RATE = 3e-3
+RECIPES: dict[str, dict[str, Any]] = {  # the paper's comparison: flags for it at small scale
+    "table2": {"models": list(KINDS), "patch_size": [8]},
+    "table3": {"models": ["patches", "bytes", "space", "entropy"], "patch_size": [8]},
+    "figure7": {"models": ["patches"], "patch_size": [4, 6, 8, 10]},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench hbpe_model` to a parser."""
+    add = parser.add_argument
+    add("--train", required=True, metavar="FILE", help="UTF-8 text to train on, plain or .gz")
+    add("--test", required=True, metavar="FILE", help="held-out UTF-8 text to measure bits per byte on, plain or .gz")
+    add("--separator", help="line that ends a document of --train and --test (default: each file is one document)")
+    add(
+        "--recipe",
+        choices=RECIPES,
+        action=_Recipe,
+        help="set --models and --patch-size as in one of the paper's comparisons; flags after this one override it. "
+        "table2: all kinds of model; table3: bytes and kinds of patches, for text without blanks; figure7: patch sizes",
+    )
+    add("--models", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of model to train (default: all)")
+    add("--seconds", type=float, default=90, help="seconds to train each model (default: 90)")
+    add("--steps", type=int, help="training steps per model, instead of --seconds (default: as many as fit --seconds)")
+    add(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="clock that measures --seconds: wall time or processor time (default: wall)",
+    )
+    add(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer whose ids are grouped into patches: tokenizer.json or a folder with one, vocab.bpe, merges.txt "
+        "or NAME.tiktoken (default: one is learned from --train)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        default=4096,
+        help="number of tokens of a tokenizer learned from --train (default: 4096)",
+    )
+    add(
+        "--patch-size",
+        type=int,
+        nargs="+",
+        default=[8],
+        metavar="S",
+        help="largest number of symbols in a patch; the models patches and equal are trained once per value "
+        "(default: 8)",
+    )
+    add("--context", type=int, default=64, help="tokens of --tokenizer per training window (default: 64)")
+    add("--batch-size", type=int, default=16, help="windows per training step (default: 16)")
+    add(
+        "--latent",
+        type=read_tower,
+        default=Tower(2, 96, 256, 4),
+        metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="sizes of the main transformer: layers, width, feed-forward width, attention heads; equal widens it "
+        "(default: 2,96,256,4)",
+    )
+    add(
+        "--local",
+        type=read_tower,
+        default=Tower(2, 48, 96, 4),
+        metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="sizes of the local encoder and of the local decoder of models over patches: layers, width, feed-forward "
+        "width, attention heads (default: 2,48,96,4)",
+    )
+    add(
+        "--learning-rate",
+        type=_rate,
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="peak learning rate of all models, or KIND=RATE for one kind of --models (default: 0.003)",
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0],
+        help="random seeds, one training run each (default: 0)",
+    )
+    add(
+        "--marks",
+        type=int,
+        default=1,
+        help="number of evenly spaced measurements of bits per byte in each training run, the last at its end "
+        "(default: 1)",
+    )
+    add_limit_bytes(add, "--test")
+    add(
+        "--limit-train-bytes",
+        type=int,
+        metavar="N",
+        help="read at most N bytes of --train (default: all); the model entropy first scores every byte that is read",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to keep training runs in, so that the same command continues an interrupted one (default: runs "
+        "are not kept)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains and measures every model; prints one JSON line per model, patch size and seed. Raises `MlxZipError`."""
+    for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
+    learned = read_documents(args.train, args.separator, args.limit_train_bytes)
+    test = read_documents(args.test, args.separator, args.limit_bytes)
+    data = Data(learned, test, args.context, args.vocab_size, args.tokenizer)
+    for seed in args.seeds:
+        data.byte_model = None
+        for kind in sorted(args.models, key=KINDS.index):
+            for size in args.patch_size if kind in SIZED else args.patch_size[:1]:
+                line = {"bench": "hbpe_model", "recipe": args.recipe, **measure(Run(kind, size, seed), data, args)}
+                print(json.dumps({**line, **device(), **surroundings("mlx", "mlx-lm")}), flush=True)
+    return 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train. kind: one of `KINDS`. patch_size: most symbols in a patch, for the kinds in `SIZED` only."""
+
+    kind: str
+    patch_size: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the run's folder, for example patches-8-seed0."""
+        size = f"-{self.patch_size}" if self.kind in SIZED else ""
+        return f"{self.kind}{size}-seed{self.seed}"
+
+
+def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains one model (or continues its training), evaluates it on the test text and returns its record."""
+    begun = time.perf_counter()
+    material = data.material(one.kind, one.patch_size)
+    train_on, test_on, table = material
+    prepared_s = time.perf_counter() - begun
+    model = _new_model(one, material, data, args)
+    with _run_folder(args.out, one.name) as folder:
+        points = _train_and_measure(model, one, material, data, args, folder)
+    if one.kind == "bytes":
+        data.byte_model = model
+    last = points[-1]
+    text = b"".join(data.test).decode("utf-8", "replace")
+    rate = last["test_bytes"] / last["units"]
+    return {
+        "model": one.kind,
+        "seed": one.seed,
+        "bits_per_byte": last["bits_per_byte"],
+        "test_bytes": last["test_bytes"],
+        "parameters": parameters_of(model),
+        "steps": last["step"],
+        "clock": args.clock,
+        "wall_s": last["wall_s"],
+        "processor_s": last["processor_s"],
+        "train_bytes_seen": last["train_bytes"],
+        "passes": round(last["train_bytes"] / train_on.n_bytes, 2),
+        "train_bytes": train_on.n_bytes,
+        "prepare_s": round(prepared_s, 1),
+        "bytes_per_unit": round(rate, 3),
+        "symbols_per_unit": None if table is None else round(float(test_on.lengths[test_on.ids].mean()), 3),
+        "context": train_on.ids.shape[1],
+        "fertility": round(fertility(len(text.encode()) / rate, words_of(text)), 3),
+        "forward_flops_per_byte": round(flops(model, test_on)),
+        "curve": points,
+        "config": model.config.to_dict(),
+        "learning_rate": _learning_rate(args, one.kind),
+        "batch_size": args.batch_size,
+        "vocab_size": len(data.tokens) - 1,
+        "tokenizer": args.tokenizer and Path(args.tokenizer).name,
+        "text": Path(args.train).name,
+    }
+
+
+def _train_and_measure(
+    model: Any, one: Run, material: Material, data: Data, args: argparse.Namespace, folder: Path
+) -> list[dict[str, Any]]:
+    """Trains a model and returns one measurement per mark of --marks, the last at the end of training.
+
+    A measurement has the step, bytes read, seconds spent so far and bits per byte of the test text. Files in `folder`
+    keep what is done, so that an interrupted run continues.
+    """
+    make = lambda: _new_model(one, material, data, args)
+    steps = _stored_or_made(folder / "steps.json", lambda: args.steps or _steps_that_fit(make, material[0], args, one))
+    settings = _train_settings(args, steps, one)
+    points, spent = [], dict.fromkeys(CLOCKS, 0.0)
+    for until in sorted({max(1, round(steps * (k + 1) / args.marks)) for k in range(args.marks)}):
+        used = {name: -clock() for name, clock in CLOCKS.items()}
+        done = train(model, material[0], settings, folder, quiet=False, until=until)
+        used = {name: used[name] + clock() for name, clock in CLOCKS.items()}
+        used = _stored_or_made(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
+        spent = {name: spent[name] + used[name] for name in CLOCKS}
+        old = folder / f"told-{until}.json"  # its name in folders of older versions
+        file = old if old.exists() else folder / f"scores-{until}.json"
+        found = _stored_or_made(file, lambda: evaluate(model, material[1]))
+        points.append(
+            {
+                "step": until,
+                "train_bytes": used["bytes"],
+                **{f"{name}_s": round(spent[name], 1) for name in spent},
+                "bits_per_byte": round(found["bits_per_byte"], 4),
+                "test_bytes": found["bytes"],
+                "units": found["units"],
+            }
+        )
+    return points
+
+
+def flops(model: Any, corpus: Corpus) -> float:
+    """Returns the FLOPs of a forward pass per byte of the corpus, by the paper's formulas.
+
+    The cost of patches is counted with the mean number of symbols in the corpus, not with the largest one.
+    """
+    count = len(corpus.ids)
+    per_window, rate = corpus.n_bytes / count, corpus.n_bytes / corpus.ids.size
+    if isinstance(model, PlainModel):
+        return plain_flops(per_window, rate, model.config.tower, model.config.vocab_size) / per_window
+    symbols = float(corpus.lengths[corpus.ids].mean())
+    config = model.config
+    return hierarchical_flops(per_window, rate, config.latent, config.local, config.symbols, symbols) / per_window
+
+
+def equal_latent(table: PatchTable, latent: Tower, local: Tower) -> Tower:
+    """Returns the largest latent transformer with which a model over patches has no more parameters than `plain` has.
+
+    First the width grows (in steps of `STEP`, the feed-forward width in proportion), then the feed-forward width
+    alone. Returns `latent` unchanged if the model over patches has more parameters already.
+    """
+    wanted = parameters_of(PlainModel(PlainConfig(len(table), latent)))
+
+    def left(tower: Tower) -> int:
+        """Returns how many parameters `plain` has more than a model over patches with this latent transformer."""
+        return wanted - parameters_of(PatchModel(PatchConfig(table.merges.symbols, table.patch_size, tower, local)))
+
+    def widened(width: int) -> Tower:
+        """Returns `latent` at another width, its feed-forward part in proportion."""
+        return Tower(latent.layers, width, latent.ffn * width // latent.width, latent.heads)
+
+    tower = latent
+    while left(widened(tower.width + STEP)) >= 0:
+        tower = widened(tower.width + STEP)
+    more = max(0, left(tower)) // (3 * tower.layers * tower.width)
+    return Tower(tower.layers, tower.width, tower.ffn + more, tower.heads)
+
+
+def _new_model(one: Run, material: Material, data: Data, args: argparse.Namespace) -> Any:
+    corpus, _, table = material
+    mx.random.seed(one.seed)
+    if table is None:
+        return PlainModel(PlainConfig(len(corpus.unit_bytes), args.latent))
+    latent = equal_latent(table, args.latent, args.local) if one.kind == "equal" else args.latent
+    mx.random.seed(one.seed)
+    return PatchModel(PatchConfig(table.merges.symbols, table.patch_size, latent, args.local))
+
+
+def _train_settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSettings:
+    """Returns the settings to train a model for `iters` steps."""
+    rate = _learning_rate(args, one.kind)
+    return TrainSettings(
+        iters=iters,
+        batch_size=args.batch_size,
+        learning_rate=rate,
+        warmup=iters // 20,
+        min_learning_rate=rate / 20,
+        seed=one.seed,
+        steps_per_report=max(1, iters // 50),
+        save_every=iters,
+    )
+
+
+def _steps_that_fit(make: Any, corpus: Corpus, args: argparse.Namespace, one: Run) -> int:
+    """Returns how many training steps fit into --seconds, at least 2, judged by `TIMED` steps of a throw-away model.
+
+    make: returns a new model.
+    """
+    clock, model = CLOCKS[args.clock], make()
+    with tempfile.TemporaryDirectory() as folder:
+        train(model, corpus, _train_settings(args, WARM_UP, one), Path(folder, "first"))
+        begun = clock()
+        train(model, corpus, _train_settings(args, TIMED, one), Path(folder, "timed"))
+        return max(2, round(args.seconds * TIMED / (clock() - begun)))
+
+
+def _stored_or_made(path: Path, make: Any) -> Any:
+    """Returns the JSON at `path`; if there is none, calls `make` and writes its result there first."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        made = make()
+    except ValueError as error:
+        raise MlxZipError(f"{path} cannot be read: {error}; remove {path.parent}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, made)
+    return made
+
+
+@contextmanager
+def _run_folder(out: Path | None, name: str) -> Iterator[Path]:
+    """Yields the folder OUT/NAME of a run; without OUT a temporary folder, which is removed afterwards."""
+    if out is not None:
+        yield out / name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder, name)
+
+
+class _Recipe(argparse.Action):
+    """The action of --recipe: sets the flags of a recipe, which later flags override."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        for name, value in {"recipe": values, **RECIPES[values]}.items():
+            setattr(namespace, name, value)
+
+
+def _learning_rate(args: argparse.Namespace, kind: str) -> float:
+    """Returns the peak learning rate of a kind: its own KIND=RATE, else the one for all kinds, else the default."""
+    rates = dict(args.learning_rate)
+    return rates.get(kind, rates.get(None, LEARNING_RATE))
+
+
+def _rate(text: str) -> tuple[str | None, float]:
+    """Reads a value of --learning-rate, RATE or KIND=RATE, as (kind or None for all kinds, rate)."""
+    kind, equals, rate = text.rpartition("=")
+    try:
+        if float(rate) > 0 and (kind in KINDS if equals else True):
+            return kind if equals else None, float(rate)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a rate above 0 nor KIND=RATE")

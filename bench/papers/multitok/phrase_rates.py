@@ -1,0 +1,293 @@
+"""MultiTok: how fast phrases are learned and used, what they cost in memory, and how far a corpus shrinks by setting.
+
+Speed is that of encoding unit numbers on one core, calls into the library and new arrays included. It is measured in
+processor time of the thread, so that waits for the core do not count. It is compared with a plain encoder in Python
+over tuples, which is written here and stands for the published code, a loop of this kind that is not part of this
+project; both must give the same ids. Trials of the two alternate.
+
+Ratios are tokens after encoding over units before (the paper's r, definition 1) of the samples that phrases are learned
+from. With --held-out there are also ratios of other samples, encoded with the learned dictionary; their words are units
+too, as in the published code. With --tokenizer the units are its ids, and `per_word` has tokens over words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.errors import MlxZipError
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.text.vocabularies import read_vocabulary
+from mlx_zip.vocab.multitok import (
+    PRUNINGS,
+    Dictionary,
+    Samples,
+    Settings,
+    Tokens,
+    Words,
+    growth_bound,
+    leading,
+    prune,
+    rewrite,
+)
+
+# (percent of samples, window) -> r of the paper's table I on 25,000 reviews; 0: Max
+PAPER_WORDS = {(100, 0): 0.57, (100, 2): 0.60, (50, 0): 0.80, (50, 2): 0.83, (25, 2): 0.93}
+PAPER_PRUNED = {0: 0.65, 2: 0.66}  # by window; "published", K = 1, all samples
+PAPER_TOKENS = {"gpt2": {(50, 2): 0.81, (33, 2): 0.88}}
+WINDOWS = (0, 2)  # most units in a phrase that are measured; 0: no limit
+AT_MOST = (1, 2)  # phrases used at most this often are pruned
+SLOW_TRIALS = 3  # most trials of plain Python
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench multitok` to a parser."""
+    add = parser.add_argument
+    add("--text", nargs="+", metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz")
+    add(
+        "--held-out",
+        nargs="+",
+        metavar="FILE",
+        help="texts to encode with the phrases learned from --text: .txt or .jsonl, also .gz (default: none)",
+    )
+    add(
+        "--tokenizer",
+        help="vocabulary file of `bench tokens`; phrases are made of its ids, and only ratios are measured (default: "
+        "phrases are made of words)",
+    )
+    add(
+        "--only",
+        choices=("speed", "ratios"),
+        help="measure only the speed of encoding, or only the ratios of tokens to units (default: both; with "
+        "--tokenizer ratios)",
+    )
+    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures speed and ratios and prints one JSON line per result.
+
+    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    """
+    if not args.text:
+        raise MlxZipError("--text is missing")
+    check_at_least(args, 1, "trials")
+    if args.tokenizer and args.only == "speed":
+        raise MlxZipError("--only speed measures words: leave --tokenizer out")
+    corpus = Corpus(args)
+    speeds = [] if args.tokenizer or args.only == "ratios" else _speeds(corpus, args.trials)
+    for line in [*speeds, *([] if args.only == "speed" else _ratios(corpus))]:
+        shown = {"bench": "multitok", **line, "data": corpus.record}
+        print(json.dumps({**shown, **surroundings(*corpus.libraries)}), flush=True)
+        print(f"{line['what']}: {line['setting']}", file=sys.stderr)
+    return 0
+
+
+class Corpus:
+    """The texts of a run as samples of units.
+
+    learned: samples of --text; held_out: samples of --held-out, or None. units: their vocabulary; words: number of
+    words in --text; record: what a JSON line says of the texts.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        read = lambda files: [document.text for document in read_corpus(files).documents] if files else []
+        texts, others = read(args.text), read(args.held_out)
+        self.words = sum(len(text.split()) for text in texts)
+        if args.tokenizer is None:
+            split: Callable[[str], Any] = str.split
+            self.units: Words | Tokens = Words.in_order(map(str.split, [*texts, *others]))
+            self.name, self.libraries = "words", ()
+        else:
+            vocabulary = read_vocabulary(args.tokenizer)
+            split, self.units = vocabulary.encode, Tokens(vocabulary.size)
+            self.name, self.libraries = vocabulary.name, (vocabulary.library,)
+        number = lambda samples: Samples.of([self.units.numbers(split(sample)) for sample in samples])
+        self.learned, self.held_out = number(texts), number(others) if others else None
+        self.record = {
+            "files": [*args.text, *(args.held_out or [])],
+            "units_are": self.name,
+            "units": self.units.size,
+            "samples": len(texts),
+            "corpus_units": len(self.learned.ids),
+            "words": self.words,
+        }
+        self.record["files"] = [name.rsplit("/", 1)[-1] for name in self.record["files"]]
+
+    def dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
+        """Returns a dictionary learned from the first `percent` per cent of the samples, and the ids of all samples.
+
+        window: most units in a phrase; 0: no limit.
+        """
+        made = Dictionary(Settings(self.units, window))
+        first, rest = self.learned.cut(leading(len(self.learned), percent))
+        return made, Samples.join([made.train(first), made.pass_by(rest)])
+
+
+# ---- speed
+
+
+def _speeds(corpus: Corpus, trials: int) -> Iterator[dict[str, Any]]:
+    """Yields a record of speed for learning and for encoding with each window, and for encoding after pruning."""
+    samples, tuples = corpus.learned, [tuple(sample.tolist()) for sample in corpus.learned]
+    for window in WINDOWS:
+        dictionary, ids = corpus.dictionary(window)
+        known, plain_ids = plain_train(tuples, corpus.units.size, window)
+        if plain_ids != ids.lists():
+            raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
+        setting = {"window": window}
+        learn = lambda window=window: Dictionary(Settings(corpus.units, window)).train(samples)
+        slow = lambda window=window: plain_train(tuples, corpus.units.size, window)
+        bytes_per_phrase = (dictionary.nbytes - 4 * corpus.units.size) / len(dictionary)
+        yield {
+            "what": "train",
+            "setting": setting,
+            **_compared_speed(len(samples.ids), trials, learn, slow),
+            "phrases": len(dictionary),
+            "bytes_per_phrase": round(bytes_per_phrase, 2),
+        }
+        use = lambda dictionary=dictionary: dictionary.encode_all(samples)
+        slow = lambda known=known: [plain_encode(known, sample) for sample in tuples]
+        if slow() != use().lists():
+            raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
+        yield {"what": "encode", "setting": setting, **_compared_speed(len(samples.ids), trials, use, slow)}
+        pruned = prune(dictionary, 1)
+        for matching in ("longest", "walk"):
+            use = lambda pruned=pruned, matching=matching: pruned.encode_all(samples, matching=matching)
+            yield {
+                "what": "encode",
+                "setting": {**setting, "pruned": 1, "matching": matching},
+                **_compared_speed(len(samples.ids), trials, use, None),
+            }
+
+
+def plain_train(
+    samples: Sequence[tuple[int, ...]], units: int, window: int
+) -> tuple[dict[tuple[int, ...], int], list[list[int]]]:
+    """Learns phrases in plain Python; returns the id of every unit and phrase (from 1 on), and the ids of each sample.
+
+    samples: unit numbers. units: how many there are. window: most units in a phrase; 0: no limit.
+    """
+    known: dict[tuple[int, ...], int] = {(unit,): 1 + unit for unit in range(units)}
+    encoded = []
+    for sample in samples:
+        ids, at, n = [], 0, len(sample)
+        while at < n:
+            end = at + 1
+            stop = n if window == 0 else min(n, at + window)
+            while end < stop and sample[at : end + 1] in known:
+                end += 1
+            ids.append(known[sample[at:end]])
+            if end < stop:
+                known[sample[at : end + 1]] = 1 + len(known)
+            at = end
+        encoded.append(ids)
+    return known, encoded
+
+
+def plain_encode(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> list[int]:
+    """Encodes one sample in plain Python without learning; returns its ids. known: the id of each unit and phrase."""
+    ids, at, n = [], 0, len(sample)
+    while at < n:
+        end, id = at + 1, known[sample[at : at + 1]]
+        while end < n:
+            longer = known.get(sample[at : end + 1])
+            if longer is None:
+                break
+            end, id = end + 1, longer
+        ids.append(id)
+        at = end
+    return ids
+
+
+def _compared_speed(
+    n_units: int, trials: int, ours: Callable[[], Any], plain: Callable[[], Any] | None
+) -> dict[str, Any]:
+    """Times two functions that process the same `n_units` units, in turn; returns their speeds and the ratio.
+
+    Speeds are in millions of units per second. plain: the version in plain Python, which gets at most `SLOW_TRIALS`
+    trials; None: there is none.
+    """
+    ours()  # warm-up
+    mine, other = [], []
+    for trial in range(trials):
+        mine.append(_million_units_per_s(ours, n_units))
+        if plain is not None and trial < SLOW_TRIALS:
+            other.append(_million_units_per_s(plain, n_units))
+    record = {"unit": "million units per s", "ours": summary(mine)}
+    if other:
+        record |= {"plain_python": summary(other), "ratio": round(median(mine) / median(other), 1)}
+    return record
+
+
+def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
+    """Returns the speed of one call that processes `n_units` units, by the thread's processor time."""
+    begun = time.thread_time()
+    call()
+    return n_units / (time.thread_time() - begun) / 1e6
+
+
+# ---- ratios
+
+
+def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
+    """Yields a record of the ratio for each percentage of samples and window, then those after pruning."""
+    paper = PAPER_TOKENS.get(corpus.name, {}) if isinstance(corpus.units, Tokens) else PAPER_WORDS
+    settings = dict.fromkeys([*paper, *((percent, window) for percent in (100, 50) for window in WINDOWS)])
+    for percent, window in settings:
+        dictionary, ids = corpus.dictionary(window, percent)
+        setting = {"percent": percent, "window": window}
+        stats = dictionary.stats()
+        kept = ("phrases", "never_used", "used_once", "longest", "phrases_by_length", "memory_bytes")
+        yield {
+            "what": "ratio",
+            "setting": setting,
+            "ratio": round(stats["ratio"], 4),
+            "tokens": len(ids.ids),
+            "per_word": round(len(ids.ids) / corpus.words, 4),
+            "paper": paper.get((percent, window)),
+            **{name: stats[name] for name in kept},
+            **_held_out_ratios(corpus, dictionary),
+        }
+        if percent == 100:
+            yield from _prunings(corpus, dictionary, ids, setting)
+
+
+def _prunings(
+    corpus: Corpus, dictionary: Dictionary, ids: Samples, setting: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yields a record of the ratio for each way to prune a dictionary. ids: the samples, encoded before pruning."""
+    window = setting["window"]
+    for at_most in AT_MOST:
+        bound = growth_bound(dictionary, at_most)
+        for mode in PRUNINGS:
+            pruned = prune(dictionary, at_most, mode)
+            again = rewrite(dictionary, pruned, ids)
+            in_paper = mode == "published" and at_most == 1 and isinstance(corpus.units, Words)
+            yield {
+                "what": "pruned",
+                "setting": {**setting, "at_most": at_most, "mode": mode},
+                "ratio": round(len(again.ids) / len(corpus.learned.ids), 4),
+                "phrases": len(pruned),
+                "memory_bytes": pruned.nbytes,
+                "paper": PAPER_PRUNED.get(window) if in_paper else None,
+                "growth": round(len(again.ids) / len(ids.ids), 4),
+                "lemma_printed": round(bound.printed, 4),
+                "lemma_corrected": round(bound.corrected, 4),
+                **_held_out_ratios(corpus, pruned),
+            }
+
+
+def _held_out_ratios(corpus: Corpus, dictionary: Dictionary) -> dict[str, Any]:
+    """Returns the held-out samples' ratios of tokens to units, by the most units in a phrase; {} without samples."""
+    if corpus.held_out is None:
+        return {}
+    n = len(corpus.held_out.ids)
+    return {"held_out": {w: round(len(dictionary.encode_all(corpus.held_out, w).ids) / n, 4) for w in WINDOWS}}

@@ -1,0 +1,250 @@
+"""What codebook packs bring: base ids per id of held-out text, for texts like those learned from and for others.
+
+A pack is learned from the training texts of one domain and tried on the held-out texts of every domain. Held-out texts
+are cut into windows that are compressed one by one. The codebook of a window begins with the pack and grows by at most
+`GROWTH` entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow.
+
+Three ways to make a pack are compared: `learn` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
+export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is not a pack but a larger tokenizer: it is
+the rate of as many merges of plain byte pair encoding, of any length, without a codebook. Rates depend only on text,
+tokenizer and codec; the seconds of learning depend on the machine and its load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.recording import load_before, surroundings
+from mlx_zip.bench.tokens import read_domains
+from mlx_zip.codec import CodecParams, compress
+from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.errors import MlxZipError
+from mlx_zip.packs.phrases import pack_of_phrases
+from mlx_zip.text.formats import KINDS
+from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
+from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
+
+SIZES, GROWTH = (256, 1024, 4096), 2048  # entries of packs; entries that a codebook may add to its pack
+Entries = Sequence[tuple[int, ...]]
+Learner = Callable[[CodecParams, Sequence[Uint32s], int, int], Entries]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench packs` to a parser."""
+    add = parser.add_argument
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"vocabulary file of the base ids: {KINDS}")
+    add(
+        "--train",
+        nargs="+",
+        required=True,
+        metavar="DOMAIN=FILE",
+        help="texts to learn packs from; one pack is learned from all files of a DOMAIN",
+    )
+    add(
+        "--test",
+        nargs="+",
+        required=True,
+        metavar="DOMAIN=FILE",
+        help="held-out texts to try every pack on; each DOMAIN of --train must be among them",
+    )
+    add(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=list(SIZES),
+        metavar="N",
+        help=f"numbers of entries in a pack, tried one by one (default: {' '.join(map(str, SIZES))})",
+    )
+    add("--merge-size", type=int, default=4, help="largest number of base ids in an entry (default: 4)")
+    add("--window", type=int, default=256, help="compress every N base ids separately (default: 256)", metavar="N")
+    add(
+        "--disabled",
+        choices=("none", "digits"),
+        default="none",
+        help="tokens that are never merged: none, or all with a digit (default: none)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Learns and tries packs; prints one JSON line per domain of --train.
+
+    Raises `MlxZipError` for wrong flags or files before any pack is learned.
+    """
+    check_at_least(args, 1, "sizes", "window")
+    load_before()
+    CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # refuses a size out of range before texts are read
+    vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
+    if untested := train.keys() - test.keys():
+        raise MlxZipError(f"{min(untested)} has texts to learn from but none to try packs on: add it to --test")
+    disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
+    params = CodecParams(vocabulary.size, GROWTH + max(args.sizes), args.merge_size, disabled)
+    held_out = {domain: _windows(_ids(vocabulary, corpus), args.window) for domain, corpus in test.items()}
+    fixed = {
+        "bench": "packs",
+        "tokenizer": vocabulary.name,
+        "merge_size": args.merge_size,
+        "window": args.window,
+        "growth": GROWTH,
+        "disabled": args.disabled,
+        "tests": {domain: _test_record(params, test[domain], windows) for domain, windows in held_out.items()},
+    }
+    for domain, corpus in train.items():
+        texts = _ids(vocabulary, corpus)
+        line = {**fixed, "domain": domain, "train": _corpus_record(corpus), "train_ids": sum(map(len, texts))}
+        sizes = sorted(args.sizes)
+        line["packs"] = list(packs(params, texts, held_out, sizes, args.window))
+        line["retokenized"] = [retokenized(params, texts, held_out, size, args.window) for size in sizes]
+        print(json.dumps({**line, **surroundings(vocabulary.library, "tokenizers")}), flush=True)
+        print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
+    return 0
+
+
+def packs(
+    params: CodecParams,
+    texts: Sequence[Uint32s],
+    held_out: Mapping[str, Sequence[Uint32s]],
+    sizes: Sequence[int],
+    window: int,
+) -> Iterator[dict[str, Any]]:
+    """Learns a pack per size and learner from texts of one domain and yields its record.
+
+    The record has the number of entries, base ids per id on every domain of `held_out` with growth ("rates") and
+    without ("static"), and the seconds of learning. texts: base ids of each text. held_out: windows by domain. window:
+    base ids that learning compresses separately.
+    """
+    for size in sizes:
+        for name, learner in LEARNERS.items():
+            begun = time.perf_counter()
+            pack = learner(params, texts, size, window)
+            took = time.perf_counter() - begun
+            yield {
+                "size": size,
+                "learner": name,
+                "entries": len(pack),
+                "learned_s": round(took, 2),
+                "rates": {domain: rate(params, windows, pack) for domain, windows in held_out.items()},
+                "static": {domain: rate(params, windows, pack, growth=0) for domain, windows in held_out.items()},
+            }
+
+
+def retokenized(
+    params: CodecParams, texts: Sequence[Uint32s], held_out: Mapping[str, Sequence[Uint32s]], size: int, window: int
+) -> dict[str, Any]:
+    """Returns the record of a larger tokenizer without a codebook: base ids per token on every domain of `held_out`.
+
+    The tokenizer has `size` merges more than the given one, learned from `texts`.
+    """
+    bpe = Bpe(params, texts, size, window)
+    rates = {name: round(sum(map(len, ids)) / sum(map(bpe.count, ids)), 4) for name, ids in held_out.items()}
+    return {"size": size, "merges": len(bpe.entries()), "rates": rates}
+
+
+def vocab_pack_learn(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    """Returns the entries of a pack of `size` entries that is made as by `mlx_zip vocab pack learn`."""
+    return learn(params, texts, size, window=window).entries
+
+
+def multitok(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    """Returns the entries of a pack made from a MultiTok dictionary of whole texts (`window` is ignored)."""
+    dictionary = Dictionary(Settings(Tokens(params.vocab_size), params.merge_size))
+    dictionary.train(Samples.of(texts))
+    return pack_of_phrases(dictionary, size, params.merge_size, None, params.disabled_ids).entries
+
+
+def plain_bpe(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    """Returns the entries of a pack made by plain byte pair encoding over base ids."""
+    return Bpe(params, texts, size, window, params.merge_size).entries()
+
+
+LEARNERS: dict[str, Learner] = {"learn": vocab_pack_learn, "multitok": multitok, "bpe": plain_bpe}
+
+
+def rate(
+    params: CodecParams, windows: Sequence[Uint32s], pack: Sequence[Sequence[int]] = (), growth: int = GROWTH
+) -> float:
+    """Returns base ids per id of windows that are compressed one by one.
+
+    Each window's codebook begins with the entries of `pack` and has room for `growth` entries of the window's own.
+    """
+    codec = CodecParams(
+        params.vocab_size, growth + len(pack), params.merge_size, params.disabled_ids, start=pack or None
+    )
+    return round(sum(map(len, windows)) / sum(len(compress(codec, ids)[0]) for ids in windows), 4)
+
+
+def _test_record(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
+    return {"text": _corpus_record(corpus), "ids": sum(map(len, windows)), "empty": rate(params, windows)}
+
+
+def _corpus_record(corpus: Any) -> dict[str, Any]:
+    record = corpus.record()
+    return {**record, "files": [Path(name).name for name in record["files"]]}
+
+
+def _ids(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
+    return [as_ids(vocabulary.encode(document.text)) for document in corpus.documents]
+
+
+def _windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
+    """Joins all documents end to end and cuts them into windows of `window` base ids; the last may be shorter."""
+    joined = np.concatenate(texts)
+    return [joined[at : at + window] for at in range(0, len(joined), window)]
+
+
+FIRST = 0x10000  # the code point that stands for base id 0: above all surrogates
+MOST = 0x110000 - FIRST  # number of base ids that have a code point
+
+
+class Bpe:
+    """Byte pair encoding with `size` merges over base ids, learned from texts that are cut into windows.
+
+    texts: base ids of each text. window: base ids per window; no merge crosses a window's border or a disabled id.
+    longest: most base ids in a merge; None: no limit. Each base id is a character to the trainer, so a vocabulary of
+    more than `MOST` base ids raises ValueError.
+    """
+
+    def __init__(
+        self, params: CodecParams, texts: Sequence[Uint32s], size: int, window: int, longest: int | None = None
+    ) -> None:
+        from tokenizers import Tokenizer, models, trainers
+
+        if params.vocab_size > MOST:
+            raise ValueError(f"{params.vocab_size} base ids have no characters of their own, {MOST} have")
+        self.disabled = params.disabled_ids
+        windows = [text[start : start + window] for text in texts for start in range(0, len(text), window)]
+        words = [word for piece in windows for word in self._words(piece)]
+        self.tokenizer = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=len(set().union(*words)) + size,
+            min_frequency=2,
+            max_token_length=None if longest is None else longest + 1,  # the trainer's bound is exclusive
+            show_progress=False,
+        )
+        self.tokenizer.train_from_iterator(words, trainer)
+
+    def _words(self, ids: Uint32s) -> Iterator[str]:
+        for run in np.split(ids, np.flatnonzero(np.isin(ids, self.disabled))):
+            if word := "".join(chr(FIRST + int(i)) for i in run if i not in self.disabled):
+                yield word
+
+    def entries(self) -> list[tuple[int, ...]]:
+        """Returns the base ids of every merge, in the order in which they were learned."""
+        tokens = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return [tuple(ord(character) - FIRST for character in token) for token, _ in tokens if len(token) > 1]
+
+    def count(self, ids: Uint32s) -> int:
+        """Returns the number of tokens that base ids are merged into; an id that learning never met is one token."""
+        words = list(self._words(ids))
+        found = [self.tokenizer.encode(word).tokens for word in words]
+        known = sum(len(token) for tokens in found for token in tokens)
+        return sum(map(len, found)) + len(ids) - known

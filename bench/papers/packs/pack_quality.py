@@ -1,0 +1,165 @@
+"""What codebook packs cost: strict bits per byte against base ids per id, compared with the base and with no pack.
+
+Each document is scored separately, the same documents with every model and pack. A zip2zip model's bits are those of
+the canonical ids, each predicted only from the ids before it, so that they can be compared with the base's bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.arguments import add_limit_bytes, add_separator
+from mlx_zip.bench.plots import save
+from mlx_zip.bench.recording import surroundings
+from mlx_zip.errors import MlxZipError
+from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
+from mlx_zip.packs.pack import Pack, load_pack
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+
+from .tables import picture
+
+CONTEXT = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench pack_quality` to a parser."""
+    add = parser.add_argument
+    add_models(add)
+    add("--data", nargs="+", metavar="FILE", help="held-out texts to score: .txt or .jsonl files, also with .gz")
+    add_separator(add)
+    add_limit_bytes(add, "--data")
+    add(
+        "--pack",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="pack files to measure; packs of the same NAME form one curve of the plot (default: no pack only)",
+    )
+    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
+    add(
+        "--draw",
+        nargs=2,
+        type=Path,
+        metavar=("RECORD", "PNG"),
+        help="write a plot of the JSON lines in RECORD to the file PNG, and measure nothing",
+    )
+
+
+def add_models(add: Any, required: bool = False) -> None:
+    """Adds the flags of the model, of its base and of their names by `add`, a parser's add_argument.
+
+    required: whether --model and --base must be given.
+    """
+    add("--model", required=required, help="zip2zip model to measure with packs: a folder or a bundled model's name")
+    add(
+        "--base",
+        required=required,
+        help="plain model with the same tokenizer to compare --model with: a folder or a bundled model's name",
+    )
+    add("--model-name", help="name of --model in the JSON lines (default: its folder's name)")
+    add("--base-name", help="name of --base in the JSON lines (default: its folder's name)")
+
+
+def names_of(args: argparse.Namespace) -> dict[str, str]:
+    """Returns what a record calls the texts, the model and its base."""
+    names = {name: getattr(args, f"{name}_name") or Path(getattr(args, name)).name for name in ("model", "base")}
+    return {"data": " ".join(Path(name).name for name in args.data), **names}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line for the model without a pack and one per pack; with --draw draws a record instead.
+
+    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    """
+    if args.draw:
+        save(picture(_read(args.draw[0])), args.draw[1])
+        return 0
+    if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
+        raise MlxZipError(f"--{missing[0]} is missing")
+    for line in measure(args):
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Scores the documents; yields the record of the model without a pack, then one per pack in the order given."""
+    from mlx_zip.engine.generate import load
+
+    packs = read_packs(args.pack)
+    (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)
+    check_packs(packs, model, tokenizer)
+    corpus = read_corpus(args.data, args.separator, args.limit_bytes)
+    windows = cut_windows(tokenizer, corpus.documents, CONTEXT)
+    if not windows.same_as(cut_windows(base_tokenizer, corpus.documents, CONTEXT)):
+        raise MlxZipError(f"{args.base} has another tokenizer than {args.model}: their windows are not the same text")
+    control = measure_bits(base, windows, args.batch_size)
+    empty = measure_bits(model, windows, args.batch_size, start=())
+    fixed = {
+        "bench": "pack_quality",
+        **names_of(args),
+        "documents": len(corpus.documents),
+        "base_bits_per_byte": control.bits_per_byte,
+    }
+    for curve, file, pack in [("empty", None, None), *packs]:
+        bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.start)
+        entries = 0 if pack is None else len(pack.entries)
+        print(f"{curve} {entries}: {bits.bits_per_byte:.4f} bits/byte", file=sys.stderr)
+        yield {
+            **fixed,
+            "curve": curve,
+            "pack": file,
+            "entries": entries,
+            **scored(bits, control, empty),
+            **surroundings("mlx"),
+        }
+
+
+def scored(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
+    """Returns the measures of a pack, with the relative change of bits per byte from the base and from no pack.
+
+    bits: the model with the pack. control: the base model. empty: the model without a pack.
+    """
+    record = bits.record()
+    names = ("bytes", "bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")
+    over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
+    relative = {name: compared["bits_per_byte_relative"] for name, compared in over.items()}
+    return {**{name: record[name] for name in names}, **relative}
+
+
+Named = tuple[str, str, Pack]  # name of the curve, name of the file, pack
+
+
+def read_packs(words: Sequence[str]) -> list[Named]:
+    """Reads the packs of --pack, given as NAME=FILE. Raises `MlxZipError`."""
+    named = [_split(word) for word in words]
+    return [(curve, Path(file).name, load_pack(file)) for curve, file in named]
+
+
+def _split(word: str) -> tuple[str, str]:
+    name, is_there, file = word.partition("=")
+    if not (name and is_there and file):
+        raise MlxZipError(f"--pack takes NAME=FILE, not {word!r}")
+    return name, file
+
+
+def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
+    """Raises `DataError` or `CodecError` for a pack of another tokenizer or one that does not fit the model."""
+    for _, file, pack in packs:
+        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
+        model.make_cache(pack=pack)  # refuses what does not fit
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, ValueError, RecursionError) as error:
+        raise MlxZipError(f"{path} cannot be read as a record: {error}") from error
+    if not lines:
+        raise MlxZipError(f"{path} is empty: there is nothing to draw")
+    return lines

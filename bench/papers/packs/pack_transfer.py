@@ -1,0 +1,247 @@
+"""A pack for text that training never saw: what it brings and costs, read and written, compared with no pack.
+
+The pack is learned from the first half of the documents; the second half is held out. Bits per byte are strict, as in
+`bench pack_quality`. The model also continues the openings of held-out documents. Its gain is compared with two gains
+that were possible: that of the canonical ids of what the model wrote, and that of the canonical ids of the documents'
+own continuations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from mlx_zip.arguments import add_separator, check_at_least
+from mlx_zip.bench.recording import surroundings
+from mlx_zip.codec import Codebook
+from mlx_zip.engine.scoring import codec
+from mlx_zip.errors import MlxZipError
+from mlx_zip.evaluation.bits import cut_windows, measure_bits
+from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
+from mlx_zip.packs.pack import Pack, merge_packs
+from mlx_zip.packs.tuned import AnyStart
+from mlx_zip.text.conversations import Prompt, openings
+from mlx_zip.text.documents import Document, read_corpus
+from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.token_facts import encode_with_bytes
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.learner import WINDOW, learn
+
+from .pack_quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
+
+SIZES, OPENING, TOKENS, STORIES = (256, 1024), 32, 128, 24
+TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench pack_transfer` to a parser."""
+    add = parser.add_argument
+    add_models(add, required=True)
+    add(
+        "--codebook-size",
+        type=int,
+        metavar="N",
+        help="maximum number of hypertokens in the codebook of --model (default: the model's own)",
+    )
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="texts of a kind that training never saw, .txt or .jsonl files, also with .gz: a pack is learned from the "
+        "first half of the documents, the second half is held out",
+    )
+    add_separator(add)
+    add(
+        "--limit-bytes",
+        type=int,
+        metavar="N",
+        help="score at most N bytes of held-out text, in whole documents (default: all)",
+    )
+    add(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=list(SIZES),
+        metavar="N",
+        help="numbers of entries in a pack, measured one by one (default: 256 1024)",
+    )
+    add(
+        "--window",
+        type=int,
+        default=WINDOW,
+        metavar="N",
+        help=f"compress every N base ids separately while a pack is learned (default: {WINDOW})",
+    )
+    add(
+        "--pack",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="other pack files to measure at the same --sizes, for example one learned from the training text "
+        "(default: none)",
+    )
+    add(
+        "--stories",
+        type=int,
+        default=STORIES,
+        metavar="N",
+        help=f"number of held-out documents whose opening the model continues (default: {STORIES})",
+    )
+    add("--opening", type=int, default=OPENING, metavar="N", help=f"base ids in each opening (default: {OPENING})")
+    add(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        metavar="N",
+        help=f"number of base ids to write after each opening (default: {TOKENS})",
+    )
+    add("--batch-size", type=int, default=8, help="windows or openings per model call (default: 8)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line for the model without a pack and one per pack and size.
+
+    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    """
+    check_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
+    for line in measure(args):
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the record of the model without a pack, then those of each size: the learned pack, then each --pack."""
+    from mlx_zip.engine.generate import load
+
+    given = read_packs(args.pack)
+    (model, tokenizer), (base, _) = load(args.model, codebook_size=args.codebook_size), load(args.base)
+    known, held_out = halves(read_corpus(args.data, args.separator).documents)
+    opened = openings_of(tokenizer, held_out, args)
+    sizes = sorted(set(args.sizes))
+    packs = [pack for size in sizes for pack in _packs_of_size(size, model, tokenizer, known, given, args.window)]
+    check_packs(packs, model, tokenizer)
+    read = _first_documents(held_out, args.limit_bytes)
+    windows = cut_windows(tokenizer, read, CONTEXT)
+    control = measure_bits(base, windows, args.batch_size)
+    empty = measure_bits(model, windows, args.batch_size, start=())
+    fixed = {
+        "bench": "pack_transfer",
+        **names_of(args),
+        "learned_documents": len(known),
+        "learned_bytes": sum(document.n_bytes for document in known),
+        "documents": len(read),
+        "codebook_size": model.config.codec_params.codebook_size,
+        "window": args.window,
+        "stories": args.stories,
+        "opening": args.opening,
+        "tokens": args.tokens,
+        "base_bits_per_byte": control.bits_per_byte,
+    }
+    for curve, file, pack in [("empty", None, Pack(())), *packs]:
+        bits = measure_bits(model, windows, args.batch_size, start=pack.start) if pack.entries else empty
+        line = {"curve": curve, "pack": file or None, "entries": len(pack.entries), **scored(bits, control, empty)}
+        line |= writing(model, tokenizer, opened, pack.start, args)
+        rates = ", ".join(f"{name} {line[name]['base_tokens_per_step']:.3f}" for name in TEMPERATURES)
+        print(f"{curve} {line['entries']}: {bits.bits_per_byte:.4f} bits/byte; {rates}", file=sys.stderr)
+        yield {**fixed, **line, **surroundings("mlx")}
+
+
+def halves(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:
+    """Splits documents where half of their bytes are reached, with at least one document on each side.
+
+    Raises `MlxZipError` for a single document.
+    """
+    if len(documents) < 2:
+        raise MlxZipError("--data holds one document: one to learn from and one to try are needed (--separator?)")
+    ends = list(accumulate(document.n_bytes for document in documents))
+    at = sum(2 * end <= ends[-1] for end in ends)
+    at = min(max(at, 1), len(documents) - 1)
+    return documents[:at], documents[at:]
+
+
+def _first_documents(documents: Sequence[Document], limit: int | None) -> Sequence[Document]:
+    ends = accumulate(document.n_bytes for document in documents)
+    return documents if limit is None else documents[: max(1, sum(end <= limit for end in ends))]
+
+
+def _packs_of_size(
+    size: int, model: Any, tokenizer: Any, known: Sequence[Document], given: Sequence[Named], window: int
+) -> list[Named]:
+    """Returns a pack of `size` entries learned from the documents `known`, then the best `size` entries of each given.
+
+    window: base ids that learning compresses separately.
+    """
+    texts = [encode_with_bytes(tokenizer, document.text)[0] for document in known]
+    found = learn(model.config.codec_params, texts, size, window=window)
+    learned = Pack(found.entries, tokenizer_fingerprint(tokenizer))
+    return [("learned", "", learned), *((curve, file, merge_packs([pack], size)) for curve, file, pack in given)]
+
+
+Opened = tuple[Prompt, list[int]]  # a document's opening, and the base ids that follow it
+
+
+def openings_of(tokenizer: Any, documents: Sequence[Document], args: argparse.Namespace) -> list[Opened]:
+    """Returns opening and continuation of the first --stories documents that are long enough for --opening + --tokens.
+
+    Raises `MlxZipError` when there are too few.
+    """
+    opened: list[Opened] = []
+    for document in documents:
+        ids = encode_with_bytes(tokenizer, document.text)[0][args.opening : args.opening + args.tokens].tolist()
+        if len(ids) == args.tokens and len(opened) < args.stories:
+            opened.append((openings(tokenizer, [document], args.opening)[0], ids))
+    if len(opened) < args.stories:
+        raise MlxZipError(
+            f"{len(opened)} held-out documents are {args.opening} + {args.tokens} base ids long, not {args.stories}: "
+            "lower --stories, --opening or --tokens"
+        )
+    return opened
+
+
+def writing(
+    model: Any, tokenizer: Any, opened: Sequence[Opened], start: AnyStart, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Continues the openings with a pack; returns base tokens per step and shares of the possible gain, by temperature.
+
+    start: the pack's entries. of_gain: what the model gains over one base token per step, as a share of what canonical
+    ids of the written text would gain. of_own_gain: as a share of what canonical ids of the documents' own continuation
+    would gain. A share is None where no gain was possible.
+    """
+    own = sum(
+        canonical_steps(Codebook(codec(model, start)), encode_prompt(tokenizer, prompt.content), ids)
+        for prompt, ids in opened
+    )
+    own_rate = sum(len(ids) for _, ids in opened) / own
+    line: dict[str, Any] = {"own_base_tokens_per_step": own_rate}
+    for name, temp in TEMPERATURES.items():
+        settings = Settings(max_tokens=args.tokens, temp=temp, batch_size=args.batch_size, start=start)
+        record = measure_rates(model, tokenizer, [[prompt] for prompt, _ in opened], settings).record()
+        names = (
+            "stories",
+            "base_tokens",
+            "steps",
+            "base_tokens_per_step",
+            "canonical_base_tokens_per_step",
+            "hyper_share",
+            "invalid_ids",
+            "repeated_4grams",
+            "ended",
+        )
+        found = {key: record[key] for key in names}
+        rate = found["base_tokens_per_step"]
+        line[name] = {
+            **found,
+            "of_gain": _share_of_gain(rate, found["canonical_base_tokens_per_step"]),
+            "of_own_gain": _share_of_gain(rate, own_rate),
+        }
+    return line
+
+
+def _share_of_gain(rate: float, possible: float) -> float | None:
+    """Returns the gain of a rate over 1 as a share of the possible rate's gain over 1; None if that is 0."""
+    return (rate - 1) / (possible - 1) if possible > 1 else None

@@ -1,0 +1,233 @@
+"""What every JSON record of a bench carries: samples, machine, versions, commit, and how busy the machine was."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from mlx_zip.errors import MlxZipError, reason
+from mlx_zip.files import whole_file
+
+from .records import read_lines
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Returns samples with their median, min and max, rounded to three decimals."""
+    return {
+        "median": round(median(samples), 3),
+        "min": round(min(samples), 3),
+        "max": round(max(samples), 3),
+        "samples": [round(sample, 3) for sample in samples],
+    }
+
+
+IDLE_S = 2.0  # seconds for which the idle share of the processors is measured before a command measures
+BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # in names of libraries
+
+
+def surroundings(*packages: str) -> dict[str, Any]:
+    """Returns what every record carries: time (UTC), machine, Python, versions, commit, load and libraries.
+
+    packages: whose versions are given, besides mlx_zip's and numpy's; None for one that is not installed.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_installation(*packages),
+        **load_before(),
+        "preloaded": preloaded(),
+        "blas": blas_libraries(),
+    }
+
+
+@cache
+def load_before() -> dict[str, float | None]:
+    """Returns the load average, and the share of all processors' time that is idle during the next `IDLE_S` seconds.
+
+    Later calls return the values of the first one, so commands call this before they measure. idle_share is None
+    where the system has no /proc/stat.
+    """
+    load = round(os.getloadavg()[0], 2)
+    before = _processor_times()
+    if before is None:
+        return {"load_average": load, "idle_share": None}
+    time.sleep(IDLE_S)
+    after = _processor_times() or before
+    idle, total = (b - a for a, b in zip(before, after, strict=True))
+    return {"load_average": load, "idle_share": round(idle / total, 3) if total else None}
+
+
+def header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
+    """Prints one line: the bench, model and device, how busy the machine was before, and `plan`: what will be run."""
+    load = load_before()
+    idle = "" if load["idle_share"] is None else f", processors {load['idle_share']:.0%} idle"
+    where = f"{device['chip']} ({device['device']})"
+    print(f"bench {bench}: {model} on {where}; {plan}; load average {load['load_average']}{idle}", file=sys.stderr)
+
+
+def _processor_times() -> tuple[int, int] | None:
+    """Returns (idle ticks, all ticks) of all processors since the system started; None without /proc/stat.
+
+    Waiting for a disk counts as idle.
+    """
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except FileNotFoundError:
+        return None
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def preloaded() -> list[str]:
+    """Returns the names of the libraries that LD_PRELOAD or its Mac counterpart loads first, such as a BLAS."""
+    names = os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", ""))
+    return [Path(name).name for name in names.replace(":", " ").split()]
+
+
+def blas_libraries() -> list[str] | None:
+    """Returns the names of the BLAS and LAPACK libraries that this process has loaded; None without /proc."""
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    files = {Path(words[5]).name for line in maps if len(words := line.split(maxsplit=5)) == 6}
+    return sorted(name for name in files if BLAS.search(name))
+
+
+@cache
+def _installation(*packages: str) -> dict[str, Any]:
+    return {
+        "machine": f"{platform.system()} {platform.machine()}, {processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("mlx_zip", "numpy", *packages)},
+        "commit": _commit(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """Returns the processor's name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        return names[0] if names else platform.processor()
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    return platform.processor()
+
+
+def _commit() -> str | None:
+    return _output("git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD")
+
+
+def _output(*command: str) -> str | None:
+    """Runs a command and returns what it prints, stripped; None if it fails, takes over 10 s or prints nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+# ---- files of records, which `--record` adds to
+
+QUIET = 0.9  # least share of the processors that must be idle before a bench whose records are kept
+
+
+def add_record_flag(parser: argparse.ArgumentParser) -> None:
+    """Declares --record FILE, for benches that measure time."""
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help=f"also append the records to FILE, when all are measured; refused unless {QUIET:.0%}% of the processors' "
+        f"time is idle in the {IDLE_S:.0f} seconds before (default: only print them)",
+    )
+
+
+def run_recorded(file: Path, run: Callable[[], int]) -> int:
+    """Runs a bench and appends the lines that it prints to the file, whole; returns the bench's exit status.
+
+    Nothing is written if the bench fails. Raises `MlxZipError` before the bench begins if the machine is busy or the
+    file cannot be written.
+    """
+    check_file(file)
+    check_quiet()
+    with redirect_stdout(Copied(sys.stdout)) as printed:
+        status = run()
+    if status == 0:
+        append(file, printed.getvalue())
+    return status
+
+
+def check_quiet() -> None:
+    """Raises `MlxZipError` if fewer than `QUIET` of the processors are idle now; the bench's records have this share.
+
+    Where the system gives no idle share, the load average of the last minute over the number of processors counts as
+    busy.
+    """
+    load_before.cache_clear()
+    load = load_before()
+    idle, measured = load["idle_share"], f"in the last {IDLE_S:.0f} seconds"
+    if idle is None:
+        idle, measured = 1 - (load["load_average"] or 0) / (os.cpu_count() or 1), "by the load average"
+    if idle < QUIET:
+        raise MlxZipError(
+            f"--record: the processors were {max(idle, 0):.1%} idle {measured}, a record needs {QUIET:.0%}; "
+            "without --record the bench always runs and prints to the screen"
+        )
+
+
+def check_file(file: Path) -> None:
+    """Raises `MlxZipError` for a file in no folder, and for one that exists and does not hold JSON lines."""
+    if not file.parent.is_dir():
+        raise MlxZipError(f"--record {file}: there is no folder {file.parent}")
+    if not os.access(file.parent, os.W_OK):
+        raise MlxZipError(f"--record {file}: the folder {file.parent} cannot be written to")
+    if file.exists():
+        read_lines(file)
+
+
+def append(file: Path, lines: str) -> None:
+    """Writes the file's lines and these after them, whole or not at all. Raises `MlxZipError` if that fails."""
+    try:
+        old = file.read_text(encoding="utf-8") if file.exists() else ""
+        with whole_file(file) as partial:
+            partial.write_text(old + ("\n" if old and not old.endswith("\n") else "") + lines, encoding="utf-8")
+    except OSError as error:
+        raise MlxZipError(f"--record {file} cannot be written: {reason(error)}") from error
+
+
+class Copied(StringIO):
+    """Keeps the text that is written to it, and writes it to another stream too."""
+
+    def __init__(self, shown: TextIO) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def write(self, text: str) -> int:
+        """Writes the text to both and returns its length."""
+        self.shown.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        """Flushes the other stream."""
+        self.shown.flush()

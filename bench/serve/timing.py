@@ -1,0 +1,343 @@
+"""Times `mlx_zip serve` from raw sockets, next to `generate` and to mlx-lm's server on the same base model.
+
+Servers are started as processes of their own and stay for the whole run. In each trial the ways to run take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.mlx_engines import MlxLm, settle
+from mlx_zip.bench.engines.shapes import from_folders
+from mlx_zip.bench.engines.workloads import REQUESTS
+from mlx_zip.bench.recording import header, load_before, summary, surroundings
+from mlx_zip.bench.tables.performance import serving_table
+from mlx_zip.engine.generate import stream_generate
+from mlx_zip.errors import MlxZipError
+from mlx_zip.models.loading import load
+from mlx_zip.named import here_or_bundled
+from mlx_zip.progress import ProgressBar
+
+from .client import CHAT, DIALECTS, Dialect, Reply, ask
+from .own_server import Served, ours
+
+PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench serve`."""
+    add = parser.add_argument
+    add("--model", default="stories", help="chat model to serve: folder, hub id or bundled model (default: stories)")
+    add("--base", default="stories-base", help="plain model to compare with (default: stories-base)")
+    add("--streams", type=int, default=8, metavar="N", help="number of requests at a time (default: 8)")
+    add("--max-tokens", type=int, default=256, help="maximum number of base tokens per answer (default: 256)")
+    add("--trials", type=int, default=5, help="number of timed runs of each way (default: 5)")
+    add("--prompt-words", type=int, default=900, help="words of the long prompts (default: 900)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints one JSON line. Raises `MlxZipError` for what cannot be run."""
+    check_at_least(args, 1, "trials", "prompt_words")
+    check_at_least(args, 2, "streams", "max_tokens")
+    load_before()
+    models = from_folders(args.model, args.base)
+    device = MlxLm(models, models.plain).device
+    header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        servers = {
+            "zip": stack.enter_context(Served(ours(args.model, folder / "zip"))),
+            "base": stack.enter_context(Served(ours(args.base, folder / "base"))),
+            "mlx-lm": stack.enter_context(Served(["mlx_lm", "server", "--model", str(here_or_bundled(args.base))])),
+        }
+        asked = {name: Asked(server.port, model_name(name, server.port)) for name, server in servers.items()}
+        figures = {
+            "one_stream": one_stream(asked["zip"], *load(args.model), args),
+            "streams": streams(asked, args),
+            "two_prompts": two_prompts(asked["zip"], args),
+            "huge_prompts": _huge_prompts(servers["zip"], asked["zip"].model, args.trials),
+        }
+    figures["second_turn"] = _turns(args.model)
+    record = {
+        "bench": "serve",
+        "model": {"zip": models.name, "base": Path(args.base).name, "precision": models.precision},
+        "setting": {"streams": args.streams, "max_tokens": args.max_tokens, "trials": args.trials, "warmup": 1},
+        "figures": figures,
+        "device": device,
+        **surroundings(*PACKAGES),
+    }
+    print(json.dumps(record), flush=True)
+    print(serving_table(record), file=sys.stderr)
+    return 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A server that is asked. model: the name that it has for its model."""
+
+    port: int
+    model: str
+
+    async def answer(self, content: str, max_tokens: int, dialect: Any = CHAT) -> Reply:
+        """Returns the streamed answer to one message."""
+        body = dialect.body([{"role": "user", "content": content}], max_tokens, True) | {"model": self.model}
+        return await ask(self.port, dialect.path, body)
+
+
+def model_name(server: str, port: int) -> str:
+    """Returns the name that a server has for its model."""
+    if server == "mlx-lm":
+        return "default_model"
+    return asyncio.run(ask(port, "/v1/models")).body["data"][0]["id"]
+
+
+# ---- one stream
+
+
+def one_stream(asked: Asked, model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns base tokens/s from the server and from `stream_generate` here, and how late the first byte comes.
+
+    overhead: the share of time that the server adds. first_byte_ms: from the first id in the engine to its text here.
+    """
+    served, here, late = [], [], []
+    with ProgressBar(2 * (args.trials + 1), "run", "One stream") as count:
+        for trial, content in zip(range(-1, args.trials), REQUESTS, strict=False):
+            settle()
+            reply = asyncio.run(asked.answer(content, args.max_tokens))
+            count()
+            settle()
+            begun = time.perf_counter()
+            chat = [{"role": "user", "content": content}]
+            last = list(stream_generate(model, tokenizer, chat, max_tokens=args.max_tokens))[-1]
+            seconds = time.perf_counter() - begun
+            count()
+            if trial >= 0:
+                served.append(CHAT.usage(reply)[2] / reply.seconds)
+                here.append(last.generation_tokens / seconds)
+                late.append(1000 * (first_text_s(reply) - own_figures(reply)["first_id_s"]))
+    overhead = [b / a - 1 for a, b in zip(served, here, strict=True)]
+    return {
+        "served": {"unit": "base tokens/s", **summary(served)},
+        "generate": {"unit": "base tokens/s", **summary(here)},
+        "overhead": {"unit": "share of generate's time", **summary(overhead)},
+        "first_byte_ms": summary(late),
+    }
+
+
+def first_text_s(reply: Reply) -> float:
+    """Returns when the first text of a streamed chat completion came, in seconds after the request."""
+    for seconds, event in reply.events:
+        choices = event.get("choices", ()) if isinstance(event, dict) else ()
+        if any(choice["delta"].get("content") for choice in choices):
+            return seconds
+    return reply.seconds
+
+
+def own_figures(reply: Reply) -> dict[str, Any]:
+    """Returns the server's own figures of a streamed chat completion, from its field `mlx_zip`."""
+    return next(
+        event["mlx_zip"] for _, event in reversed(reply.events) if isinstance(event, dict) and "mlx_zip" in event
+    )
+
+
+# ---- many streams
+
+
+def streams(asked: Mapping[str, Asked], args: argparse.Namespace) -> dict[str, Any]:
+    """Returns for each server base tokens/s one request after the other and all at once, and the gain of that.
+
+    unfairness: in each trial, the most text that a stream had when the first one ended over the least.
+    """
+    pairs = list(product(asked, ("one_stream", "streams")))
+    rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
+    unfair: dict[str, list[float]] = {name: [] for name in asked}
+    contents = iter(REQUESTS * (args.trials + 1))
+    with ProgressBar((args.trials + 1) * len(pairs), "run", "Streams") as count:
+        for trial in range(-1, args.trials):
+            texts = list(islice(contents, args.streams))
+            first = trial % len(pairs)
+            for name, way in (*pairs[first:], *pairs[:first]):
+                settle()
+                replies, seconds = asyncio.run(_ask_all(asked[name], texts, args.max_tokens, way == "streams"))
+                if trial >= 0:
+                    rates[name, way].append(sum(CHAT.usage(reply)[2] for reply in replies) / seconds)
+                    if way == "streams":
+                        unfair[name].append(unfairness(replies))
+                count()
+    found = {}
+    for name in asked:
+        one, many = rates[name, "one_stream"], rates[name, "streams"]
+        found[name] = {
+            "one_stream": {"unit": "base tokens/s", **summary(one)},
+            "streams": {"unit": "base tokens/s", **summary(many)},
+            "gain": summary([b / a for a, b in zip(one, many, strict=True)]),
+            "unfairness": summary(unfair[name]),
+        }
+    return found
+
+
+async def _ask_all(asked: Asked, texts: Sequence[str], max_tokens: int, together: bool) -> tuple[list[Reply], float]:
+    """Asks one request per text, together or one after the other; returns the replies and the seconds."""
+    begun = time.perf_counter()
+    if together:
+        replies = list(await asyncio.gather(*(asked.answer(text, max_tokens) for text in texts)))
+    else:
+        replies = [await asked.answer(text, max_tokens) for text in texts]
+    return replies, time.perf_counter() - begun
+
+
+def unfairness(replies: Sequence[Reply]) -> float:
+    """Returns the most characters that a stream had when the first stream ended, over the least."""
+    ended = min(reply.seconds for reply in replies)
+    lengths = []
+    for reply in replies:
+        until = [pair for pair in reply.events if pair[0] <= ended]
+        lengths.append(len(CHAT.text(Reply(200, events=until))) if until else 0)
+    return max(lengths) / max(min(lengths), 1)
+
+
+# ---- two prompts
+
+
+def two_prompts(asked: Asked, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the time to the first text of a long prompt alone, and the longer of two that are sent together."""
+    alone, together, ratio = [], [], []
+    with ProgressBar(2 * (args.trials + 1), "run", "Two prompts") as count:
+        for trial in range(-1, args.trials):
+            texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in range(3)]
+            one = asyncio.run(_ask_all(asked, texts[:1], 4, True))[0]
+            count()
+            two = asyncio.run(_ask_all(asked, texts[1:], 4, True))[0]
+            count()
+            if trial >= 0:
+                alone.append(first_text_s(one[0]))
+                together.append(max(map(first_text_s, two)))
+                ratio.append(together[-1] / alone[-1])
+    return {"alone_s": summary(alone), "together_s": summary(together), "ratio": summary(ratio)}
+
+
+# ---- later turns of long chats
+
+STORY = "Once upon a time there was a {} who wanted to find {}. "  # long prompts are made of it
+THINGS = ("the sea", "a red kite", "the old bridge", "some honey", "a quiet place", "the moon", "a green door", "home")
+WORDS, TOKENS = 1500, 48  # words of the first message, about 2,000 base tokens; base tokens of each answer
+MOMENTS = (  # and the signal that ends the server afterwards
+    ("second turn", signal.SIGTERM),
+    ("after a restart", signal.SIGKILL),
+    ("after kill -9", signal.SIGTERM),
+)
+
+
+def _turns(model: str) -> dict[str, dict[str, float]]:
+    """Returns, for each moment and dialect, the share of the prompt's base tokens that was cached.
+
+    The moments: the second turn of a chat, the third after the server was ended and started again, and the fourth after
+    it was killed by SIGKILL and started again.
+    """
+    found: dict[str, dict[str, float]] = {}
+    chats = [_Chat(dialect, number) for number, dialect in enumerate(DIALECTS)]
+    with TemporaryDirectory() as folder:
+        for moment, by in MOMENTS:
+            with Served(ours(model, Path(folder) / "sessions")) as server:
+                if moment == "second turn":
+                    for chat in chats:
+                        asyncio.run(chat.ask(server.port))
+                found[moment] = {chat.dialect.name: asyncio.run(chat.ask(server.port)) for chat in chats}
+                server.end(by)
+    return found
+
+
+class _Chat:
+    """A conversation in one dialect that begins with a long message."""
+
+    def __init__(self, dialect: Dialect, number: int) -> None:
+        self.dialect = dialect
+        self.messages: list[dict[str, str]] = [{"role": "user", "content": long_prompt(WORDS, 1000 + number)}]
+
+    async def ask(self, port: int) -> float:
+        name = (await ask(port, "/v1/models")).body["data"][0]["id"]
+        body: dict[str, Any] = self.dialect.body(self.messages, TOKENS, True) | {"model": name}
+        reply: Reply = await ask(port, self.dialect.path, body)
+        prompt, cached, _ = self.dialect.usage(reply)
+        self.messages.append({"role": "assistant", "content": self.dialect.text(reply)})
+        self.messages.append({"role": "user", "content": "Tell me more."})
+        return cached / prompt
+
+
+def long_prompt(words: int, number: int) -> str:
+    """Returns a made-up text of so many words; texts of different numbers differ from the beginning on."""
+    begin = f"Here are {number + 100} stories. "
+    names = ("dog", "cat", "girl", "boy", "bird", "bear", "fox", "frog")
+    pieces = (STORY.format(names[(i + number) % 8], THINGS[(i // 8 + i * number) % 8]) for i in range(words))
+    return " ".join((begin + "".join(pieces)).split()[:words])
+
+
+# ---- prompts of megabytes
+
+HUGE_BYTES, LARGE_BYTES, AT_ONCE = 30 << 20, 4 << 20, 4  # of one prompt, and of prompts that come together
+SENTENCE = "Once upon a time there was a boat that wanted to see the sea. "
+SMALL = "Tell me a story about a frog."
+
+
+def _huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
+    """Returns the time to refuse a huge prompt, the growth of memory, and the delay of a small chat by large prompts.
+
+    refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of resident memory over
+    all trials, None where the system has no /proc. delay_ms: time of a small chat sent together with large prompts,
+    minus its time alone. The first trial is a warm-up.
+    """
+    refused, delays = [], []
+    huge, large = _body(model, HUGE_BYTES), _body(model, LARGE_BYTES)
+    before = after = server.resident_bytes()
+    with ProgressBar(trials + 1, "run", "Huge prompts") as count:
+        for trial in range(-1, trials):
+            refused_s = asyncio.run(_refused(server.port, huge))
+            alone_s = asyncio.run(_small(server.port, model, None))
+            loaded_s = asyncio.run(_small(server.port, model, large))
+            if trial < 0:
+                before = server.resident_bytes()
+            else:
+                refused.append(1000 * refused_s)
+                delays.append(1000 * (loaded_s - alone_s))
+            after = server.resident_bytes()
+            count()
+    growth = None if before is None or after is None else after - before
+    return {"refused_ms": summary(refused), "growth_bytes": growth, "delay_ms": summary(delays)}
+
+
+def _body(model: str, size: int) -> bytes:
+    text = (SENTENCE * (size // len(SENTENCE) + 1))[:size]
+    return f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
+
+
+async def _refused(port: int, body: bytes) -> float:
+    """Returns the seconds until a prompt is refused. Raises `MlxZipError` if it is answered otherwise."""
+    reply = await ask(port, CHAT.path, body)
+    if reply.status != 400 or reply.body["error"]["code"] != "context_length_exceeded":
+        raise MlxZipError(f"a prompt of {len(body)} bytes was answered with status {reply.status}, not refused")
+    return reply.seconds
+
+
+async def _small(port: int, model: str, load: bytes | None) -> float:
+    """Returns the seconds of a small chat. load: body of large requests that begin right before it, None for none."""
+    others = [asyncio.ensure_future(_refused(port, load)) for _ in range(AT_ONCE)] if load else []
+    await asyncio.sleep(0)  # lets them begin
+    body = CHAT.body([{"role": "user", "content": SMALL}], 16, False) | {"model": model}
+    begun = time.perf_counter()
+    await ask(port, CHAT.path, body)
+    seconds = time.perf_counter() - begun
+    await asyncio.gather(*others)
+    return seconds

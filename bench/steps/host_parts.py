@@ -1,0 +1,327 @@
+"""What the host does during a step, part by part, and where it waits: tells a stall from a slow kernel.
+
+While bodies run ahead, the host has to wait for one thing only: the id (part "id"). There the device is at work, and a
+slow kernel shows. A wait in another part is a stall: the host asks for something that the device has not computed yet.
+Clocks are around the parts of whole requests; whether buffers are copied is looked at in a pass of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import cycle, islice, pairwise
+from queue import SimpleQueue
+from statistics import median
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
+from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.device import fastest
+from mlx_zip.engine.generate import emit
+from mlx_zip.engine.interface import Failed, Finished, Submission
+from mlx_zip.engine.mlx_engine import MlxEngine
+from mlx_zip.engine.options import RunOptions, ServeOptions
+
+from .profile import running_ahead
+from .tracer import AHEAD, CPU, MODEL, Hook, Seconds, Tracer
+
+PARTS = {  # name: what the host does; in a step's order
+    "graph": "builds the body's graph",
+    "enqueue": "hands graphs to the device (mx.async_eval)",
+    "id": "waits for the id",
+    "follow": "updates the codebook, fills the row tables (Ahead.follow)",
+    "head": "builds the head and the choice of the next id",
+    "text": "makes text of the id; in the engine: counts and delivers the id",
+    "rest": "does what is left",
+}
+JOB = "mlx_zip.engine.job:Job"
+HOOKS = (
+    Hook("graph", AHEAD, "run"),
+    Hook("graph", MODEL, "__call__"),
+    Hook("enqueue", mx, "async_eval"),
+    *(Hook("id", f"mlx_zip.models.{module}", "read_ids") for module in ("zip_model", "ahead")),
+    Hook("follow", AHEAD, "follow"),
+    Hook("head", MODEL, "joint_head"),
+    Hook("head", mx, "logsumexp"),
+    Hook("id", "mlx_zip.engine.choosing:Choice", "read"),
+    Hook("head", "mlx_zip.engine.group:Group", "choose"),
+    Hook("text", JOB, "take"),
+    Hook("text", "mlx_zip.engine.responses:Answer", "take"),
+)
+DELIVERED = Hook("text", JOB, "send_emitted")
+BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a step stalls in a part that waits longer: share of a median step, seconds
+STALLED_SHARE = 0.05  # share of steps from which on a stall is reported
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+WINDOWS = (1, 2, 3)  # steps between two looks at the buffers; a copy in turns between two or three buffers shows too
+CHAIN = 1000  # tiny kernels
+ROUNDS, TOKENS = 3, 64  # timed runs of each way at most; base tokens that a run writes
+
+
+# ---- parts
+
+
+def part_figures(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
+    """Returns the figures of the steps of runs: `step_ms` and `parts_ms` (p50, p90, p99), `stalls`, and all samples.
+
+    runs: the tracer's marks of each run. samples_us, cpu_us: of every step the time of each part, and the part of it
+    in which the thread worked; the rest of it, it waited.
+    """
+    steps = [_step(before, after) for marks in runs for before, after in pairwise(marks)]
+    whole = [sum(wall.values()) for wall, _ in steps]
+    wall, cpu = ({part: [step[i][part] for step in steps] for part in PARTS} for i in (0, 1))
+    return {
+        "steps": len(steps),
+        "step_ms": quantiles(whole),
+        "parts_ms": {part: quantiles(values) for part, values in wall.items()},
+        "stalls": stalls(wall, cpu),
+        "samples_us": {part: _us(values) for part, values in wall.items()},
+        "cpu_us": {part: _us(values) for part, values in cpu.items()},
+    }
+
+
+def _step(before: Seconds, after: Seconds) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the seconds of each part of a step: by the wall's clock, and of the thread's own work."""
+    wall, cpu = ({part: after[part + end] - before[part + end] for part in PARTS} for end in ("", CPU))
+    for found, clock in ((wall, "at"), (cpu, "at" + CPU)):
+        found["rest"] = max(0.0, after[clock] - before[clock] - sum(found.values()) + found["rest"])
+    return wall, cpu
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns the 50th, 90th and 99th percentile in ms."""
+    return {name: float(f"{1e3 * np.quantile(seconds, share):.4g}") for name, share in QUANTILES.items()}
+
+
+def _us(seconds: Iterable[float]) -> list[float]:
+    return [round(1e6 * value, 1) for value in seconds]
+
+
+def stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Returns the parts besides "id" in which the host waits, the one that costs most first.
+
+    wall, cpu: by part, the seconds that each step took and those that the thread worked. share: of the steps that
+    stall in the part. ms: the median wait of these steps.
+    """
+    step_s = median(map(sum, zip(*wall.values(), strict=True)))
+    found = []
+    for part in wall:
+        waits = [a - b for a, b in zip(wall[part], cpu[part], strict=True)]
+        long = [wait for wait in waits if wait > max(BLOCKED_S, BLOCKED_SHARE * step_s)]
+        if part != "id" and len(long) > STALLED_SHARE * len(waits):
+            found.append({"part": part, "share": len(long) / len(waits), "ms": 1e3 * median(long), "all": sum(long)})
+    found.sort(key=lambda one: -one.pop("all"))
+    return found
+
+
+def loop_marks(zipped: MlxZip, prompt: Sequence[int], tokens: int, text: Sequence[int] | None) -> list[Seconds]:
+    """Runs a request in `stream_generate` with bodies that run ahead; returns the clocks at every emitted id."""
+    with running_ahead(True), Tracer(HOOKS) as tracer:
+        zipped.run(prompt, tokens, text)
+    return tracer.marks
+
+
+def engine_marks(
+    make: Callable[[], Any], models: Models, prompt: Sequence[int], tokens: int, **sampling: Any
+) -> list[Seconds]:
+    """Runs a request in an engine of its own, by the scheduler; returns the clocks at every delivered id.
+
+    make: returns the model, whose weights are computed; it is called in the engine's thread, because streams belong to
+    threads.
+    """
+    ids: SimpleQueue[Any] = SimpleQueue()
+    options = ServeOptions(run=RunOptions(ahead=True))
+    with MlxEngine(lambda: (make(), models.tokenizer), models.name, options) as engine:
+        for _ in range(2):  # the first one is a warm-up
+            with Tracer(HOOKS, mark=DELIVERED) as tracer:
+                engine.submit(Submission(prompt, tokens, sampling=sampling, keep=False), ids.put)
+                while not isinstance(event := ids.get(), Finished):
+                    if isinstance(event, Failed):
+                        raise event.error
+    return tracer.marks
+
+
+# ---- a plain model
+
+
+def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int) -> dict[str, Any]:
+    """Returns steps of the plain model: `step_ms`, the median of each of `rounds` runs, and `over`, the median ratio.
+
+    generate_step: mlx-lm's own, which the ratios are over. stream_generate: mlx_zip's, with its text. engine: the
+    scheduler, alone with the request. All run in turns, once before as a warm-up.
+    """
+    from mlx_lm.generate import generate_step
+
+    from mlx_zip.engine.generate import stream_generate
+
+    model, ids = models.plain(), list(prompt)
+
+    def times_of(steps_of_one: Iterable[Any]) -> list[float]:
+        settle()
+        return [time.perf_counter() for _ in steps_of_one]
+
+    ways: dict[str, Callable[[], list[float]]] = {
+        "generate_step": lambda: times_of(generate_step(mx.array(ids), model, max_tokens=steps)),
+        "stream_generate": lambda: times_of(stream_generate(model, models.tokenizer, ids, max_tokens=steps)),
+        "engine": lambda: [mark["at"] for mark in engine_marks(models.plain, models, prompt, steps)],
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, run in ways.items():
+            found[name].append(1e3 * float(np.median(np.diff(run()))))
+    ms = {name: values[1:] for name, values in found.items()}
+    ratios = {name: np.divide(values, ms["generate_step"]) for name, values in ms.items() if name != "generate_step"}
+    return {"step_ms": ms, "over": {name: float(np.median(values)) for name, values in ratios.items()}}
+
+
+# ---- copies
+
+
+def copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -> dict[str, Any]:
+    """Returns how often a request's buffers have moved, which means that they were copied: KV caches and row tables.
+
+    prompt, text: base ids to read and to write. Every few steps (`WINDOWS`) the buffers' addresses are compared with
+    those before. Looking waits for the device, so nothing is timed. A buffer that has grown in the meantime does not
+    count. windows: looks. moved: by group of buffers, the looks that found one elsewhere, and the bytes of those.
+    """
+    cache = model.make_cache()
+    prompt_ids, ids = zip_ids(cache[-1].books[0], prompt, text)
+    sampler: Any = Forced(ids.tolist())
+    count = min(steps, len(ids))
+    run = RunOptions(ahead=True)
+    made = islice(emit(model, prompt_ids, cache, sampler=sampler, run=run), count)
+    next(made)
+    before, lengths, windows = _places(cache), cycle(WINDOWS), 0
+    found = {name: {"windows": 0, "bytes": 0} for name in before}
+    left = next(lengths)
+    for _ in made:
+        left -= 1
+        if left == 0:
+            after = _places(cache)
+            for name, group in found.items():
+                pairs = zip(before[name], after[name], strict=False)  # a table may have come meanwhile
+                moved = [now.bytes for then, now in pairs if now.shape == then.shape and now.address != then.address]
+                group["windows"] += bool(moved)
+                group["bytes"] += sum(moved)
+            windows, before, left = windows + 1, after, next(lengths)
+    return {"windows": windows, "moved": found}
+
+
+class Place(NamedTuple):
+    """Where a buffer is."""
+
+    shape: tuple[int, ...]
+    bytes: int
+    address: int
+
+
+def _places(cache: Sequence[Any]) -> dict[str, list[Place]]:
+    """Returns where the arrays are that steps write to, by group; waits until they are computed."""
+    state = cache[-1]
+    groups = {
+        "KV cache": [array for entry in cache[:-1] for array in (entry.keys, entry.values)],
+        "input rows": [state.inputs.array],
+        "output rows": [state.outputs.array],
+    }
+    return {name: [_place(array) for array in arrays if array is not None] for name, arrays in groups.items()}
+
+
+def _place(array: mx.array) -> Place:
+    """Returns where an array is. Nothing of it is held afterwards: MLX copies what somebody else holds."""
+    view: Any = memoryview(array.view(mx.uint8))  # type: ignore[arg-type]
+    return Place(tuple(array.shape), array.nbytes, np.asarray(view).__array_interface__["data"][0])
+
+
+# ---- the device
+
+
+def first_ids(zipped: MlxZip, prompt: Sequence[int], rests: Sequence[float]) -> dict[str, float]:
+    """Returns by seconds of rest how many ms the first id takes after it: a device that had nothing to do is slower."""
+    zipped.run(prompt, 2)
+    found = {}
+    with running_ahead(True):
+        for rest in rests:
+            time.sleep(rest)
+            found[f"{rest:g}"] = 1e3 * zipped.run(prompt, 2).times[0]
+    return found
+
+
+def kernels(count: int = CHAIN) -> dict[str, float]:
+    """Returns the cost in us of a kernel in a chain of tiny ones: `launch_us` where all are handed over together.
+
+    buffer_us: what it costs more where each is handed over alone, on Metal in a command buffer of its own. Both hold
+    what the host does for it.
+    """
+
+    def chain(length: int, alone: bool = False) -> None:
+        y = mx.zeros((1,))
+        for _ in range(length):
+            y = y + 1
+            if alone:
+                mx.async_eval(y)
+        mx.eval(y)
+
+    short, long, alone = (fastest(partial(chain, *args)) for args in ((count // 10,), (count,), (count, True)))
+    launch_us = 1e6 * max(0.0, long - short) / (count - count // 10)
+    return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / count - launch_us)}
+
+
+# ---- all of it
+
+
+def host_figures(
+    models: Models, prompt: Sequence[int], text: Sequence[int], forced: bool, rests: Sequence[float], limit_s: float
+) -> dict[str, Any]:
+    """Measures all that this file can, with bodies that run ahead; returns the figures by what they are of.
+
+    prompt, text: base ids to read and to write. forced: whether the text is also written where parts are timed; if not,
+    the model chooses. rests: seconds before the first ids. After limit_s / 2 seconds no further round begins.
+    """
+    begun, zipped = time.perf_counter(), MlxZip(models, models.zipped or models.plain)
+    marks: dict[str, list[Any]] = {"cold": [], "warm": []}
+    for i in range(ROUNDS + 1):
+        for rows, found in marks.items():
+            if rows == "cold":
+                zipped.fresh()
+            found.append(loop_marks(zipped, prompt, TOKENS, text if forced else None))
+        if i and time.perf_counter() - begun > limit_s / 2:
+            break
+    ways = {name: part_figures(found[1:]) for name, found in marks.items()}
+    drawn = {"temp": 1.0, "seed": 0} if forced else {}  # random weights write one id over and over
+    ways["engine"] = part_figures([engine_marks(models.zipped or models.plain, models, prompt, TOKENS, **drawn)])
+    rounds = ROUNDS if time.perf_counter() - begun < limit_s / 2 else 1
+    return {
+        "model": models.name,
+        "ways": ways,
+        "plain": plain_figures(models, prompt, TOKENS // 2, rounds),
+        "copies": copies(zipped.model, prompt, text, TOKENS),
+        "first_id_ms": first_ids(zipped, prompt, rests),
+        "kernels": kernels(),
+    }
+
+
+# ---- the report
+
+
+def part_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what `host_figures` found as (name, text) lines."""
+    found = [(f"parts of a step, {name}", _way_text(way)) for name, way in figures["ways"].items()]
+    plain, copied, cost = figures["plain"], figures["copies"], figures["kernels"]
+    over = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in plain["over"].items())
+    found.append(("plain model", f"generate_step {median(plain['step_ms']['generate_step']):.2f} ms, {over}"))
+    moved = ", ".join(f"{name} {one['windows']}" for name, one in copied["moved"].items())
+    found.append(("buffers copied", f"{moved} times in {copied['windows']} looks"))
+    rests = ", ".join(f"{seconds} s {ms:.1f} ms" for seconds, ms in figures["first_id_ms"].items())
+    kernel = f"{cost['launch_us']:.1f} us, {cost['buffer_us']:.1f} us more if handed over alone"
+    return [*found, ("device", f"first id after a rest of {rests}; a tiny kernel {kernel}")]
+
+
+def _way_text(way: Mapping[str, Any]) -> str:
+    named = [f"{one['part']} ({one['share']:.0%} of steps, {one['ms']:.2f} ms)" for one in way["stalls"]]
+    parts = {"step": way["step_ms"], **way["parts_ms"]}
+    times = ", ".join(f"{part} " + "/".join(f"{value:.2f}" for value in one.values()) for part, one in parts.items())
+    return f"stalls: {', '.join(named) or 'none'}; {'/'.join(QUANTILES)} in ms: {times}"

@@ -1,0 +1,284 @@
+"""Splits the time of a decoding step of mlx_zip: codec, rows, graph building, waiting, sampling, detokenizing.
+
+The same request runs in five ways, in turn: mlx-lm at the same KV length and mlx_zip, both as they are; both with
+clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks around parts show
+what the host does while the device works (`host_us`: they add up to a step; `cpu_us`: how much of it was the thread's
+own work, not waiting for a core); with the parts evaluated apart, their work on the device is in them too (`apart_us`:
+these do not overlap, so they add up to more than a step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
+from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.bench.engines.workloads import Workload
+from mlx_zip.bench.generation.generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
+from mlx_zip.bench.recording import header, load_before, surroundings
+from mlx_zip.bench.records import table
+from mlx_zip.device import on_gpu
+from mlx_zip.errors import MlxZipError
+from mlx_zip.progress import ProgressBar
+
+from .launch_counts import PROMPT, step_launches
+from .tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
+
+SCHEMA = 2
+SIZES = ("512+128",)
+AHEAD = {"on": True, "off": False, "auto": None}  # --ahead: what `RunOptions.ahead` takes
+CLOCKS = ("host_us", "cpu_us", "apart_us")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `bench profile`."""
+    add = parser.add_argument
+    add(
+        "--mode",
+        choices=("replay", "free"),
+        default="replay",
+        help="what engines write. replay: the text's own continuation; free: greedy decoding (default: replay)",
+    )
+    add("--trials", type=int, default=5, help="number of timed runs in each of the five ways to run (default: 5)")
+    add(
+        "--rows",
+        choices=("warm", "cold"),
+        default="warm",
+        help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none (default: warm)",
+    )
+    add(
+        "--ahead",
+        choices=tuple(AHEAD),
+        default="auto",
+        help="whether a step's body begins before the host has read the step's id. auto: on a GPU (default: auto)",
+    )
+    add_model_arguments(parser)
+    add_text_arguments(parser, SIZES)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per text and size, and a table of its parts on standard error.
+
+    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    """
+    check_at_least(args, 1, "trials")
+    args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
+    load_before()
+    models, workloads = prepare(args)
+    if models.zipped is None:
+        raise MlxZipError("there is nothing to split without a model with hypertokens: --model or --shape")
+    profiler = StepProfiler(args, models)
+    plan = f"{len(workloads)} texts, {args.trials} trials of five ways to run, rows {args.rows}"
+    header("profile", models.name, profiler.zipped.device, plan)
+    with ProgressBar(len(workloads) * (args.trials + 1), "round", "Measuring") as count:
+        for workload in workloads:
+            record = profiler.measure(workload, count)
+            count.clear()
+            print(json.dumps(record), flush=True)
+            count.say(split_table(record))
+    return 0
+
+
+class Steps:
+    """Times in seconds of the steps of one way to run, without the first step of every run.
+
+    whole: all steps. medians: the median step of each run. parts: all steps, by part.
+    """
+
+    def __init__(self) -> None:
+        self.whole: list[float] = []
+        self.medians: list[float] = []
+        self.parts: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, run: Run, marks: Sequence[Seconds]) -> None:
+        """Adds a run. marks: the tracer's totals at each of its steps; empty for a run without a tracer."""
+        whole = np.diff(run.times)
+        self.whole += whole.tolist()
+        self.medians.append(float(np.median(whole)))
+        for before, after in pairwise(marks):
+            for part in (*PARTS, *(part + CPU for part in PARTS)):
+                self.parts[part].append(after[part] - before[part])
+        if marks:
+            named = np.sum([self.parts[part][-len(whole) :] for part in PARTS if part != "loop"], axis=0)
+            self.parts["loop"][-len(whole) :] = (whole - named).tolist()
+
+
+class StepProfiler:
+    """Runs a model with hypertokens and its plain one in five ways, and makes the records."""
+
+    def __init__(self, args: argparse.Namespace, models: Models) -> None:
+        """models: with a model with hypertokens."""
+        assert models.zipped is not None
+        self.args, self.models = args, models
+        self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)
+
+    def measure(self, workload: Workload, count: Callable[[], object]) -> dict[str, Any]:
+        """Runs a workload in five ways, in turns, and returns its record. A first round is a warm-up.
+
+        count: is called after each round.
+        """
+        ways = {name: Steps() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
+        for trial in range(-1, self.args.trials):
+            untraced, _ = self._run_zip(workload, None)
+            runs = {
+                "mlx-zip": (untraced, ()),
+                "mlx-lm": self._run_plain(workload, untraced, None),
+                "mlx-zip traced": self._run_zip(workload, Tracer(ZIP_HOOKS)),
+                "mlx-lm traced": self._run_plain(workload, untraced, Tracer(self._plain_hooks())),
+                "mlx-zip apart": self._run_zip(workload, Tracer(ZIP_HOOKS, apart=True)),
+            }
+            for name, (one, marks) in runs.items():
+                if trial >= 0:
+                    ways[name].add(one, marks)
+            count()
+        return self._record(workload, untraced, ways)
+
+    def _plain_hooks(self) -> tuple[Hook, ...]:
+        return (*PLAIN_HOOKS, Hook("blocks", type(self.plain.model), "__call__"))
+
+    def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
+        """Runs the workload in mlx_zip, without earlier rows if --rows is cold; returns the run and tracer's marks."""
+        if self.args.rows == "cold":
+            self.zipped.fresh()
+        turn = workload.turns[0]
+        with running_ahead(AHEAD[self.args.ahead]):
+            return _traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
+
+    def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
+        """Runs mlx-lm with as many prompt ids and forced ids as `like`, mlx_zip's run, so with equal KV length."""
+        turn, steps = workload.turns[0], len(like.ids)
+        text = (*(turn.text or ()), *turn.prompt)
+        forced = [text[i % len(text)] for i in range(steps)]
+        return _traced(self.plain, tracer, turn.prompt[: like.prompt_ids], steps, forced)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether bodies run ahead in mlx_zip."""
+        chosen = AHEAD[self.args.ahead]
+        return on_gpu() if chosen is None else chosen
+
+    def _launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
+        """Returns the launches per step for the record, counted on the last ids of the prompt and those written.
+
+        None if the text is too short to count any. untraced: mlx_zip's last run.
+        """
+        text = [*workload.turns[0].prompt[-PROMPT:], *untraced.base_ids]
+        counted = step_launches(self.models, text, self.args.rows)
+        return counted.record() if counted else None
+
+    def _record(self, workload: Workload, untraced: Run, ways: dict[str, Steps]) -> dict[str, Any]:
+        """Returns the record. untraced: mlx_zip's last run without clocks. ways: the steps of each way to run."""
+        turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
+        ours, ours_cpu = (np.sum([host.parts[part + clock] for part in OURS], axis=0) for clock in ("", CPU))
+        ratios = np.divide(ways["mlx-zip"].medians, ways["mlx-lm"].medians)
+        args = self.args
+        return {
+            "bench": "profile",
+            "schema": SCHEMA,
+            "model": model_section(self.models, args),
+            "mode": workload.mode,
+            "workload": {
+                "domain": workload.domain,
+                "data": workload.data,
+                "prompt_tokens": len(turn.prompt),
+                "tokens": turn.tokens,
+            },
+            "setting": {"trials": args.trials, "rows": args.rows, "ahead": self.ahead},
+            "counts": {
+                "prompt_ids": untraced.prompt_ids,
+                "steps": len(untraced.times),
+                "base_tokens": len(untraced.base_ids),
+            },
+            "second_bodies": _round(untraced.second_bodies / len(untraced.times)) if self.ahead else None,
+            "launches": self._launches(workload, untraced),
+            "unit": "us per step",
+            "steps": {name: _figure(way.whole, way.medians) for name, way in ways.items()},
+            "ratio": {"median": _round(float(np.median(ratios))), "samples": [_round(r) for r in ratios.tolist()]},
+            "parts": {
+                part: {
+                    "host_us": _figure(host.parts[part]),
+                    "cpu_us": _figure(host.parts[part + CPU]),
+                    "apart_us": _figure(apart.parts[part]),
+                }
+                for part in PARTS
+            },
+            "ours_us": _figure(ours.tolist()),
+            "ours_cpu_us": _figure(ours_cpu.tolist()),
+            "plain_parts": {part: _figure(ways["mlx-lm traced"].parts[part]) for part in ("blocks", "enqueue", "loop")},
+            "device": self.zipped.device,
+            **surroundings(*PACKAGES),
+        }
+
+
+@contextmanager
+def running_ahead(ahead: bool | None) -> Iterator[None]:
+    """Inside, `mlx_zip.stream_generate` runs bodies ahead if `ahead` is true; None leaves that to the device."""
+    generate = import_module("mlx_zip.engine.generate")
+    with patch.object(generate, "_ahead", lambda model: ahead):
+        yield
+
+
+def _traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
+    """Runs a request in an engine, with a tracer if there is one; returns the run and the tracer's marks."""
+    if tracer is None:
+        return engine.run(*request), ()
+    with tracer:
+        return engine.run(*request), tracer.marks
+
+
+def _figure(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> dict[str, Any]:
+    """Returns mean, median and 90th percentile in us, and with trial_medians (seconds) those in us as `samples`."""
+    us = 1e6 * np.asarray(seconds)
+    found = {"mean": us.mean(), "median": np.median(us), "p90": np.quantile(us, 0.9)}
+    figure: dict[str, Any] = {name: _round(float(value)) for name, value in found.items()}
+    return {**figure, "samples": [_round(1e6 * one) for one in trial_medians]} if trial_medians else figure
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def split_table(record: dict[str, Any]) -> str:
+    """Returns a record's parts as a Markdown table with a heading, and a line on its whole steps."""
+    parts, steps = record["parts"], record["steps"]
+    rows = [
+        [
+            part,
+            *(f"{figure[name][of]:.0f}" for name in CLOCKS for of in ("mean", "median")),
+            what,
+        ]
+        for (part, what), figure in zip(PARTS.items(), parts.values(), strict=True)
+    ]
+    totals = [f"{sum(figure[name]['mean'] for figure in parts.values()):.0f}" for name in CLOCKS]
+    rows.append(["all", *(cell for total in totals for cell in (total, "")), "a step, under the clocks"])
+    medians = ", ".join(f"{name} {figure['median']:.0f}" for name, figure in steps.items())
+    size = f"{record['workload']['prompt_tokens']}+{record['workload']['tokens']}"
+    header = ["part", "host mean", "median", "of it CPU mean", "median", "apart mean", "median", ""]
+    return (
+        f"{record['model']['name']}, {record['mode']}, {record['workload']['domain']} {size}; us per step\n\n"
+        f"{table(header, rows, 'markdown')}\n\n"
+        f"Median steps: {medians}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
+        f"Host work of mlx_zip: {record['ours_cpu_us']['median']:.0f} (90 %: {record['ours_cpu_us']['p90']:.0f}), "
+        f"by the wall's clock {record['ours_us']['median']:.0f}.{_counts(record)}\n"
+    )
+
+
+def _counts(record: dict[str, Any]) -> str:
+    found = ""
+    if record.get("second_bodies") is not None:
+        found += f" Steps that ran the body twice: {record['second_bodies']:.1%}."
+    if launches := record.get("launches"):
+        found += f" Launches per step on a GPU: {launches['mlx-zip']:g}, mlx-lm's {launches['mlx-lm']:g}."
+    return found

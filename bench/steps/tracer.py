@@ -1,0 +1,179 @@
+"""Clocks around the parts of a step: functions of mlx_zip, mlx-lm and MLX are wrapped while a tracer is open.
+
+A function's time does not include wrapped functions that it calls. Two clocks run: wall-clock time, and the thread's
+processor time, which does not count waiting for a core. A hook whose function does not exist is an error, so that this
+list follows the code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.errors import MlxZipError
+
+PARTS = {  # name: what it is; in a step's order
+    "wait": "reading the last id: waiting for the device",
+    "call": "the model call besides what follows: checks, positions",
+    "codec": "codebook: learning the id, listing entries, expanding",
+    "rows": "hyper rows: from the store or the encoder, into their tables",
+    "embedding": "embedding, with the rows that are read",
+    "blocks": "the decoder's blocks and last norm",
+    "head": "base and hyper logits, joined and masked",
+    "canonical": "excluding ids that are not canonical, where the model does",
+    "sampling": "normalizing the logits, choosing an id",
+    "enqueue": "handing the graph to the device (mx.async_eval)",
+    "text": "detokenizing",
+    "response": "the response object and its figures",
+    "replay": "forcing the id",
+    "loop": "what is left: the loop, the bench itself",
+}
+# parts that mlx_zip adds to mlx-lm's on the host
+OURS = ("call", "codec", "rows", "embedding", "head", "canonical", "text", "response")
+CPU = " cpu"  # suffix of a part's name for its processor time
+
+Seconds = defaultdict[str, float]  # part, or part + CPU: seconds
+Made = Callable[[tuple[Any, ...], Any], Any]  # (arguments, result) of a call: the arrays that it made
+
+
+def _result(args: tuple[Any, ...], result: Any) -> Any:
+    return result
+
+
+def _tables(args: tuple[Any, ...], result: Any) -> Any:
+    """The arrays that a call of `Session.fill_inputs(self, state, ...)` or `fill_outputs` made are in the tables."""
+    return [table.array for table in (args[1].inputs, args[1].outputs)]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function whose time counts for a part of the step.
+
+    owner: module, class, or "module:Class". made: gives the arrays that a call made, which are evaluated when parts are
+    timed apart; None if there are none.
+    """
+
+    part: str
+    owner: Any
+    name: str
+    made: Made | None = None
+
+    def home(self) -> Any:
+        """Returns the module or class that has the function. Raises `MlxZipError` if the function does not exist."""
+        home = self.owner
+        if isinstance(home, str):
+            module, _, kind = home.partition(":")
+            home = import_module(module)
+            home = getattr(home, kind, None) if kind else home
+        if not hasattr(home, self.name):
+            raise MlxZipError(f"bench profile: {self.owner} has no {self.name}; PARTS no longer follow the code")
+        return home
+
+
+MODEL, ROWS, AHEAD = (
+    "mlx_zip.models.zip_model:Model",
+    "mlx_zip.models.session:Session",
+    "mlx_zip.models.ahead:Ahead",
+)
+STATE = "mlx_zip.models.rows.zip_state:ZipState"
+PLAIN_HOOKS = (
+    Hook("sampling", mx, "logsumexp", _result),
+    Hook("sampling", mx, "argmax", _result),
+    Hook("enqueue", mx, "async_eval"),
+    Hook("replay", "mlx_zip.bench.engines.mlx_engines:Forced", "__call__"),
+)
+ZIP_HOOKS = (
+    *PLAIN_HOOKS,
+    *(Hook("wait", f"mlx_zip.models.{module}", "read_ids") for module in ("zip_model", "ahead")),
+    Hook("call", MODEL, "__call__"),
+    *(Hook("call", AHEAD, name) for name in ("run", "follow")),
+    Hook("embedding", MODEL, "embed", _result),
+    *(Hook("rows", ROWS, name, _tables) for name in ("fill_inputs", "fill_outputs")),
+    *(Hook("rows", ROWS, name) for name in ("settle_submitted", "settle_unsubmitted")),
+    Hook("blocks", MODEL, "run_layers", _result),
+    Hook("head", MODEL, "joint_head", _result),
+    Hook("canonical", "mlx_zip.generation.exclusions:CanonicalIds", "excluded"),
+    Hook("canonical", "mlx_zip.engine.choosing", "without", _result),
+    Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
+    Hook("response", "mlx_zip.engine.responses:Answer", "take"),
+    Hook("codec", "mlx_zip.engine.job:Job", "expand"),
+    *(Hook("codec", STATE, name) for name in ("advance", "entries")),
+    *(Hook("codec", STATE, f"missing_{name}") for name in ("outputs", "inputs", "installed_inputs")),
+    Hook("codec", STATE, "only_missing_output"),
+    Hook("codec", "mlx_zip.codec:Codebook", "words"),
+)
+
+
+STEP = Hook("loop", "mlx_zip.bench.engines.runs:Run", "step")  # is called once per emitted id
+
+
+class Tracer:
+    """While open, adds up seconds by part in `totals`, and appends a copy of them to `marks` at each emitted id.
+
+    A mark also holds both clocks themselves, as `at` and `at` + CPU. apart: evaluate the arrays of each part before the
+    next part begins. mark: the function whose calls are the emitted ids; it is called in the thread that is timed.
+    """
+
+    def __init__(self, hooks: tuple[Hook, ...], apart: bool = False, mark: Hook = STEP) -> None:
+        self.hooks, self.apart, self.mark = hooks, apart, mark
+        self.totals: Seconds = defaultdict(float)
+        self.marks: list[Seconds] = []
+        # for each wrapped call that runs: (wall, processor) seconds of the wrapped calls inside it
+        self._inner: list[tuple[float, float]] = []
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Tracer:
+        hooks = [(hook, hook.home()) for hook in (*self.hooks, self.mark)]  # all are found before any is wrapped
+        for hook, home in hooks:
+            before = getattr(home, hook.name)
+            self._undo.append((home, hook.name, before))
+            setattr(home, hook.name, self._marking(before) if hook is self.mark else self._timed(hook, before))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._undo:
+            home, name, before = self._undo.pop()
+            setattr(home, name, before)
+
+    def _timed(self, hook: Hook, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function so that the time of its calls counts for the hook's part."""
+        made, cpu = hook.made if self.apart else None, hook.part + CPU
+
+        def call(*args: Any, **options: Any) -> Any:
+            begun, worked = time.perf_counter(), time.thread_time()
+            self._inner.append((0.0, 0.0))
+            try:
+                result = function(*args, **options)
+                if made is not None:
+                    mx.eval(made(args, result))
+            finally:
+                worked, took = time.thread_time() - worked, time.perf_counter() - begun
+                inner_took, inner_worked = self._inner.pop()
+                self.totals[hook.part] += took - inner_took
+                self.totals[cpu] += worked - inner_worked
+                if self._inner:
+                    took_before, worked_before = self._inner[-1]
+                    self._inner[-1] = took_before + took, worked_before + worked
+            return result
+
+        return call
+
+    def _marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function so that each call first appends a copy of the totals to the marks."""
+
+        def call(*args: Any) -> Any:
+            mark = self.totals.copy()
+            mark["at"], mark["at" + CPU] = time.perf_counter(), time.thread_time()
+            self.marks.append(mark)
+            return function(*args)
+
+        return call

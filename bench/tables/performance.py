@@ -1,0 +1,405 @@
+"""The tables of README.md and docs/performance.md, from the records in bench/records, with targets and verdicts.
+
+Ratios are medians of trials that ran in turns, with 95 % intervals by paired bootstrap (`ratios.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_zip.bench.generation.ratios import (
+    PROFILES,
+    PUBLISHED,
+    REQUESTS,
+    STORIES,
+    TURNS,
+    Ratio,
+    detokenizing,
+    paired_ratio,
+    per_step,
+    pooled_per_step,
+    ratio,
+    shortening,
+    step_ratio,
+)
+from mlx_zip.bench.records import Record, Records, libraries, machines, table
+from mlx_zip.bench.serve.client import DIALECTS
+
+# row's name: part of `bench profile`
+HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}
+OPERATIONS = {  # operation in a `bench codec` record: its name in the table
+    "compress arrays": "compress; arrays here, lists there",
+    "compress lists": "compress; Python lists on both sides",
+    "decode arrays": "decode; arrays here, lists there",
+    "decode lists": "decode; Python lists on both sides",
+    "push": "follow compressed ids, without decoding",
+    "push_one": "one push from Python, as generation makes it",
+    "mark": "mark",
+    "rewind_one": "rewind by one id",
+}
+BATCH = "batch"  # record of `bench batch`
+SERVE = "serve"  # record of `bench serve`
+PACK = "its own, tuned"  # name of the bundled model's own pack in the record `pack_quality`
+
+
+def _steps(records: Records) -> str:
+    """Returns the table of times per step over mlx-lm's at equal KV length, one row per profile."""
+    found = {name: (file, records.one(file)) for name, file in PROFILES.items()}
+    rows = [[name, f"`{file}`", str(step_ratio(line)), libraries(line)] for name, (file, line) in found.items()]
+    return table(["", "record", "a step over mlx-lm's", "preloaded; BLAS"], rows)
+
+
+def _requests(records: Records) -> str:
+    """Returns the table of whole requests, mlx_zip over mlx-lm, one row per kind of text."""
+    rows = []
+    for text, file in REQUESTS.items():
+        pair = records.pair(file)
+        found = (ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
+        rows.append([text, f"`{file}`", f"{per_step(pair):.2f}", *map(str, found), libraries(pair[1])])
+    header = [
+        "text",
+        "record",
+        "base tokens per step",
+        "steps/s",
+        "base tokens/s",
+        "time to first id",
+        "preloaded; BLAS",
+    ]
+    return table(header, rows)
+
+
+def _stories(records: Records) -> str:
+    """Returns the table of the bundled model's conversations over its base's, by story, with cold and warm rows."""
+    rows = []
+    for turn, name in enumerate(TURNS):
+        for state in ("cold", "warm"):
+            pair = records.pair(STORIES, turn=turn, rows=state)
+            found = (ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms"))
+            rows.append([name, state, f"{pooled_per_step(pair):.2f}", *map(str, found)])
+    heads = ["story", "rows", "base tokens per step", "steps/s", "base tokens/s", "bytes/s", "time to first id"]
+    return table(heads, rows)
+
+
+def _once_made(record: str, make: Callable[[Records], str]) -> Callable[[Records], str]:
+    """Returns a table's function that needs a record; while there is none, it returns a sentence that says so."""
+    missing = f"Not measured yet: there is no record `{record}`."
+    return lambda records: make(records) if record in records.files else missing
+
+
+def _published(records: Records) -> str:
+    rows = []
+    for precision, file in PUBLISHED.items():
+        pair = records.pair(file, "zip2zip")
+        found = (str(ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))
+        rows.append([precision, f"`{file}`", *found, libraries(pair[1])])
+    return table(["weights", "record", "steps/s", "time to first id", "preloaded; BLAS"], rows)
+
+
+def _parts(records: Records) -> str:
+    """Returns the table of a step's parts in us: before the work on host time, after it, and of the bundled model."""
+    before, after, bundled = map(records.one, ("profile-before", "profile-warm", "profile-stories"))
+    profiles = (before, after, bundled)
+    rows = [["step over mlx-lm's at equal KV length", *(f"{step_ratio(record).value:.2f}" for record in profiles)]]
+    rows.append(["rows, apart", *(_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
+    for name, part in HOST_PARTS.items():
+        rows.append([name, *(_us(record["parts"][part]["host_us"]) for record in profiles)])
+    rows.append(["host work of mlx_zip, by the wall's clock", *(_us(record["ours_us"]) for record in profiles)])
+    rows.append(["host work of mlx_zip, processor time", "-", *(_us(r["ours_cpu_us"]) for r in profiles[1:])])
+    rows.append(["preloaded; BLAS", *map(libraries, profiles)])
+    return table(["us per step, median", "before", "after", "bundled model"], rows)
+
+
+def _us(figure: Mapping[str, float]) -> str:
+    return f"{figure['median']:,.0f}"
+
+
+def _codec(records: Records) -> str:
+    """Returns the table of times of mlx_zip's codec and of zip2zip-compression, and how many times as fast ours is."""
+    rows = []
+    for line in records.lines("codec"):
+        setting = line["setting"]
+        measured = f"{'windows' if setting['of'] == 'windows' else 'one sequence'} of {setting['ids_each']:,} ids"
+        times = [f"{line[side]['median']:,.0f}" if line[side] else "-" for side in ("ours", "upstream")]
+        rows.append([OPERATIONS[line["what"]], measured, line["unit"], *times, _times_as_fast(line)])
+    return table(["", "of", "unit", "mlx_zip", "zip2zip-compression", "times as fast"], rows)
+
+
+def _times_as_fast(line: Record) -> str:
+    """Returns zip2zip-compression's time over ours, median and interval of paired trials; "-" if it is not measured."""
+    if not line["upstream"]:
+        return "-"
+    return str(paired_ratio(line["ours"]["samples"], line["upstream"]["samples"]))
+
+
+def _speed(records: Records) -> str:
+    """Returns the table of the bundled model's speed for a user, with the bits per byte that it costs."""
+    price = next(line for line in records.lines("pack_quality") if line["curve"] == PACK)
+    bits = f"{price['bits_per_byte']:.3f} ({price['base_bits_per_byte']:.3f}, {price['over_base']:+.1%})"
+    rows = []
+    for turn, name in enumerate(TURNS):
+        cold, warm = (records.pair(STORIES, turn=turn, rows=state) for state in ("cold", "warm"))
+        gains = [f"{ratio(pair, 'bytes_per_s')} x" for pair in (cold, warm)]
+        rows.append([f"{name} story of a conversation", f"{pooled_per_step(warm):.2f}", *gains, bits])
+    heads = ["`stories`, 8 bit", "base tokens per step", "bytes/s to mlx-lm, cold", "warm", "bits per byte (base)"]
+    return table(heads, rows)
+
+
+def _machines(records: Records) -> str:
+    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
+    return machines(records, sorted(name for name in (*names, STORIES, BATCH, SERVE, "codec") if name in records.files))
+
+
+# ---- the targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure of the records and its bound.
+
+    measured: computes the figure. record: name of the record that it comes from. most: True for an upper bound, False
+    for a lower one. unit: follows the number.
+    """
+
+    name: str
+    bound: float
+    measured: Callable[[Records], Ratio | float]
+    record: str = ""
+    most: bool = True
+    unit: str = ""
+
+    def row(self, records: Records) -> list[str]:
+        """Returns name, libraries, bound, measured figure, and whether its median and interval are within the bound."""
+        found = self.measured(records)
+        value = found.value if isinstance(found, Ratio) else found
+        worst = value if not isinstance(found, Ratio) else found.high if self.most else found.low
+        shown = str(found) if isinstance(found, Ratio) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+        bound = f"{'at most' if self.most else 'at least'} {self.bound:g}{self.unit}"
+        blas = libraries(records.lines(self.record)[0]) if self.record else "-"
+        return [self.name, blas, bound, f"{shown}{self.unit}", self._judged(value, worst)]
+
+    def _judged(self, value: float, worst: float) -> str:
+        """Returns whether the median is within the bound. worst: the end of its interval that is nearest to failing."""
+        is_met, surely = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
+        return "missed" if not is_met else "met" if surely else "met; the interval reaches past it"
+
+
+def _speedup_over_compression(records: Records) -> Ratio:
+    """Returns the gain in base tokens/s on code over base tokens per step: 1 if a step is as fast as mlx-lm's."""
+    pair = records.pair(REQUESTS["code"])
+    return ratio(pair, "base_tokens_per_s").over(per_step(pair))
+
+
+def _first_id_over_length(records: Records) -> Ratio:
+    """Returns the time to the first id on code over mlx-lm's, divided by how much shorter the compressed prompt is."""
+    pair = records.pair(REQUESTS["code"])
+    return ratio(pair, "ttft_ms").over(shortening(pair))
+
+
+def _bytes_per_s(turn: int, rows: str) -> Callable[[Records], Ratio]:
+    """Returns the measure of a story's bytes/s over the base's. turn: the story, from 0; rows: "cold" or "warm"."""
+    return lambda records: ratio(records.pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
+
+
+def _over_published(precision: str) -> Callable[[Records], Ratio]:
+    """Returns the measure of steps/s over the published package's. precision: a key of `PUBLISHED`."""
+    return lambda records: ratio(records.pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
+
+
+HOST = (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))  # name, record
+
+TARGETS = (
+    *(
+        Target(f"step over mlx-lm's at equal KV length, {name}", bound, lambda r, f=f: step_ratio(r.one(f)), f)
+        for name, bound, f in (
+            ("bundled model, rows cold", 1.35, "profile-stories-cold"),
+            ("bundled model, rows warm", 1.10, "profile-stories"),
+            ("`small-125m`, rows cold, two transformer layers", 1.25, "profile-cold-transformer"),
+            ("`small-125m`, rows cold, `res_latent_attn`", 1.15, "profile-cold-latent"),
+            ("`small-125m`, rows warm", 1.02, "profile-warm"),
+        )
+    ),
+    Target(
+        "code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's",
+        0.95,
+        _speedup_over_compression,
+        REQUESTS["code"],
+        most=False,
+    ),
+    Target(
+        "the same: time to first id over mlx-lm's x compressed length", 1.1, _first_id_over_length, REQUESTS["code"]
+    ),
+    *(
+        Target(
+            f"bundled model, bytes/s over its base's: {TURNS[turn]} story, {rows}",
+            bound,
+            _bytes_per_s(turn, rows),
+            STORIES,
+            most=False,
+        )
+        for turn in (0, 2)
+        for rows, bound in (("cold", 1.5), ("warm", 1.85))
+    ),
+    *(
+        Target(
+            f"bundled model, steps/s over the published package's, {name}", 3, _over_published(name), file, most=False
+        )
+        for name, file in PUBLISHED.items()
+    ),
+    *(
+        Target(
+            f"host work of mlx_zip per step, processor time, {name}",
+            bound,
+            lambda r, file=file: r.one(file)["ours_cpu_us"]["median"],
+            file,
+            unit=" us",
+        )
+        for (name, file), bound in zip(HOST, (400, 250), strict=True)
+    ),
+    *(
+        Target(f"detokenizing a base token, {name}", 20, lambda r, f=f: detokenizing(r.one(f)), f, unit=" us")
+        for name, f in HOST
+    ),
+    Target(
+        "a lookup among 1 M stored rows of width 256",
+        2,
+        lambda r: r.one("rows")["lookup_first_us_per_row"]["median"],
+        "rows",
+        unit=" us",
+    ),
+    Target("opening them", 200, lambda r: r.one("rows")["open_ms"]["median"], "rows", unit=" ms"),
+)
+
+
+def _all_targets(records: Records) -> str:
+    known = [target for target in TARGETS if STORIES in records.files or target.record != STORIES]
+    return table(["", "preloaded; BLAS", "wanted", "measured", ""], [target.row(records) for target in known])
+
+
+# ---- the table of `bench batch`
+
+KINDS = ("base", "zip")  # the plain model, and the one with hypertokens
+SCOPES = {"whole": "whole requests", "all_open": "while all rows are open"}  # section of the figures: its name
+HEADS = (
+    "model",
+    "hyper rows",
+    "requests",
+    "base tokens/s over",
+    "one stream",
+    "batch",
+    "gain of batching",
+    "over its base's",
+    "preloaded; BLAS",
+)
+
+
+def batch_table(records: Sequence[Record]) -> str:
+    """Returns a table with a row per record, model and scope of the figures; intervals are of 95 %."""
+    return table(HEADS, [row for record in records for row in _batch_rows(record)])
+
+
+def _batch_rows(record: Record) -> list[list[str]]:
+    """Returns the rows of one record."""
+    rows = []
+    for scope, name in SCOPES.items():
+        figures = record["figures"][scope]
+        for kind in KINDS if figures else ():
+            gain, setting = figures[kind]["gain"], record["setting"]
+            rows.append(
+                [
+                    f"`{record['model'][kind]}`",
+                    setting["rows"] if kind == "zip" else "-",
+                    str(setting["requests"]),
+                    name,
+                    *(f"{figures[kind][way]['median']:,.0f}" for way in ("one_stream", "batch")),
+                    _interval(gain),
+                    _interval(figures["quotient"]) if kind == "zip" else "-",
+                    libraries(record),
+                ]
+            )
+    return rows
+
+
+def _interval(figure: Mapping[str, Any]) -> str:
+    return f"{figure['median']:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
+
+
+# ---- the table of `bench serve`
+
+MOST_GROWN = 16  # MiB, by prompts of megabytes after the first ones
+LEAST_CACHED = 0.95  # of the prompt of a later turn
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure. bound: its target, None without one. most: the target is an upper bound. form: how both are shown."""
+
+    name: str
+    value: float
+    form: str
+    bound: float | None = None
+    most: bool = True
+
+    def row(self) -> list[str]:
+        """Returns name, figure, target and verdict."""
+        shown = self.form.format(self.value)
+        if self.bound is None:
+            return [self.name, shown, "-", "-"]
+        is_met = self.value <= self.bound if self.most else self.value >= self.bound
+        target = f"{'at most' if self.most else 'at least'} {self.form.format(self.bound)}"
+        return [self.name, shown, target, "met" if is_met else "missed"]
+
+
+def serving_table(record: Mapping[str, Any]) -> str:
+    """Returns the figures of a record as a table; they are medians."""
+    return table(("figure", "measured", "target", ""), [line.row() for line in _serving_lines(record)])
+
+
+def _serving_lines(record: Mapping[str, Any]) -> Iterator[Line]:
+    """Yields the figures of a record."""
+    figures = record["figures"]
+    one = figures["one_stream"]
+    yield Line("one stream: time added to `generate`'s", one["overhead"]["median"], "{:.1%}", 0.1)
+    yield Line("first text after the first id", one["first_byte_ms"]["median"], "{:.1f} ms", 20)
+    yield Line("two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2)
+    if "huge_prompts" in figures:  # older records have none
+        yield from _huge(figures["huge_prompts"])
+    yield from _streams(f"{record['setting']['streams']} streams", figures["streams"])
+    for when, shares in figures["second_turn"].items():
+        for dialect in DIALECTS:
+            yield Line(f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False)
+
+
+def _huge(found: Mapping[str, Any]) -> Iterator[Line]:
+    yield Line("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
+    yield Line("a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100)
+    if found["growth_bytes"] is not None:
+        yield Line("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
+
+
+def _streams(name: str, servers: Mapping[str, Any]) -> Iterator[Line]:
+    for server, found in servers.items():
+        yield Line(f"{name}, {server}: base tokens/s", found["streams"]["median"], "{:,.0f}")
+        yield Line(f"{name}, {server}: over one stream's", found["gain"]["median"], "{:.2f}")
+        bound = 1.5 if server == "zip" else None
+        yield Line(f"{name}, {server}: most progress over least", found["unfairness"]["median"], "{:.2f}", bound)
+    quotient = servers["zip"]["gain"]["median"] / servers["base"]["gain"]["median"]
+    yield Line(f"{name}: gain of zip over base's", quotient, "{:.2f}", 0.9, most=False)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "codec": _once_made("codec", _codec),
+    "speed": _once_made(STORIES, _speed),
+    "steps": _steps,
+    "requests": _requests,
+    "stories": _once_made(STORIES, _stories),
+    "published": _published,
+    "parts": _parts,
+    "serve": _once_made(SERVE, lambda records: serving_table(records.one(SERVE))),
+    "batch": _once_made(BATCH, lambda records: batch_table(records.lines(BATCH))),
+    "targets": _all_targets,
+    "records": _machines,
+}
+NOT_YET = {"batch": BATCH}  # table: its record; no page needs to show the table before the record exists
+PICTURES = {}

@@ -1,0 +1,218 @@
+"""`mlx_zip app`: the local chat app."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mlx_zip import named
+from mlx_zip.arguments import check_at_least
+from mlx_zip.cli import pack_flags, row_cache
+from mlx_zip.cli.engine_choice import choose, open_row_store
+from mlx_zip.cli.serving.opening import engine_options, json_map, opened, request_pack
+from mlx_zip.cli.serving.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
+from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
+from mlx_zip.files import at_home, data_folder, make_private
+from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.progress import counted
+
+LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
+_OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
+    "decode_concurrency": 4,
+    "max_waiting": 16,
+    "max_prompt_tokens": None,
+    "prefill_step_size": None,
+    "prompt_cache_bytes": 4 << 30,
+    "session_cache": None,
+    "session_disk_bytes": 16 << 30,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags; those of the model are `mlx_zip serve`'s."""
+    add = parser.add_argument
+    add_model(add, "model to chat with")
+    _add_page(add)
+    add(
+        "--race-against",
+        metavar="MODEL",
+        help="a further model to choose and to race against: folder, hub id or bundled model (default: the bundled "
+        "model's baseline, if it is the bundled model)",
+    )
+    add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
+    add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
+    for name, (kind, default, text) in SAMPLING.items():
+        add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
+    pack_flags.add_flags(add)
+    add_wired(add)
+    add_kv(add)
+    row_cache.add_flags(add)
+    parser.set_defaults(**_OF_SERVE)
+
+
+def _add_page(add: Any) -> None:
+    """Declares the flags of the page and of what is kept."""
+    add("--port", type=int, help="port of this machine for the page; 0 for a free one (default: 7437, or a free one)")
+    add("--no-open", action="store_true", help="print the page's address only, do not open a browser")
+    add("--window", action="store_true", help="show the page in a window of its own (needs pywebview)")
+    add(
+        "--data",
+        metavar="FILE",
+        help="file of the conversations, which only you can read (default: conversations.db in your data folder, "
+        "on a Mac ~/Library/Application Support/mlx_zip)",
+    )
+    add("--no-history", action="store_true", help="keep conversations in memory only, until the app ends")
+    add("--purge", action="store_true", help="delete all kept conversations, and do nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves the app until a signal comes; returns 1 if the engine's thread ends by a fault. Raises `MlxZipError`."""
+    _check(args)
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    running, kept = _app_module("running"), _app_module("store")
+    file = None if args.no_history else at_home(args.data) if args.data else kept.default_file()
+    if args.purge:
+        return _purge(kept, file)
+    with _listener(running, args.port) as listener:
+        store = _store(kept, file)
+        try:
+            for line in filter(None, (store.database.note, store.database.problem)):
+                print(f"note: {line}", file=sys.stderr)
+            fault = _serve(args, running, listener, store)
+        finally:
+            store.close()
+    if fault is not None:
+        print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
+    return 0 if fault is None else 1
+
+
+def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
+    """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
+    name, chosen = named.DEFAULT if args.model is None else args.model, pack_flags.read(args)
+    asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
+    choose(args, name)
+    with (
+        open_row_store(args) as row_store,
+        opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
+    ):
+        from mlx_zip.engine.engines import Engines, other_models
+
+        rival, open_model = args.race_against, partial(_other, asked)
+        options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
+        ceiling = engine.ceiling()
+        settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
+        kept = None if args.no_history or not args.window else _window_folder()
+        showing = running.Showing(browser=not args.no_open, window=args.window, kept=kept)
+        hypertokens = {} if rival is None else {rival: not pack_flags.is_plain(rival)}
+        engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
+        return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
+
+
+def _window_folder() -> Path | None:
+    """Returns the folder of what the window keeps, such as a draft; None, with a note, if it cannot be used."""
+    folder = data_folder() / "window"
+    problem = make_private(folder)
+    if problem is not None:
+        print(f"note: {folder} {problem}", file=sys.stderr)
+    return folder if problem is None else None
+
+
+def _offered(main: str) -> dict[str, str]:
+    """Returns the models that the page offers beside a bundled one: those that nothing has to be fetched for."""
+    if main not in named.KNOWN:
+        return {}
+    offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.at_hand() else [named.DEFAULT]
+    return {name: named.KNOWN[name] for name in offered}
+
+
+def _other(args: argparse.Namespace, name: str) -> Any:
+    """Returns the engine of a model beside the main one; it keeps no conversations. Raises `MlxZipError`.
+
+    args: the flags as they were given, so --engine may be auto.
+    """
+    own = {"adapter_path": None, "pack": None, "codebook_size": None, "canonical": None, "chat_template": None}
+    changed = argparse.Namespace(**{**vars(args), **own})
+    choose(changed, name)
+    return opened(None, name, **{**engine_options(changed, name, None), "sessions": None})
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `GenerationError` for values out of range, and `InstallationError` for a window without its library."""
+    if args.model == "":
+        raise GenerationError("no model: --model is empty")
+    check_at_least(args, 1, "max_tokens")
+    check_wired(args.keep_wired)
+    if args.port is not None and not 0 <= args.port <= 65535:
+        raise GenerationError(f"--port must be from 0 to 65535, got {args.port}")
+    Sampling(**{name: getattr(args, name) for name in SAMPLING})
+    if args.no_history and (args.data or args.purge):
+        raise GenerationError("--no-history keeps nothing, so --data and --purge have no meaning with it")
+    if args.window and find_spec("webview") is None:
+        raise missing_library("mlx_zip app --window", "pywebview", extra="window")
+
+
+def _app_module(name: str) -> Any:
+    try:
+        return import_module(f"mlx_zip.apps.chat.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in LIBRARIES:
+            raise
+        raise missing_library("mlx_zip app", *LIBRARIES, extra="serve") from error
+
+
+def _listener(running: Any, port: int | None) -> Any:
+    try:
+        return running.listening(port)
+    except OSError as error:
+        raise GenerationError(f"--port {port}: {error.strerror or error}; choose another --port") from error
+
+
+def _store(kept: Any, file: Any) -> Any:
+    """Returns the conversations in a file, None for memory. Raises `GenerationError` if the file cannot be used."""
+    try:
+        return kept.Store(file)
+    except MlxZipError as error:
+        raise GenerationError(f"{error} (--data FILE names another file, --no-history keeps none)") from error
+
+
+def _purge(kept: Any, file: Any) -> int:
+    """Deletes all kept conversations and prints how many there were; returns 0. Raises `GenerationError`."""
+    count = 0
+    if file.exists():
+        store = _store(kept, file)
+        try:
+            count = store.purge()
+            if store.database.problem:
+                raise GenerationError(f"nothing was deleted: {store.database.problem.partition(';')[0]}")
+        finally:
+            store.close()
+    print(f"deleted: {counted(count, 'conversation')}")
+    return 0
+
+
+def _options(args: argparse.Namespace, name: str, token: str, more: dict[str, Any]) -> Any:
+    """Returns the server's settings."""
+    return import_module("mlx_zip.server.options").Options(
+        model=name,
+        max_tokens=args.max_tokens,
+        sampling={flag: getattr(args, flag) for flag in SAMPLING},
+        template_options=json_map("--chat-template-args", args.chat_template_args),
+        api_key=token,
+        drain_s=2.0,
+        **more,
+    )
+
+
+def _packs(chosen: pack_flags.Packs | None, name: str, engine: Any) -> dict[str, Any]:
+    plain = pack_flags.is_plain(name)
+    pack = request_pack(chosen, plain, engine)
+    if chosen is None or plain:
+        return {}
+    return {"packs": {Path(file).stem: one for file, one in chosen.files.items()}, "pack": pack}

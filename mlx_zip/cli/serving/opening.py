@@ -1,0 +1,114 @@
+"""How the commands that stand on an engine open one: `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.cli import engine_choice, pack_flags, row_cache
+from mlx_zip.cli.serving.serving_flags import SESSIONS
+from mlx_zip.errors import DataError, GenerationError, reason
+from mlx_zip.files import at_home, check_in
+from mlx_zip.packs.chosen import check_slots, check_tokenizers, named
+
+
+def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
+    """Returns the engine of a model. group: the machines that the model is split over, None for one.
+
+    engine: mlx, torch or cuda.
+    """
+    if engine != engine_choice.MLX:
+        return engine_choice.open_torch(name, engine, **options)
+    if group is None:
+        from mlx_zip.engine.mlx_engine import open_engine
+
+        return open_engine(name, **options)
+    from mlx_zip.engine.split_engine import open_split_engine
+
+    return open_split_engine(group, name, **options)
+
+
+def engine_options(args: argparse.Namespace, name: str, chosen: pack_flags.Packs | None) -> dict[str, Any]:
+    """Returns the arguments of `opened`. chosen: the packs of --pack.
+
+    Raises `GenerationError` for flags that cannot be used together.
+    """
+    from mlx_zip.engine.sessions.store import SessionOptions
+
+    engine_choice.check_flags(args)
+    plain = (chosen is not None or args.codebook_size is not None) and pack_flags.is_plain(name)
+    if plain and args.codebook_size is not None:
+        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
+    template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
+    return {
+        "engine": args.engine,
+        "adapter_path": args.adapter_path,
+        "canonical": args.canonical,
+        "tokenizer_config": template,
+        "trust_remote_code": args.trust_remote_code,
+        "kv_bits": args.kv_bits,
+        "kv_group_size": args.kv_group_size,
+        "quantized_kv_start": args.quantized_kv_start,
+        "max_kv_size": getattr(args, "max_kv_size", None),  # the server's flags have no such one
+        "max_running": args.decode_concurrency,
+        "max_waiting": args.max_waiting,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "prefill_step_size": args.prefill_step_size,
+        "keep_wired_s": args.keep_wired,
+        "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
+        **pack_flags.load_options(args, chosen, plain),
+    }
+
+
+def session_folder(args: argparse.Namespace) -> Path | None:
+    """Returns the folder that keeps conversations over restarts, None for none."""
+    given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
+    return None if given in (row_cache.OFF, "") else at_home(given)
+
+
+def request_pack(chosen: pack_flags.Packs | None, plain: bool, engine: Any) -> Any:
+    """Returns what a request's codebook begins with: the packs of --pack, None for what the model was loaded with.
+
+    plain: whether the model has no hypertokens of its own. Raises `MlxZipError` for packs that do not fit the model.
+    """
+    if chosen is None:
+        return None
+    check_tokenizers(chosen, engine.tokenizer)
+    if chosen.merged.rows is not None:
+        return None
+    name = named(chosen)
+    if plain:
+        raise GenerationError(
+            f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "
+            "(mlx_zip vocab pack tune)"
+        )
+    check_slots(chosen, engine.info.codebook_size)
+    try:
+        engine.check_pack(chosen.merged)
+    except GenerationError as error:
+        raise GenerationError(f"{name} does not fit the model: {error.__cause__ or error}") from error
+    return chosen.merged
+
+
+def _template(given: str) -> str:
+    if "{" in given:
+        return given
+    try:
+        check_in(at_home(given))
+        return at_home(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, DataError) as error:
+        raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
+
+
+def json_map(flag: str, text: str | None) -> dict[str, Any]:
+    """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise GenerationError(f"{flag} is not valid JSON: {reason(error)}") from error
+    if not isinstance(value, dict):
+        raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
+    return value

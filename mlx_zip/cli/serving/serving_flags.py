@@ -1,0 +1,201 @@
+"""The flags of `mlx_zip serve`: those of mlx_lm.server, by their names, and a few of ours."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mlx_zip.cli import engine_choice, pack_flags, row_cache
+from mlx_zip.errors import GenerationError
+
+SESSIONS = "MLX_ZIP_SESSION_CACHE"
+API_KEY = "MLX_ZIP_API_KEY"
+MOST_S = 1_000_000  # a thread can wait that long
+REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
+    "draft_model": "a draft model proposes base ids, and hypertokens cannot be verified against them",
+    "num_draft_tokens": "it has a meaning only together with --draft-model",
+    "prompt_concurrency": "prompts are read in turns, between the steps of the answers under way",
+    "pipeline": "a model on several machines is split inside its layers, not between them",
+    "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
+}
+SAMPLING = {  # flags of requests that do not say otherwise: (type, default, help)
+    "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
+    "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
+    "top_k": (int, 0, "sample from this many likeliest ids; 0 samples from all"),
+    "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags; those of mlx_lm.server keep their names."""
+    add = parser.add_argument
+    add_model(add)
+    _add_network(add)
+    add(
+        "--max-tokens",
+        type=int,
+        help="base tokens of an answer that asks for no number (default: 512, but what is left of the context for "
+        "requests with tools and for Responses)",
+    )
+    for name, (kind, default, text) in SAMPLING.items():
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=kind, default=default, help=f"{text}; for requests without this field (default: {default:g})")
+    _add_bounds(add)
+    add_wired(add)
+    add_sessions(add)
+    add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
+    pack_flags.add_flags(add)
+    add_kv(add)
+    row_cache.add_flags(add)
+    for name, kind in (
+        ("draft_model", str),
+        *((one, int) for one in REFUSED if one not in ("draft_model", "pipeline")),
+    ):
+        add("--" + name.replace("_", "-"), type=kind, help="refused: " + REFUSED[name])
+    add("--pipeline", action="store_true", default=None, help="refused: " + REFUSED["pipeline"])
+
+
+def add_model(add: Any, purpose: str = "model to serve") -> None:
+    """Declares the flags of the model and of its chat template. purpose: what --model names, for the help."""
+    add(
+        "--model",
+        help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
+    )
+    engine_choice.add_flag(add)
+    add(
+        "--adapter-path",
+        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
+        "with mlx_zip convert instead",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
+    add("--chat-template", metavar="TEXT|FILE", help="chat template in Jinja's language (default: the model's own)")
+    add(
+        "--use-default-chat-template",
+        action="store_true",
+        help="no effect; accepted because mlx_lm.server has it (the model's own chat template is used)",
+    )
+    add("--chat-template-args", help="JSON map of further arguments for the chat template (default: none)")
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
+        "(default: as in the model's config.json)",
+    )
+
+
+def _add_network(add: Any) -> None:
+    """Declares the flags of who may come in, and how the server stops."""
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: 127.0.0.1)")
+    add("--port", type=int, default=8080, help="port to listen on; 0 for a free one (default: 8080)")
+    add(
+        "--allowed-origins",
+        metavar="ORIGINS",
+        type=lambda text: [one.strip() for one in text.split(",") if one.strip()],
+        default=[],
+        help="web origins that browsers may call from, separated by commas, or * for all (default: none)",
+    )
+    add(
+        "--allowed-hosts",
+        metavar="NAMES",
+        type=lambda text: [one.strip().lower() for one in text.split(",") if one.strip()],
+        help="names that the Host header may have, separated by commas (default: on a loopback address localhost, "
+        "127.0.0.1, ::1 and the address itself, else any)",
+    )
+    add("--api-key", metavar="KEY", help=f"key that requests must have (default: ${API_KEY}, else none)")
+    add(
+        "--log-level",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+        default="WARNING",
+        help="least important messages to print on standard error; INFO prints each request (default: WARNING)",
+    )
+    add(
+        "--show-text",
+        action="store_true",
+        help="where a prompt differs from a kept conversation, show in the log and in answers what was written there; "
+        "all clients can read it (default: letters and digits are hidden)",
+    )
+    add(
+        "--drain",
+        metavar="SECONDS",
+        type=float,
+        default=10.0,
+        help="time that answers under way have to end when the server stops (default: 10)",
+    )
+
+
+def _add_bounds(add: Any) -> None:
+    """Declares the flags of how much the server does at a time."""
+    add("--decode-concurrency", metavar="N", type=int, default=8, help="answers at a time (default: 8)")
+    add("--max-waiting", metavar="N", type=int, default=64, help="requests that may wait; beyond, 429 (default: 64)")
+    add("--max-prompt-tokens", metavar="N", type=int, help="base tokens of a prompt (default: the model's context)")
+    add("--max-body-bytes", metavar="N", type=row_cache.size, default=32 << 20, help="size of a body (default: 32 MiB)")
+    add(
+        "--prefill-step-size",
+        type=int,
+        help="maximum number of prompt ids that one model call reads, between steps of other answers (default: 512, "
+        "and 2048 while a request is alone)",
+    )
+
+
+def add_kv(add: Any) -> None:
+    """Declares the flags of KV cache quantization."""
+    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
+    add(
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="number of values that share a scale in a quantized KV cache (default: 64)",
+    )
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+    )
+
+
+def add_wired(add: Any) -> None:
+    """Declares the flag of how long an idle model stays in wired memory."""
+    add(
+        "--keep-wired",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="on a Mac, time without requests after which the system may move the model out of the GPU's memory, so "
+        "that the next answer begins later; 0: after each answer (default: 600)",
+    )
+
+
+def check_wired(seconds: float) -> None:
+    """Raises `GenerationError` for a time of --keep-wired that cannot be."""
+    if not 0 <= seconds < MOST_S:
+        raise GenerationError(f"--keep-wired must be from 0 to below {MOST_S}, got {seconds:g}")
+
+
+def add_sessions(add: Any) -> None:
+    """Declares the flags of kept conversations."""
+    add(
+        "--prompt-cache-bytes",
+        metavar="N",
+        type=row_cache.size,
+        default=4 << 30,
+        help="memory for kept conversations, for example 500M or 2G (default: 4 GiB)",
+    )
+    add(
+        "--session-cache",
+        metavar="DIR|off",
+        help="folder that keeps conversations over restarts, or off for none; it holds what was written and only you "
+        f"can read it (default: ${SESSIONS}, else off)",
+    )
+    add(
+        "--session-disk-bytes",
+        metavar="N",
+        type=row_cache.size,
+        default=16 << 30,
+        help="maximum size of the --session-cache folder (default: 16 GiB)",
+    )

@@ -1,0 +1,239 @@
+"""From an engine's events to an answer's deltas."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_zip.engine import Counted, Counts, Differing, Emitted, Event, Failed, Finished, Held, Progress, Started
+from mlx_zip.errors import EngineStoppedError
+from mlx_zip.server.answers.splitter import Splitter
+from mlx_zip.server.answers.turn import Delta, Differs, Done, Learned, Live, ShownToken, TokenLogprob, Turn, Waiting
+from mlx_zip.text.stream import Piece, TextStream
+from mlx_zip.text.token_facts import TokenTexts
+from mlx_zip.text.tokenizers import REPLACEMENT
+
+log = logging.getLogger(__name__)
+_LETTER, _DIGIT = re.compile(r"[^\W\d_]|[^\x00-\x7f]"), re.compile(r"[0-9]")
+
+
+def hidden(text: str) -> str:
+    """Returns a text with an x for each letter, and for all beyond ASCII, and a 0 for each digit."""
+    return _DIGIT.sub("0", _LETTER.sub("x", text))
+
+
+class Answering:
+    """The state of one answer, which is fed with the engine's events.
+
+    tokens: for log-probabilities and shown tokens. splitter: finds reasoning and calls of tools in the text. cancel:
+    ends the engine's request, called when a stop string has ended the text. hide: makes texts of prompts fit to be
+    reported. text, base_ids: the answer so far, base_ids
+    without the eos. `whole` is True at the end if a later prompt that holds the text may get these base ids for it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        turn: Turn,
+        splitter: Splitter,
+        tokens: TokenTexts,
+        cancel: Callable[[], None],
+        hide: Callable[[str], str] = hidden,
+    ) -> None:
+        self.turn, self._splitter, self._tokens, self._cancel = turn, splitter, tokens, cancel
+        self._stream = TextStream(tokenizer, stop=turn.stop)
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._hide = hide
+        self._ended: str | None = None  # why the text has ended, while the engine may still run
+        self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
+        self._last: list[TokenLogprob] = []  # of an eos alone
+        self._steps = self._hypertokens = 0
+        self._uncounted = 0  # base tokens since the splitter was last fed
+        self._texts: list[str] = []
+        self._shown_tokens = ShownTokens(tokens) if turn.show else None
+        if self._shown_tokens is not None:
+            splitter.tokens_of = self._shown_tokens.take
+        self._differs: Differs | None = None
+        self.base_ids: list[int] = []
+        self.whole = False
+
+    @property
+    def text(self) -> str:
+        """The whole text so far, with reasoning and calls of tools as the model wrote them."""
+        return "".join(self._texts)
+
+    def take(self, event: Event) -> list[Delta]:
+        """Returns what an event adds to the answer; the last delta of all is a `Done`. Raises the error of `Failed`."""
+        if isinstance(event, Emitted):
+            return self._emitted(event)
+        if isinstance(event, Started):
+            self._differs = None if event.differing is None else self._differing(event.differing)
+            return [Waiting(0, event.prompt_ids, event.prompt_tokens, event.cached_tokens)]
+        if isinstance(event, Progress):
+            return [Waiting(event.read, event.total)]
+        if isinstance(event, Held):
+            return [Waiting(0, 0, waits_for=event.engine)]
+        if isinstance(event, Counted):
+            return [Live(event.counts)] if self._ended is None else []
+        if isinstance(event, Failed):
+            raise event.error
+        return self._finished(event)
+
+    def _differing(self, found: Differing) -> Differs:
+        kept, now = (self._hide(self._tokens[ids][0]) for ids in (found.kept, found.now))
+        log.info("the prompt differs from the best kept conversation at token %d: %r, was %r", found.at, now, kept)
+        return Differs(found.at, kept, now)
+
+    def _emitted(self, event: Emitted) -> list[Delta]:
+        """Returns the deltas of one emitted id; none after the text has ended."""
+        if self._ended is not None:
+            return []
+        self._steps += 1
+        self._hypertokens += len(event.base_ids) > 1
+        piece = self._stream.feed(event.base_ids)
+        self._uncounted += len(piece.base_ids)
+        base_ids = [i for i in piece.base_ids if i not in self._eos]
+        self.base_ids += base_ids
+        if self._shown_tokens is not None:
+            self._shown_tokens.add(event, base_ids, self._stream.characters)
+        if event.logprob is not None:
+            (self._held if base_ids else self._last).append(self._logprob(event, event.logprob))
+        if piece.finish_reason is not None:
+            self._ended = piece.finish_reason
+            if self._stopped_by_text:
+                self._cancel()
+        return [*self._shown(piece.text), *self._learned(event)]
+
+    def _learned(self, event: Emitted) -> list[Delta]:
+        """Returns the delta of the entries that an id has installed, if such deltas are wanted."""
+        if self._shown_tokens is None or not event.learned or self._ended is not None:
+            return []
+        return [Learned(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
+
+    def _logprob(self, event: Emitted, logprob: float) -> TokenLogprob:
+        shown = tuple(i for i in event.base_ids if i not in self._eos)
+        likely = tuple((*self._tokens[one.base_ids], one.logprob) for one in event.likely)
+        return TokenLogprob(*(self._tokens[shown] if shown else ("", b"")), logprob, likely)
+
+    def _shown(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        self._texts.append(text)
+        held, self._held = self._held, []
+        count, self._uncounted = self._uncounted, 0
+        return self._splitter.feed(text, _covering(held, text) if self._stopped_by_text else held, count)
+
+    @property
+    def _stopped_by_text(self) -> bool:
+        return self._stream.stopped_by is not None
+
+    def _finished(self, event: Finished) -> list[Delta]:
+        """Returns the last deltas. Raises `EngineStoppedError` if the engine ended the request on its own."""
+        if self._ended is None and event.reason == "cancelled":
+            raise EngineStoppedError("the server is stopping, so this answer was not finished")
+        reason, deltas = self._ended or event.reason, []
+        if self._ended is None:
+            piece: Piece = self._stream.finish(event.reason)
+            if self._shown_tokens is not None:
+                self._shown_tokens.extend(self._stream.characters)
+            deltas = self._shown(piece.text)
+            if piece.finish_reason is not None:
+                reason = piece.finish_reason
+        self.whole = not self._stopped_by_text and not self.text.endswith(REPLACEMENT)
+        deltas += self._splitter.finish(reason)
+        counts = self._counts(event.counts)
+        if self._splitter.called and reason == "stop":
+            reason = "tool_calls"
+        live: list[Delta] = [] if self._shown_tokens is None else [Live(counts)]
+        ended = Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens, self.turn.left_out)
+        unshown = () if self._stopped_by_text else (*self._held, *self._last)
+        return [*deltas, *live, replace(ended, differs=self._differs, unshown=unshown)]
+
+    def _counts(self, counts: Counts) -> Counts:
+        if not self._stopped_by_text:
+            return counts
+        # the engine went on until the request was cancelled
+        return replace(counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens)
+
+
+def _covering(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Returns those of the tokens that begin within a text, without those of the stop string that follows it."""
+    kept, length = [], 0
+    for logprob in logprobs:
+        if length >= len(text):
+            break
+        kept.append(logprob)
+        length += len(logprob.text)
+    return kept
+
+
+# ---- which emitted ids an answer's text consists of
+
+_Facts = tuple[int, tuple[str, ...], str, int]  # the fields of a `ShownToken` between `text` and `continues`
+
+
+@dataclass(eq=False)
+class _Placed:
+    """A token and the characters of the answer that it gave: from `begin` up to `end`. shown: whether a text has it."""
+
+    facts: _Facts
+    begin: int
+    end: int
+    shown: bool = False
+
+
+class ShownTokens:
+    """The tokens of one answer, placed by the characters that they gave, until a piece of text takes them.
+
+    Characters are counted from the answer's beginning, with those of reasoning and of calls of tools. A token whose
+    characters come in two pieces is in both.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._waiting: deque[_Placed] = deque()
+        self._last: _Placed | None = None
+        self._end = 0
+
+    def add(self, event: Emitted, base_ids: Sequence[int], characters: int) -> None:
+        """Adds an emitted id. base_ids: its base ids in the text. characters: all that there are of the answer now."""
+        if not base_ids:
+            self.extend(characters)
+            return
+        self._last = _Placed(self._facts(event, base_ids), self._end, characters)
+        self._end = characters
+        self._waiting.append(self._last)
+
+    def extend(self, characters: int) -> None:
+        """Gives characters that come at the answer's end, for bytes of an incomplete one, to the last token."""
+        last, begin, self._end = self._last, self._end, characters
+        if last is None or characters == begin:
+            return
+        if last not in self._waiting:
+            last.begin = begin
+            self._waiting.append(last)
+        last.end = characters
+
+    def take(self, begin: int, text: str) -> tuple[ShownToken, ...]:
+        """Returns the tokens of the text that begins with character `begin`, and forgets those of what precedes it."""
+        end, found = begin + len(text), []
+        while self._waiting and (placed := self._waiting[0]).begin < end:
+            if placed.end > begin or placed.begin >= begin:
+                part = text[max(placed.begin - begin, 0) : placed.end - begin]
+                found.append(ShownToken(part, *placed.facts, placed.shown))
+                placed.shown = True
+            if placed.end > end:
+                placed.begin = end
+                break
+            self._waiting.popleft()
+        return tuple(found)
+
+    def _facts(self, event: Emitted, base_ids: Sequence[int]) -> _Facts:
+        if event.origin is None:
+            return event.id, (), "", -1
+        parts = tuple(self._texts[(one,)][0] for one in base_ids)
+        return event.id, parts, event.origin.kind, event.origin.at

@@ -1,0 +1,287 @@
+"""What streamed text consists of: reasoning between the template's marks, text, and calls of tools."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
+from mlx_zip.server.answers.turn import Delta, Reasoning, ShownToken, Text, TokenLogprob, Turn
+from mlx_zip.text.tokenizers import think_marks
+
+MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
+MOST_SPACE = 64  # characters of white space that are dropped at a mark, and so held back
+_QUOTES = re.compile(r'\\.|"', re.DOTALL)
+_BEGINNINGS = ('{"name":', '{"type":', '{"function":', '[{"name":', '[{"type":', "<|python_tag|>")
+_BEGINNING = 256  # characters, within which one of those must be found
+_TAIL_IDS = 64  # base ids of the prompt's end in which a mark is looked for
+
+
+# ---- where an answer begins: in the reasoning, before it, or after it
+
+
+class Reasons(Enum):
+    """Where an answer stands in a model's reasoning when it begins.
+
+    NO: no reasoning will come. BEGUN: the prompt ends with the start mark. MAYBE: the answer may begin with it.
+    """
+
+    NO = "no"
+    BEGUN = "begun"
+    MAYBE = "maybe"
+
+
+def reasoning_at(tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), prefilled: bool = True) -> Reasons:
+    """Returns where the answer stands. prompt_ids: the prompt, of which only the end is looked at.
+
+    prefilled: whether the answer goes on after `turn.prefill`, which the prompt ends with; False to say where the
+    prefill itself begins.
+    """
+    marks = think_marks(tokenizer)
+    if marks is None or turn.prompt is not None:
+        return Reasons.NO
+    tail = tokenizer.decode(list(prompt_ids)[-_TAIL_IDS:], skip_special_tokens=False) if len(prompt_ids) else ""
+    prefill = (turn.prefill or "").strip()
+    before = _where(tail.rstrip().removesuffix(prefill).rstrip(), *marks)
+    if not (prefill and prefilled):
+        return before
+    begun = before is Reasons.BEGUN or prefill.startswith(marks[0])
+    return Reasons.BEGUN if begun and marks[1] not in prefill else Reasons.NO
+
+
+def _where(text: str, start: str, end: str) -> Reasons:
+    if text.endswith(start):
+        return Reasons.BEGUN
+    return Reasons.NO if text.endswith(end) else Reasons.MAYBE
+
+
+# ---- the pieces of an answer
+
+
+class Splitter:
+    """Splits the text of one answer into deltas. Their joined texts do not depend on how the text was cut into pieces.
+
+    tokenizer: our `Tokenizer` or mlx-lm's wrapper. prompt_ids: base ids of the prompt; its end shows whether
+    the reasoning has begun already. Reasoning is looked for at the beginning of the answer only. White space next to
+    marks of reasoning and of calls is dropped. A call that is not valid stays text, with its marks.
+
+    tokens_of: returns the tokens of a piece of text; called with the place of its first character, and the text.
+    called: whether there was a call. reasoning_tokens: base tokens fed while in the reasoning. Raises `GenerationError`
+    for tools that the model's chat template cannot take, or whose calls cannot be read.
+    """
+
+    def __init__(self, tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = ()) -> None:
+        self._turn = turn
+        self._think = think_marks(tokenizer) or ("", "")
+        self._format = tool_format(tokenizer) if turn.tools and turn.tool_choice != "none" else None
+        reasons = reasoning_at(tokenizer, turn, prompt_ids)
+        states = {Reasons.NO: self._first, Reasons.BEGUN: self._reason, Reasons.MAYBE: self._begin}
+        self._state: Callable[[bool], bool] = states[reasons]
+        self._skip = reasons is Reasons.BEGUN  # whether white space that comes next is dropped
+        self.tokens_of: Callable[[int, str], tuple[ShownToken, ...]] = lambda begin, text: ()
+        self.called = False
+        self.reasoning_tokens = 0
+        self._deltas: list[Delta] = []
+        self._cut = False  # whether a limit has ended the answer
+        self._held, self._at = "", 0  # text that is not given out yet, and the characters before it
+        self._looked = self._body = 0  # in a call: where to look for its end, and where its text begins
+        self._quoted = False  # whether `_looked` is within a string of JSON
+        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (first character, of whose token)
+
+    def feed(self, text: str, logprobs: Sequence[TokenLogprob] = (), base_tokens: int = 0) -> list[Delta]:
+        """Takes the next piece of text, and returns what can be given out.
+
+        logprobs: of the tokens that the piece came from. base_tokens: how many they are, for `reasoning_tokens`.
+        """
+        if self._state == self._reason:
+            self.reasoning_tokens += base_tokens
+        if logprobs:
+            self._logprobs.append((self._at + len(self._held), tuple(logprobs)))
+        self._held += text
+        return self._run(final=False)
+
+    def finish(self, reason: str = "stop") -> list[Delta]:
+        """Returns what was held back. reason: why the answer ended, as in `Done`; a call may lack its end mark.
+
+        At a limit ("length"), what is held of a call that was cut off is dropped, so that its marks are no text.
+        """
+        self._cut = reason == "length"
+        return self._run(final=True)
+
+    def _run(self, final: bool) -> list[Delta]:
+        """Lets the states look at the held text until they need more, and returns the deltas."""
+        while self._state(final):
+            pass
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _go(self, state: Callable[[bool], bool], skip: bool = False) -> bool:
+        """Goes on in another state. skip: drop the white space that comes next. Returns True."""
+        self._state, self._skip = state, skip
+        return True
+
+    # States. Each looks at the held text, gives out what it can, and returns whether there is more to look at.
+
+    def _begin(self, final: bool) -> bool:
+        """The answer begins, perhaps with reasoning."""
+        text, start = self._held.lstrip(), self._think[0]
+        spaces = len(self._held) - len(text)
+        if spaces <= MOST_SPACE and text.startswith(start):
+            self._drop(spaces + len(start))
+            return self._go(self._reason, skip=True)
+        if spaces <= MOST_SPACE and start.startswith(text) and not final:
+            return False
+        return self._go(self._first)
+
+    def _reason(self, final: bool) -> bool:
+        """Within the reasoning."""
+        self._skip_space()
+        end = self._held.find(self._think[1])
+        if end < 0:
+            self._give(Reasoning, len(self._held) if final else self._shown(self._held, self._think[1]))
+            return False
+        self._give(Reasoning, _without_space(self._held[:end]))
+        self._drop(self._held.find(self._think[1]) + len(self._think[1]))
+        return self._go(self._first, skip=True)
+
+    def _first(self, final: bool) -> bool:
+        """The text begins: without marks of calls, the whole of it may be a call."""
+        if self._format is None or self._format.start:
+            return self._go(self._text, self._skip)
+        may_be = _may_be_call(self._held)
+        if may_be is None and self._cut and len(self._held.strip()) > 1:
+            return self._drop_call()
+        if may_be is None and not final:
+            return False
+        if not may_be:
+            return self._go(self._text, self._skip)
+        return self._begin_call(0)
+
+    def _text(self, final: bool) -> bool:
+        """Within the text."""
+        self._skip_space()
+        start = self._start
+        at = self._held.find(start) if start else -1
+        if at < 0:
+            shown = self._shown(self._held, start) if start else len(self._held)
+            if final and not (self._cut and len(self._held[shown:].strip()) > 1):
+                shown = len(self._held)
+            self._give(Text, shown)
+            return self._drop_call() if final else False
+        self._give(Text, _without_space(self._held[:at]))
+        return self._begin_call(self._held.find(start) + len(start))
+
+    def _begin_call(self, body: int) -> bool:
+        """Goes into a call, which is held with its mark and the space before. body: characters before its text."""
+        self._body = self._looked = body
+        self._quoted = False
+        return self._go(self._call)
+
+    def _call(self, final: bool) -> bool:
+        """Within a call, which is held as a whole."""
+        form, most = self._known_format, self._body + MOST_CALL_CHARACTERS
+        end = self._end_of_call(form)
+        if 0 <= end <= most:
+            self._end_call(form, self._held[self._body : end], end + len(form.end))
+            return self._go(self._text, skip=self.called)
+        if len(self._held) >= most + max(len(form.end), 1):
+            self._give(Text, most)
+            return self._go(self._text)
+        if final:
+            self._end_call(form, self._held[self._body :], len(self._held))
+        return False
+
+    def _end_of_call(self, form: ToolFormat) -> int:
+        """Returns where the end mark begins in the held text, -1 if it has not come yet."""
+        if not form.end:
+            return -1
+        while (end := self._held.find(form.end, self._looked)) >= 0:
+            if not (form.is_json and self._is_quoted(end)):
+                return end
+        if not form.is_json:
+            self._looked = max(self._looked, len(self._held) - len(form.end) + 1)
+        return -1
+
+    def _is_quoted(self, end: int) -> bool:
+        """Returns whether this place of the held text is within a string of JSON, and looks further on from there."""
+        while (found := _QUOTES.search(self._held, self._looked, end + 1)) and found.start() < end:
+            self._quoted ^= found[0] == '"'
+            self._looked = found.end()
+        if self._quoted:
+            self._looked = max(self._looked, end + 1)
+        return self._quoted
+
+    def _end_call(self, form: ToolFormat, body: str, n: int) -> None:
+        """Gives out the call in `body`, or the n held characters as text if that is no call."""
+        calls = [] if self._is_enough else form.calls(body, self._turn.tools)
+        if not calls and self._cut:
+            self._drop_call()
+            return
+        if not calls or (len(calls) > 1 and not self._turn.parallel_tool_calls):
+            self._give(Text, n)
+            return
+        self._deltas += calls
+        self.called = True
+        self._drop(n)
+
+    def _drop_call(self) -> bool:
+        """Drops the held text, a call that a limit has cut off. Returns False: there is no more to look at."""
+        self._drop(len(self._held))
+        return False
+
+    # Parts of the held text.
+
+    @property
+    def _start(self) -> str:
+        return "" if self._format is None or self._is_enough else self._format.start
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.called and not self._turn.parallel_tool_calls
+
+    @property
+    def _known_format(self) -> ToolFormat:
+        assert self._format is not None
+        return self._format
+
+    def _shown(self, text: str, mark: str) -> int:
+        longest = min(len(mark) - 1, len(text))
+        begun = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
+        return _without_space(text[: len(text) - begun])
+
+    def _skip_space(self) -> None:
+        if self._skip:
+            self._drop(len(self._held) - len(self._held.lstrip()))
+            self._skip = not self._held
+
+    def _give(self, kind: type[Text] | type[Reasoning], n: int) -> None:
+        text, begin = self._held[:n], self._at
+        logprobs = self._drop(n)
+        if text:
+            is_text = kind is Text
+            self._deltas.append(Text(text, logprobs, self.tokens_of(begin, text)) if is_text else Reasoning(text))
+
+    def _drop(self, n: int) -> tuple[TokenLogprob, ...]:
+        """Forgets the first n held characters, and returns the log-probabilities of tokens that begin among them."""
+        self._held, self._at = self._held[n:], self._at + n
+        found: list[TokenLogprob] = []
+        while self._logprobs and self._logprobs[0][0] < self._at:
+            found += self._logprobs.popleft()[1]
+        return tuple(found)
+
+
+def _without_space(text: str) -> int:
+    """Returns the length of a text without the white space at its end, of which at most `MOST_SPACE` is dropped."""
+    return max(len(text.rstrip()), len(text) - MOST_SPACE)
+
+
+def _may_be_call(text: str) -> bool | None:
+    """Returns whether a whole answer that begins like this may be a call; None if that cannot be said yet."""
+    begun = re.sub(r"\s+", "", text[:_BEGINNING])
+    if any(begun.startswith(beginning) for beginning in _BEGINNINGS):
+        return True
+    may_be = any(beginning.startswith(begun) for beginning in _BEGINNINGS)
+    return None if may_be and len(text) < _BEGINNING else False

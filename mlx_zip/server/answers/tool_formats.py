@@ -1,0 +1,181 @@
+"""How a model writes calls of tools, and what its text means: (name, arguments) of each call.
+
+mlx-lm's wrapper of a tokenizer has its marks and its parser. Without one, the format is read off the chat template:
+JSON between tags (Hermes, Qwen), JSON after a mark (Mistral), or JSON as the whole answer (Llama 3 and others).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from uuid import uuid4
+
+from mlx_zip.errors import GenerationError
+from mlx_zip.server.answers import marked_calls
+from mlx_zip.server.answers.turn import Tool, ToolCall
+from mlx_zip.text.tokenizers import chat_template
+
+Parser = Callable[[str, Sequence[Mapping[str, Any]]], Any]
+_FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError)
+_HEADER = re.compile(r"\s*([\w.-]+)\s*\[ARGS\]\s*")
+_BETWEEN = re.compile(r"[\s;,]*")
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write calls. kind: its name. start, end: the marks around a call; "" where the answer's ends are.
+
+    parser: reads the text between the marks. arguments: the key of the arguments in JSON. is_json: whether the text
+    between the marks is JSON, so that an end mark within a string is text. can_force: whether a grammar is known.
+    """
+
+    kind: str
+    start: str
+    end: str
+    parser: Parser
+    arguments: str = "arguments"
+    is_json: bool = True
+    can_force: bool = True
+
+    def calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
+        """Returns the calls in the text between the marks, [] for text that is no valid call of these tools."""
+        try:
+            found = self.parser(text, openai_tools(tools))
+            calls = [_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
+        except _FAULTS:
+            return []
+        return calls if {call.name for call in calls} <= {tool.name for tool in tools} else []
+
+
+def tool_format(tokenizer: Any) -> ToolFormat:
+    """Returns the format of a tokenizer's model.
+
+    Raises `GenerationError` for a chat template without tools, and for a format that nothing here can read.
+    """
+    template = chat_template(tokenizer)
+    parser = getattr(tokenizer, "tool_parser", None)
+    if "tools" not in template and parser is None:
+        raise GenerationError("tools: the chat template of this model has no tools")
+    if callable(parser):
+        return _of_wrapper(tokenizer, parser, template)
+    if "[TOOL_CALLS]" in template:
+        return _mistral(template)
+    others = ("<arg_key>", "<function=", "<|tool_call>", "<start_function_call>", "<|tool_calls_section_begin|>")
+    if found := [mark for mark in others if mark in template]:
+        raise GenerationError(f"tools: calls that this model writes with {found[0]} cannot be read here")
+    if "<tool_call>" in template:
+        return ToolFormat("tags", "<tool_call>", "</tool_call>", _json_calls)
+    if "<|python_tag|>" in template or '"parameters":' in template:
+        return ToolFormat("llama", "", "", _json_calls, "parameters")
+    return ToolFormat("plain", "", "", _json_calls)
+
+
+def _of_wrapper(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
+    """Returns the format that mlx-lm's wrapper of a tokenizer names; `parser` is mlx-lm's."""
+    kind = str(getattr(parser, "__module__", "")).rpartition(".")[2]
+    if kind == "mistral":
+        return _mistral(template)
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
+    if kind == "json_tools":
+        return ToolFormat("tags", start, end, _json_calls)
+    return ToolFormat(kind, start, end, parser, is_json=False, can_force=kind in marked_calls.FORMATS)
+
+
+def _mistral(template: str) -> ToolFormat:
+    """Returns Mistral's format: a list of calls, or for newer templates a header before each call's arguments."""
+    kind = "headers" if "[ARGS]" in template else "list"
+    return ToolFormat(kind, "[TOOL_CALLS]", "", _headed_calls if kind == "headers" else _json_calls)
+
+
+def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns tools in OpenAI's shape, as chat templates take them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters) or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def for_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as a model's chat template takes them: content is text, and ids of calls have its form.
+
+    Mistral's templates take ids of 9 letters and digits only; other ids are replaced, the same ones by the same ones.
+    """
+    short = "[TOOL_CALLS]" in chat_template(tokenizer)
+    return [_for_template(message, _short_id if short else str) for message in messages]
+
+
+def _for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
+    """Returns a message with content, and with other ids of calls."""
+    changed = {"content": "", **message}
+    if changed["content"] is None:
+        changed["content"] = ""
+    if calls := changed.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "id": new_id(call["id"])} if "id" in call else call for call in calls]
+    if isinstance(changed.get("tool_call_id"), str):
+        changed["tool_call_id"] = new_id(changed["tool_call_id"])
+    return changed
+
+
+def _short_id(name: str) -> str:
+    return name if len(name) == 9 and name.isalnum() else sha256(name.encode()).hexdigest()[:9]
+
+
+def new_call_id() -> str:
+    """Returns a new id of a call, unique in every conversation."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def _call(found: Mapping[str, Any]) -> ToolCall:
+    """Returns what a parser found as a call. Raises `ValueError` if it has no name, or arguments that are no map."""
+    name, arguments = found["name"], found.get("arguments", {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+        raise ValueError("no call")
+    return ToolCall(new_call_id(), name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+
+
+def _json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the calls in JSON text: an object, a list of objects, or several objects. Raises `ValueError`."""
+    found: list[dict[str, Any]] = []
+    text, at = text.strip(), 0
+    text = text.removeprefix("<|python_tag|>").strip()
+    while at < len(text):
+        value, at = json.JSONDecoder().raw_decode(text, at)
+        found += [_named(one) for one in (value if isinstance(value, list) else [value])]
+        between = _BETWEEN.match(text, at)
+        at = between.end() if between else at
+    if not found:
+        raise ValueError("no call")
+    return found
+
+
+def _named(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the name and arguments of one call in JSON; arguments that are text are JSON again."""
+    inner = value.get("function")
+    value = inner if isinstance(inner, Mapping) else value
+    arguments = value["arguments"] if "arguments" in value else value.get("parameters", {})
+    return {"name": value["name"], "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+
+
+def _headed_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the calls in text such as `name[ARGS]{...}`, or in a list of JSON. Raises `ValueError`."""
+    if "[ARGS]" not in text:
+        return _json_calls(text, tools)
+    found, at = [], 0
+    while at < len(text.rstrip()):
+        header = _HEADER.match(text.replace("[TOOL_CALLS]", " " * 12), at)
+        if header is None:
+            raise ValueError("no call")
+        arguments, at = json.JSONDecoder().raw_decode(text, header.end())
+        found.append({"name": header[1], "arguments": arguments})
+    return found
