@@ -40,6 +40,7 @@ def test_a_folder_that_exists_is_left_as_it_is(folder):
     assert (folder / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_published_package_and_transformers_are_timed_beside_our_engines(folder, tmp_path, monkeypatch):
     for library in ("triton", "peft", "zip2zip"):
         pytest.importorskip(library, reason=f"the engine zip2zip needs {library}")

@@ -41,6 +41,7 @@ def test_a_command_chooses_the_device_before_mlx_lm_is_imported():
     assert order(code)[:2] == ["Device(cpu, 0)", "mlx_lm"]
 
 
+@pytest.mark.slow
 def test_the_tests_choose_the_device_before_mlx_lm_is_imported():
     code = "import runpy; runpy.run_path(sys.argv[1]); import mlx_lm"
     assert order(code, str(TESTS / "conftest.py")) == ["Device(cpu, 0)", "mlx_lm"]

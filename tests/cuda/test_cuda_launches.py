@@ -183,6 +183,7 @@ def tiny(tmp_path_factory):
     return save(make_model("llama", encoder="transformer"), folder / "llama")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["warm", "cold"])
 def test_a_step_launches_as_many_triton_kernels_as_are_counted_without_them(tiny, kind):
     model = open_model(tiny, "cpu", kernels=True)
@@ -205,6 +206,7 @@ def phi():
     return shape_costs(plain, torch.bfloat16), shape_costs(zip_config(plain, ZipOptions()), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_step_without_hypertokens_reads_the_weights_once(phi):
     weights = 2 * (32 * (4 * 3072**2 + 3 * 3072 * 8192) + 3072 * 32064)
     assert phi[0].warm.bytes == pytest.approx(weights, rel=0.006)

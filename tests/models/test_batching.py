@@ -16,6 +16,7 @@ from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, m
 from mlx_zip.state import rows as state_rows
 from mlx_zip.state.rows import SequenceRows
 from support import tiny
+from support.slow_cases import slow_but
 
 PACKS = [None, [[5, 6], [7, 8, 9], [5, 6, 7]], [[7, 8, 9], [10, 11]], ()]
 STEPS = 14
@@ -35,6 +36,7 @@ KINDS = {
     "lru": ("llama", turning("lru")),
     "use-count, rows tied": ("gemma2", {"tie_encoders": True, **turning("use-count")}),
 }
+FORMS = [*((kind, False) for kind in KINDS), ("llama", True), ("qwen2", True)]  # whether decoding is canonical
 
 
 def model_of(kind, store=False):
@@ -128,7 +130,7 @@ def small_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("kind", "canonical"), [*((kind, False) for kind in KINDS), ("llama", True), ("qwen2", True)])
+@pytest.mark.parametrize(("kind", "canonical"), slow_but(FORMS, ("llama", False), ("lru", False)))
 def test_joins_and_leaves_in_any_order_change_no_sequence(kind, canonical, ahead, small_steps):
     rng = np.random.default_rng(len(kind) + canonical)
     model, single = model_of(kind, store=canonical), model_of(kind)

@@ -167,6 +167,7 @@ def test_a_question_longer_than_the_conversation_may_be_is_dropped():
 # ---- seeds
 
 
+@pytest.mark.slow
 def test_seeds_repeat_and_skip_the_numbers_that_are_there():
     pools = made.make_pools(None, "train")
     seeds = list(islice(made.make_seeds(pools, "train", 0.5, set()), 20))
@@ -174,6 +175,7 @@ def test_seeds_repeat_and_skip_the_numbers_that_are_there():
     assert {one.user is None for one in seeds} == {True, False}
 
 
+@pytest.mark.slow
 def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
     train, held_out = set(made.functions("train")), set(made.functions("held_out"))
     assert len(train) > 20
@@ -223,6 +225,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
+@pytest.mark.slow
 def test_the_small_run_samples_as_much_as_was_asked(run):
     for part in ("train", "held_out"):
         records = lines(run / "sampled" / f"{part}.jsonl")
@@ -259,6 +262,7 @@ def test_a_mixed_pack_by_use_alone_is_learned_by_the_command_from_the_mixture(tm
     assert [len(source["data"]) for source in mixture["sources"]] == [2, 1]  # chat with its cut conversations
 
 
+@pytest.mark.slow
 def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     run, named_by = own_run
     for name, files in (("zip", 5), ("control", 2)):
@@ -357,6 +361,7 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     assert (shipped / weights).read_bytes() == (trained / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_leg_that_fails_names_its_log(own_run, capsys):
     run, named_by = own_run
     copytree(run / "leg-1" / "zip" / "adapter", run / "leg-3" / "zip" / "adapter")
@@ -420,6 +425,7 @@ def test_a_step_is_timed_by_the_command_that_times_engines(engine, flag, tmp_pat
     assert step == 0.02
 
 
+@pytest.mark.slow
 def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
     folder, _ = base
     file, talk = tmp_path / "train.jsonl", replace(SMALL.talk, train=300)
