@@ -64,7 +64,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says how many slow tests were left out, and how to run them."""
     if left_out := config.stash.get(SLOW_LEFT_OUT, 0):
-        terminalreporter.write_line(f"{left_out} slow tests were left out: make test-slow runs them")
+        terminalreporter.write_line(f"slow tests left out: {left_out}; make test-slow runs them")
 
 
 def pytest_report_header() -> str:
