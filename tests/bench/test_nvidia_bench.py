@@ -100,6 +100,7 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     assert {one["type_k"] for one in json.loads((folder / "llama-bench.json").read_text())} == {"f32"}
 
 
+@pytest.mark.slow
 def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checks, "MODELS", ("stories-base",))
     monkeypatch.setattr(checks, "PROMPTS", checks.PROMPTS[:1])

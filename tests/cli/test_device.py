@@ -35,6 +35,7 @@ def order(code: str, *argv: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("mlx_lm", "Device"))]
 
 
+@pytest.mark.slow
 def test_a_command_chooses_the_device_before_mlx_lm_is_imported():
     words = ["generate", "--engine", "mlx", "--model", "/nowhere/at/all", "--prompt", "x"]
     code = f"from mlx_zip.cli import main; main({words})"

@@ -130,7 +130,7 @@ def small_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("kind", "canonical"), slow_but(FORMS, ("llama", False), ("lru", False)))
+@pytest.mark.parametrize(("kind", "canonical"), slow_but(FORMS, ("llama", False)))
 def test_joins_and_leaves_in_any_order_change_no_sequence(kind, canonical, ahead, small_steps):
     rng = np.random.default_rng(len(kind) + canonical)
     model, single = model_of(kind, store=canonical), model_of(kind)

@@ -110,7 +110,6 @@ def test_sizes_share_one_encoder_encoders_one_size_and_what_both_have_is_run_onc
     assert wanted == [*first, *(Setting(s.merge_size, s.encoder, 5) for s in first)]
 
 
-@pytest.mark.slow
 def test_each_setting_has_a_line_with_every_text_and_a_curve(done):
     lines = read_lines(done / LINES)
     assert [Setting(**line["setting"]).name for line in lines] == [
@@ -126,7 +125,6 @@ def test_each_setting_has_a_line_with_every_text_and_a_curve(done):
         assert line["versions"]["mlx"]
 
 
-@pytest.mark.slow
 def test_all_settings_are_measured_on_the_same_bytes_and_trained_on_the_same_windows(done):
     lines = read_lines(done / LINES)
     for name in ("near.jsonl", "far.jsonl"):
@@ -164,7 +162,6 @@ def test_averaging_has_no_parameters_and_the_decoder_is_the_same_for_all(done):
 # ---- going on
 
 
-@pytest.mark.slow
 def test_what_is_done_is_not_run_again_and_new_settings_are_added(home, done, tmp_path, monkeypatch):
     out = shutil.copytree(done, tmp_path / "out")
     before, ran = (out / LINES).read_text(), []

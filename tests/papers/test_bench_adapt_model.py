@@ -43,7 +43,6 @@ def lines(texts):
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_model_is_scored_whole_and_adapted(lines):
     whole, cut = lines
     assert (whole["share"], whole["method"], whole["change"]) == (1, "whole list", 0)
@@ -56,7 +55,6 @@ def test_a_model_is_scored_whole_and_adapted(lines):
     assert cut["change"] == pytest.approx(cut["bits_per_byte"] / whole["bits_per_byte"] - 1, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_bits_of_same_and_split_tokens_add_up(lines):
     whole, cut = lines
     before, after = (cut["where"][f"bits_per_byte_{when}"] for when in ("before", "after"))

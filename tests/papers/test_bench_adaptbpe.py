@@ -36,7 +36,6 @@ def test_every_method_rule_and_the_library_are_measured(lines, tmp_path):
         assert encoding[name]["min"] > 0
 
 
-@pytest.mark.slow
 @needs_gpt2
 def test_utility_is_that_of_the_golden_counts(lines):
     row = next(row for row in ADAPTBPE["gpt2"]["rows"] if (row["N"], row["tie"]) == (500, "high"))

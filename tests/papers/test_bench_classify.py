@@ -221,7 +221,6 @@ def test_a_table_has_the_papers_figures_and_the_spread_over_seeds(data, capsys):
     assert len(tables.classified(told, of_paper=False).splitlines()) == 2
 
 
-@pytest.mark.slow
 def test_the_figure_is_drawn_from_a_record_and_the_same_each_time(data, capsys):
     pytest.importorskip("matplotlib")
     record = data / "record.jsonl"

@@ -36,7 +36,6 @@ def parse(texts, *flags):
     return parser.parse_args(list(map(str, [*texts, *SMALL, *flags])))
 
 
-@pytest.mark.slow
 def test_every_kind_is_trained_and_measured_on_the_same_text(capsys, texts):
     assert main(["hbpe_model", *map(str, [*texts, *SMALL, "--seconds", 0.01])]) == 0
     lines = {line["model"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
