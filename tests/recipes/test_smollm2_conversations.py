@@ -234,6 +234,7 @@ def test_the_small_run_samples_as_much_as_was_asked(run):
         assert len(kept) == len([one for one in records if "messages" in one])
 
 
+@pytest.mark.slow
 def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
     packs = {file.stem: load_pack(file) for file in (run / "packs").glob("*.npz")}
     assert packs.keys() == {"chat", "code", "mixed"}
@@ -277,6 +278,7 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     assert (run / "leg-2" / "zip.log").read_bytes() == log
 
 
+@pytest.mark.slow
 def test_the_small_run_is_measured_against_its_control_and_its_base(run):
     measured = run / "leg-1" / "measured"
     bits = read_object(measured / "bits-code.json")["models"]
@@ -295,6 +297,7 @@ def test_the_small_run_is_measured_against_its_control_and_its_base(run):
     assert str(run.parent) not in (measured / "record.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_the_frontier_has_a_point_of_every_model_and_pack(run):
     points = read_object(run / "leg-1" / "frontier" / "points.json")["points"]
     named = [(one["model"], one["pack"]) for one in points]
@@ -328,6 +331,7 @@ def classes(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_labels_are_compared_by_example_with_the_control(small, run, classes):
     models = {name: run / "leg-1" / "models" / name for name in ("control", "zip")} | {"base": small / "model"}
     found = labels.measure_labels(models, "control", classes, 4, 6)
@@ -352,6 +356,7 @@ def test_labels_that_begin_alike_are_refused(base):
         labels.label_ids(load_tokenizer(base[0]), ("same", "same"))
 
 
+@pytest.mark.slow
 def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     shipped, trained = run / "leg-1" / "adapter", run / "leg-1" / "zip" / "adapter"
     assert {file.name for file in shipped.iterdir()} == {file.name for file in trained.iterdir()}
@@ -370,6 +375,7 @@ def test_a_leg_that_fails_names_its_log(own_run, capsys):
     assert "no checkpoint" in (run / "leg-4" / "zip.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -390,6 +396,7 @@ def test_a_stage_says_what_has_to_be_done_before(own_run, monkeypatch, capsys, w
     assert not (run.parent / "new").exists()
 
 
+@pytest.mark.slow
 def test_the_card_names_every_file_and_licence(run):
     card = (run / "data" / "README.md").read_text()
     for file in (run / "data").glob("*/*.jsonl"):
@@ -398,6 +405,7 @@ def test_the_card_names_every_file_and_licence(run):
     assert "Apache-2.0" in card
 
 
+@pytest.mark.slow
 def test_a_pack_that_cannot_be_learned_is_named(own_run):
     run, _ = own_run
     (run / "packs" / "code.npz").unlink()
@@ -405,6 +413,7 @@ def test_a_pack_that_cannot_be_learned_is_named(own_run):
         main.run(main.Recipe(SMALL, run, run, call=lambda *_: 2), ["packs"])
 
 
+@pytest.mark.slow
 def test_legs_are_numbered_from_1(own_run, capsys):
     assert main.main(["train", *own_run[1], "--leg", "0"]) == 2
     assert "--leg must be at least 1" in capsys.readouterr().err

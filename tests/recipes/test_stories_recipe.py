@@ -28,6 +28,8 @@ from recipes.stories.settings import TINY
 from recipes.stories.texts import SOURCES
 from support.stories_toy import corpus
 
+pytestmark = pytest.mark.slow  # the recipe is made once, on a small scale, and takes ten seconds
+
 LEARN = ["vocab", "pack", "learn"]
 
 
@@ -87,12 +89,10 @@ def canonical_lines(file):
 # ---- the whole of it
 
 
-@pytest.mark.slow
 def test_the_whole_recipe_runs_by_the_projects_own_commands(made):
     assert set(made[1]) == {"prepare", "train", "vocab", "convert", "mlx_lm convert", "evaluate"}
 
 
-@pytest.mark.slow
 def test_every_stage_leaves_what_it_promises(made):
     recipe, _ = made
     promised = [product for stage in STAGES.values() for product in stage.products(recipe)]
