@@ -24,14 +24,16 @@ CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests
   tests/generate/test_canonical.py tests/models/test_golden_models.py tests/vocab/test_multitok_golden.py \
   tests/vocab/test_adaptbpe_golden.py tests/vocab/test_hbpe.py
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+QUICK := -m "not slow"
 PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help venv demo check test docs picture screens model lint fuzz clean
+.PHONY: help venv demo check test test-slow docs picture screens model lint fuzz clean
 
 help:
 	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
 	@echo "make check   the fast part of the tests, under a minute: layout, lint, codec, golden cases"
-	@echo "make test    run all tests, in two processes"
+	@echo "make test    run the quick tests, in two processes, under four minutes"
+	@echo "make test-slow  run the slow ones, up to half an hour: trainings, several machines, browsers, kills, long cases"
 	@echo "make lint    ruff and pyright"
 	@echo "make docs    write the tables and pictures in the docs anew from the records"
 	@echo "make picture draw the answer of docs/guides/use.md anew: docs/pictures/answer.svg"
@@ -48,10 +50,13 @@ demo: $(VENV)/.ready
 check: $(VENV)/.lint
 	$(BIN)/ruff format --check -q .
 	$(BIN)/ruff check -q .
-	$(PYTEST) -q $(CHECKED) $(PYTEST_ARGS)
+	$(PYTEST) -q $(QUICK) $(CHECKED) $(PYTEST_ARGS)
 
 test: $(VENV)/.ready
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(QUICK) $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.ready
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m mlx_zip.bench.pages

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -34,6 +35,35 @@ def pytest_collection_finish() -> None:
     """Lets the collector run from here on, without what was there before the first test: modules and test items."""
     gc.freeze()
     gc.enable()
+
+
+SLOW_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Counts the slow tests that are left out."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.config.stash[SLOW_LEFT_OUT] = item.config.stash.get(SLOW_LEFT_OUT, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tells the process that started this one, if one did, how many were left out: xdist itself does not."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["slow_left_out"] = session.config.stash.get(SLOW_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes that number from a process; each of them collects all tests, so all have the same."""
+    left_out = getattr(node, "workeroutput", {}).get("slow_left_out", 0)  # a process that died says nothing
+    node.config.stash[SLOW_LEFT_OUT] = max(node.config.stash.get(SLOW_LEFT_OUT, 0), left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says how many slow tests were left out, and how to run them."""
+    if left_out := config.stash.get(SLOW_LEFT_OUT, 0):
+        terminalreporter.write_line(f"slow tests left out: {left_out}; make test-slow runs them")
 
 
 def pytest_report_header() -> str:

@@ -65,6 +65,7 @@ def started(*flags: str) -> Iterator[App]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_app_answers_races_and_keeps_its_conversations_over_ctrl_c(tmp_path: Path):
     file = tmp_path / "c.db"
     with started("--data", str(file)) as app:

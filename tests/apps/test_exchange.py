@@ -72,6 +72,7 @@ def test_tokens_that_do_not_make_up_the_text_are_left_out(chat, export):
     assert [message["tokens"] for message in chat.show(one)["messages"]] == [None, None, None]
 
 
+@pytest.mark.slow
 def test_an_export_of_more_than_ten_thousand_messages_comes_back(chat, export):
     (given,) = export["conversations"]
     user = given["messages"][0]

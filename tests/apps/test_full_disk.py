@@ -15,6 +15,7 @@ from mlx_zip.errors import DataError
 from support.chat_app import chatting
 from support.fake_engine import FakeEngine, Script
 from support.http_server import until
+from support.slow_cases import slow_but
 
 TEXT = "Once upon a time there was a boat. "
 
@@ -45,7 +46,7 @@ def problem(chat):
     return chat.call("GET", "state").json["storage"]["problem"]
 
 
-@pytest.mark.parametrize("room", [0, 4096, 40_000])
+@pytest.mark.parametrize("room", slow_but([0, 4096, 40_000], 4096))
 def test_a_full_disk_ends_no_conversation_and_all_is_in_the_file_when_there_is_room(disk, room, monkeypatch):
     monkeypatch.setattr(database, "IDLE_RETRY_S", 0.2)
     with chatting(FakeEngine(Script(text=TEXT * 100)), disk / "c.db") as chat:

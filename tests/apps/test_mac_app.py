@@ -56,6 +56,7 @@ def recorded_wheels(macos: str, folder: Path) -> list[str]:
     return ["--no-index", "--find-links", str(folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("macos", build.SYSTEMS)
 def test_pip_finds_a_wheel_for_all_that_the_app_needs_under_briefcases_options(tmp_path, macos):
     found = build.resolved(macos, "3.13", recorded_wheels(macos, tmp_path))
@@ -64,6 +65,7 @@ def test_pip_finds_a_wheel_for_all_that_the_app_needs_under_briefcases_options(t
     assert metal.endswith(f"-macosx_{macos.replace('.', '_')}_arm64.whl")
 
 
+@pytest.mark.slow
 def test_without_the_wheels_that_are_built_here_pip_finds_none_for_pywebview(tmp_path):
     sources = recorded_wheels("14.0", tmp_path)
     for one in build.LOCAL:

@@ -80,6 +80,7 @@ def test_nothing_is_on_disk_without_history(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_answer_whose_process_was_killed_is_cut_and_nothing_else_is_lost(file):
     before = closed(file)
     with writing(file) as one:
@@ -98,6 +99,7 @@ def test_an_answer_whose_process_was_killed_is_cut_and_nothing_else_is_lost(file
     store.close()
 
 
+@pytest.mark.slow
 def test_an_answer_that_another_process_is_writing_is_not_cut(file):
     with writing(file) as one:
         store = Store(file)

@@ -142,6 +142,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(database, "RETURN_MS", 1.0)
 
 
+@pytest.mark.slow
 def test_an_answer_in_a_file_that_another_process_keeps_locked_is_kept_in_memory_and_written_later(file, impatient):
     with chatting(FakeEngine(Script(text=TEXT + " there was a boat." * 20, delay_s=0.01)), file) as chat:
         one = chat.create()["id"]
@@ -162,6 +163,7 @@ def test_an_answer_in_a_file_that_another_process_keeps_locked_is_kept_in_memory
     assert (found["title"], found["messages"][1]["text"]) == ("A boat", frames[-1]["message"]["text"])
 
 
+@pytest.mark.slow
 def test_what_another_process_wrote_meanwhile_stays(file, impatient):
     store, other = Store(file), Store(file)
     one, two = (found["id"] for found in store.conversations()["conversations"])
@@ -241,6 +243,7 @@ def test_a_place_that_takes_no_file_any_more_is_told_and_the_file_is_written_whe
     again.close()
 
 
+@pytest.mark.slow
 def test_a_purge_while_the_file_is_locked_leaves_no_word_in_it(file, impatient):
     store = Store(file)
     with closing(sqlite3.connect(file, isolation_level=None)) as lock:

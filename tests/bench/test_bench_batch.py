@@ -17,6 +17,7 @@ def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
 
 
+@pytest.mark.slow
 def test_both_models_are_timed_in_both_ways_on_the_same_requests(capsys):
     assert main(["batch", "--model", "stories", "--rows", "2", "--max-tokens", "4", "--trials", "1"]) == 0
     out, err = capsys.readouterr()

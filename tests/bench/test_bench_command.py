@@ -62,6 +62,7 @@ def test_preloaded_libraries_are_named_without_their_folders(monkeypatch):
     assert recording.preloaded() == ["libopenblas.so.0", "other.so"]
 
 
+@pytest.mark.slow
 def test_every_bench_declares_its_flags_where_torch_is_missing_and_names_it_in_one_line(tmp_path):
     script = """
 import sys

@@ -57,6 +57,7 @@ def test_the_count_by_rows_is_the_papers_at_one_row_per_id():
     assert counted_overhead(2, 3, 32, 0.5) == hyper_overhead(2, 3, 32) / 2
 
 
+@pytest.mark.slow
 def test_a_line_per_model_with_the_papers_number_next_to_ours(capsys):
     found = lines(capsys)
     assert [line["model"] for line in found] == [shape.name for shape in (*TABLE_9, *TRAINED)]

@@ -221,6 +221,7 @@ def test_the_requests_for_stories_all_differ():
 CHAT = ["--model", "stories", "--base", "stories-base", "--mode", "chat", "--turns", "1", "--sizes", "1+6"]
 
 
+@pytest.mark.slow
 def test_several_conversations_are_one_record_with_a_sample_per_conversation_and_trial(capsys):
     found = lines(capsys, *CHAT, "--conversations", 3, "--trials", 2, "--warmup", 0, "--rows", "cold", "warm")
     assert [(r["engine"], r["setting"]["rows"]) for r in found] == [
@@ -233,6 +234,7 @@ def test_several_conversations_are_one_record_with_a_sample_per_conversation_and
         assert record["run"] == found[0]["run"]
 
 
+@pytest.mark.slow
 def test_the_table_of_a_chat_has_cold_and_warm_rows_and_ratios_to_the_base(capsys):
     assert tiny_bench.run("generate", *CHAT, "--conversations", 2, "--trials", 1, "--rows", "cold", "warm") == 0
     told = capsys.readouterr().err

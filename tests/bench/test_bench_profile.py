@@ -45,6 +45,7 @@ def test_a_step_is_split_into_parts_that_add_up(capsys):
     assert all(f"| {part} |" in table for part in PARTS)
 
 
+@pytest.mark.slow
 def test_launches_are_counted_and_shown(capsys):
     found, table = record(capsys, *ON, "--sizes", "40+20", "--trials", 1, "--rows", "cold")
     launches = found["launches"]
@@ -81,6 +82,7 @@ def test_bodies_that_ran_twice_are_counted(capsys, monkeypatch):
     assert "Steps that ran the body twice: 1" in table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["cold", "warm"])
 def test_bodies_that_run_ahead_are_seldom_run_twice(capsys, rows):
     found, _ = record(capsys, *ON, "--sizes", "40+40", "--trials", 1, "--ahead", "on", "--rows", rows)
@@ -105,6 +107,7 @@ def test_mlx_lm_reads_and_emits_as_many_ids(capsys, monkeypatch):
     assert found["counts"]["steps"] < found["counts"]["base_tokens"] == 20
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_split_in_free_generation(capsys):
     found, _ = record(capsys, "--model", "stories", "--mode", "free", "--sizes", "16+6", "--trials", 1)
     assert found["parts"]["canonical"]["host_us"]["mean"] > 0

@@ -111,6 +111,7 @@ def test_a_codec_that_gives_other_ids_is_told():
         bench.check(CodecParams(10, 8, 3, pad_id=9), pieces, SimpleNamespace(LZWCompressor=compressor))
 
 
+@pytest.mark.slow
 def test_digits_are_kept_from_merging_on_request(capsys, text, tmp_path):
     vocabulary = write_pair(tmp_path)
     flags = ["--tokenizers", vocabulary, "--text", f"math={text}:question+answer", "--windows", WHOLE, 10]
@@ -210,6 +211,7 @@ def test_a_check_without_the_published_codec_says_what_to_install(monkeypatch):
 # ---- published vocabularies, where they are
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize(("name", "low", "high"), [("llama3", 0.51, 0.57), ("qwen", 0.52, 0.58)])
 def test_code_gains_what_the_paper_prints_and_as_much_as_the_published_codec(name, low, high):

@@ -53,6 +53,7 @@ def records(capsys, *flags: object) -> dict[str, dict]:
 # ---- what is printed
 
 
+@pytest.mark.slow
 def test_a_step_is_split_and_held_against_what_it_cannot_do_without(capsys):
     record = records(capsys, "--only", "step")["step"]
     names = ["zip step", "plain step", "encoders", "body", "head and loss", "optimizer", "host"]
@@ -65,6 +66,7 @@ def test_a_step_is_split_and_held_against_what_it_cannot_do_without(capsys):
     assert record["versions"]["mlx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--fine-tune-type", "full"], ["--compile", "on"], ["--dtype", "bfloat16"]])
 def test_a_step_is_measured_in_every_way_it_can_be_trained(capsys, flags):
     assert records(capsys, "--only", "step", "--trials", "1", *flags)["step"]["ratio"]["median"] > 0
@@ -76,6 +78,7 @@ def test_preparation_is_measured_by_stage(capsys):
     assert list(record["ns_per_base_id"]) == ["cut", "compress", "write"]
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_each_trainer_in_a_process_of_its_own(capsys):
     record = records(capsys, "--only", "memory", "--context", 96)["memory"]
     ours, theirs, same = (record["peaks"][name] for name in ("mlx_zip", "mlx-lm", "mlx-lm same ids"))
@@ -164,6 +167,7 @@ def test_parts_leave_the_models_weights_as_they_were(bench):
     assert all(bool((before[name] == after[name]).all()) for name in before)
 
 
+@pytest.mark.slow
 def test_sharing_is_counted_over_the_measured_batches(capsys, bench):
     record = records(capsys, "--only", "step")["step"]
     assert 0 < record["distinct_entries"] <= record["installed_entries"] <= record["ids"]
@@ -211,6 +215,7 @@ def test_counts_below_one_are_refused(name):
         training.run(parse(name, 0))
 
 
+@pytest.mark.slow
 def test_a_trainer_that_fails_is_named(tmp_path):
     bench = Bench(parse(), tmp_path)
     bench.args.encoder_layers = 0

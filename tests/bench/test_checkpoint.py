@@ -23,6 +23,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_shapes_sizes_and_encoders(folder):
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["hidden_size"], config["num_hidden_layers"]) == ("phi3", 192, 2)
@@ -33,6 +34,7 @@ def test_a_checkpoint_has_the_shapes_sizes_and_encoders(folder):
     assert weights["input_encoder.layers.1.mlp.fc1.weight"].shape == (768, 192)
 
 
+@pytest.mark.slow
 def test_a_folder_that_exists_is_left_as_it_is(folder):
     before = (folder / "config.json").read_bytes()
     with pytest.raises(MlxZipError, match="exists already"):
@@ -40,6 +42,7 @@ def test_a_folder_that_exists_is_left_as_it_is(folder):
     assert (folder / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_published_package_and_transformers_are_timed_beside_our_engines(folder, tmp_path, monkeypatch):
     for library in ("triton", "peft", "zip2zip"):
         pytest.importorskip(library, reason=f"the engine zip2zip needs {library}")

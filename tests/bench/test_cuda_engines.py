@@ -69,6 +69,7 @@ def test_cold_rows_are_those_of_an_empty_store(models):
     assert len(made.model.store) == 0
 
 
+@pytest.mark.slow
 def test_the_bundled_models_write_what_mlx_writes():
     pytest.importorskip("mlx.core")
     from mlx_zip.bench.engines.shapes import from_folders
@@ -114,6 +115,7 @@ assert "mlx" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_they_run_where_mlx_cannot_be_imported():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -69,6 +69,7 @@ def test_second_bodies_cost_their_share_in_all_steps():
     assert made_step().warm_ms(CHIP, 5, how) == pytest.approx(1.0 + 0.01 * 0.5)
 
 
+@pytest.mark.slow
 def test_llama_1b_launches_and_reads_what_is_known_of_it():
     step = mac_steps.step_of("llama-3.2-1b", "4", NO_HOST)
     assert step.plain.launches == 281  # known of mlx-lm from its own graph
@@ -79,6 +80,7 @@ def test_llama_1b_launches_and_reads_what_is_known_of_it():
     assert step.input_rows[1].launches < step.input_rows[INPUTS_TOGETHER].launches < 2 * step.input_rows[1].launches
 
 
+@pytest.mark.slow
 def test_the_launches_of_a_layer_do_not_depend_on_the_depth():
     one, two, four = (mac_steps._small_launches("llama-3.2-1b", "16", layers) for layers in (1, 2, 4))
     assert four.plain - two.plain == 2 * (two.plain - one.plain)

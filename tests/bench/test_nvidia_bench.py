@@ -101,6 +101,7 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     assert {one["type_k"] for one in json.loads((folder / "llama-bench.json").read_text())} == {"f32"}
 
 
+@pytest.mark.slow
 def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(card_checks, "MODELS", ("stories-base",))
     monkeypatch.setattr(card_checks, "PROMPTS", card_checks.PROMPTS[:1])
@@ -131,6 +132,7 @@ def page_command(bench):
     return shlex.split(re.search(rf"^ *mlx_zip bench {bench} (.*)$", text, re.MULTILINE)[1])  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_a_cards_and_the_papers(
     tmp_path, capsys, monkeypatch
 ):
@@ -256,6 +258,7 @@ def script(tmp_path, *flags, **variables):
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_the_script_runs_chosen_parts_into_a_folder_and_says_which_target_is_met(tmp_path):
     done = script(tmp_path, "--cpu-rehearsal", PARTS="summary")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -265,6 +268,7 @@ def test_the_script_runs_chosen_parts_into_a_folder_and_says_which_target_is_met
     assert "not measured" in (tmp_path / "out" / "summary.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named_at_the_end(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "steps.jsonl").write_text("no JSON\n")
@@ -273,6 +277,7 @@ def test_a_part_that_fails_is_named_at_the_end(tmp_path):
     assert done.stdout.endswith("failed or out of time: summary\n")
 
 
+@pytest.mark.slow
 def test_the_script_refuses_what_it_cannot_do(tmp_path):
     assert "unknown flag --fast" in script(tmp_path, "--fast").stderr
     done = script(tmp_path, CUDA_VISIBLE_DEVICES="")

@@ -111,6 +111,7 @@ def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
         all_records(tmp_path, ["steps", "others"])
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
     phi = [name for name, _ in nvidia.WHOLE if SHAPES[name]["model_type"] == "phi3"]
     monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
@@ -192,6 +193,7 @@ def test_the_cards_clocks_power_and_what_holds_them_back_are_read(smi, monkeypat
     assert machine.card_state() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("smi", ["new"], indirect=True)
 def test_each_part_has_the_cards_state_before_and_after_it_and_the_summary_says_what_held_it_back(
     smi, tmp_path, capsys
@@ -239,12 +241,14 @@ def test_the_script_refuses_in_one_line(tmp_path, flags, variables, said):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_script_hands_its_flags_on(tmp_path):
     flags = ["--engines", "torch-base torch-zip zip2zip", "--published", tmp_path, "--tokenizer", "stories"]
     status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", *flags, PARTS="summary"))
     assert status == 0, out + err
 
 
+@pytest.mark.slow
 def test_the_script_does_not_mix_runs(tmp_path):
     status, out, err = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="summary"))
     assert status == 0, out + err
@@ -252,6 +256,7 @@ def test_the_script_does_not_mix_runs(tmp_path):
     assert (status, "holds records of an earlier run" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
     """The Python is a script, which sleeps in the part `checks` and is the real one otherwise."""
     slow = tmp_path / "python"
@@ -267,6 +272,7 @@ def test_a_part_over_its_limit_is_ended_and_the_summary_still_runs(tmp_path):
     assert time.monotonic() - begun < 200
 
 
+@pytest.mark.slow
 def test_parts_for_which_no_time_is_left_are_named_and_the_summary_still_runs(tmp_path):
     status, out, _ = said_by(script(tmp_path, "--cpu-rehearsal", PARTS="checks steps summary", WHOLE="25"))
     assert "== checks: not run (no time is left)" in out
@@ -274,6 +280,7 @@ def test_parts_for_which_no_time_is_left_are_named_and_the_summary_still_runs(tm
     assert (status, out.splitlines()[-1]) == (1, "failed or out of time: checks steps")
 
 
+@pytest.mark.slow
 def test_of_several_wheels_those_are_installed_that_fit(tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -291,6 +298,7 @@ def test_of_several_wheels_those_are_installed_that_fit(tmp_path):
     assert "pip cannot install the wheels: ERROR" in err
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_at_once_and_says_so(tmp_path):
     process = script(tmp_path, "--cpu-rehearsal", PARTS="checks summary")
     assert process.stdout is not None

@@ -38,6 +38,7 @@ def card(monkeypatch):
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["steps", "generate", "kernels", "trace"])
 def test_the_timed_parts_run_with_events_and_graphs(part, card, tmp_path, monkeypatch):
     host_only = lambda activities: profile(activities=[ProfilerActivity.CPU])  # there is no card to trace
@@ -50,6 +51,7 @@ def test_the_timed_parts_run_with_events_and_graphs(part, card, tmp_path, monkey
     assert card.replays > len(lines)
 
 
+@pytest.mark.slow
 def test_the_checks_hold_and_compare_graphs_with_eager_work(card, tmp_path):
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     names = [one["check"] for one in read_lines(tmp_path / "checks.jsonl") if one["holds"]]

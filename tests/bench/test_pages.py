@@ -50,6 +50,7 @@ def pictured(checkout, monkeypatch):
     return checkout
 
 
+@pytest.mark.slow
 def test_the_tables_of_this_checkout_are_those_of_its_records_and_parsers():
     assert main(["--check", "--root", str(ROOT)]) == 0
 
@@ -236,6 +237,7 @@ def test_every_target_of_the_page_is_measured(spoken):
     assert {row[-1] for row in rows} <= {"met", "met; the interval reaches past it", "missed"}
 
 
+@pytest.mark.slow
 def test_a_picture_is_the_same_for_the_same_figures_and_compared_only_with_its_own_matplotlib(pictured, capsys):
     pytest.importorskip("matplotlib")
     picture = pictured / PICTURE

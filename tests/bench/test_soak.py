@@ -83,6 +83,7 @@ def test_a_session_that_a_purge_leaves_is_counted(monkeypatch):
         assert soaked(served) == nothing_but(sessions=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "growth"), [(104, 0), (110, 1)])
 def test_memory_that_grows_after_the_warm_up_is_counted(end, growth):
     resident = [50] * 5 + [100] * 10 + [end] * 9

@@ -157,6 +157,7 @@ def test_the_flags_are_those_of_mlx_lm_with_its_defaults():
     assert chat.MAX_TOKENS == 256
 
 
+@pytest.mark.slow
 def test_a_reader_of_standard_output_that_leaves_ends_the_chat_with_status_1():
     child = REPO / "tests/support/chat_child.py"
     script = json.dumps({"text": "a word " * 300, "delay_s": 0.005})

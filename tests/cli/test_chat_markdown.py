@@ -55,6 +55,7 @@ def plain(text):
     return SGR.sub("", shown([(text, 1)]))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, len(TEXT) - 1), max_size=80), st.booleans())
 def test_what_is_shown_does_not_depend_on_the_pieces(cuts, tinted):
     at = [0, *sorted(cuts), len(TEXT)]

@@ -10,6 +10,8 @@ import termios
 import time
 from contextlib import contextmanager
 
+import pytest
+
 from support.places import REPO
 from support.pseudo_terminal import PseudoTerminal
 
@@ -39,6 +41,7 @@ def history(data):
     return next(data.rglob("chat_history.jsonl"), None)
 
 
+@pytest.mark.slow
 def test_messages_are_edited_come_back_in_the_next_chat_and_only_their_user_can_read_them(tmp_path):
     with chat(tmp_path) as terminal:
         terminal.type("helXlo\x1b[D\x1b[D\x7f\r")  # two to the left, and the X is gone
@@ -58,6 +61,7 @@ def test_messages_are_edited_come_back_in_the_next_chat_and_only_their_user_can_
     assert [json.loads(line) for line in history(tmp_path).read_text().splitlines()] == ["hello", "hello again"]
 
 
+@pytest.mark.slow
 def test_history_can_be_switched_off(tmp_path):
     with chat(tmp_path, "--no-history") as terminal:
         terminal.type("hello\r")
@@ -67,6 +71,7 @@ def test_history_can_be_switched_off(tmp_path):
     assert history(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_history_that_cannot_be_written_is_one_line_and_the_chat_goes_on(tmp_path):
     (tmp_path / "mlx_zip").write_text("a file")
     with chat(tmp_path) as terminal:
@@ -84,6 +89,7 @@ def saved(terminal, tmp_path):
     return [one["content"] for one in json.loads((tmp_path / "talk.jsonl").read_text())["messages"]]
 
 
+@pytest.mark.slow
 def test_alt_enter_begins_a_line_and_pasted_lines_are_one_message(tmp_path):
     with chat(tmp_path) as terminal:
         terminal.type("one\x1b\rtwo\x1b[200~three\r\nfour\x1b[201~\r")
@@ -92,6 +98,7 @@ def test_alt_enter_begins_a_line_and_pasted_lines_are_one_message(tmp_path):
         assert saved(terminal, tmp_path)[0] == "one\ntwothree\nfour"
 
 
+@pytest.mark.slow
 def test_a_huge_paste_is_shown_as_its_size_and_sent_whole(tmp_path):
     paste = "word " * 200_000
     with chat(tmp_path) as terminal:
@@ -109,6 +116,7 @@ def test_a_huge_paste_is_shown_as_its_size_and_sent_whole(tmp_path):
         assert saved(terminal, tmp_path)[0] == "word " * 500
 
 
+@pytest.mark.slow
 def test_bytes_that_are_not_utf8_become_replacement_characters(tmp_path):
     with chat(tmp_path) as terminal:
         terminal.type(b"a \xff b\r")
@@ -131,6 +139,7 @@ def test_ctrl_c_stops_an_answer_which_is_kept_and_the_chat_goes_on(tmp_path):
         leave(terminal)
 
 
+@pytest.mark.slow
 def test_ctrl_c_clears_a_message_and_twice_at_an_empty_prompt_ends_the_chat(tmp_path):
     with chat(tmp_path) as terminal:
         terminal.type("some words")
@@ -144,6 +153,7 @@ def test_ctrl_c_clears_a_message_and_twice_at_an_empty_prompt_ends_the_chat(tmp_
         assert terminal.ended() == 0
 
 
+@pytest.mark.slow
 def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(tmp_path):
     with chat(tmp_path, text=LONG, delay_s=0.01) as terminal:
         terminal.type("hello\r")
@@ -153,6 +163,7 @@ def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(tmp_path):
         assert "/stats" not in re.search(r"one two.*per step", terminal.shown, re.DOTALL)[0].split("per step")[0]
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_resized_during_an_answer_wraps_at_its_new_width(tmp_path):
     with chat(tmp_path, text=LONG, delay_s=0.01, columns=80) as terminal:
         terminal.type("hello\r")
@@ -168,6 +179,7 @@ def test_a_terminal_that_is_resized_during_an_answer_wraps_at_its_new_width(tmp_
         leave(terminal)
 
 
+@pytest.mark.slow
 def test_retry_asks_again_and_markdown_and_colours_are_shown(tmp_path):
     with chat(tmp_path, text="# Title\n\n**bold** and `code`\n", ends=False) as terminal:
         terminal.type("hello\r")
@@ -185,12 +197,14 @@ def test_retry_asks_again_and_markdown_and_colours_are_shown(tmp_path):
         assert len(saved(terminal, tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_plain_leaves_markdown_as_it_is(tmp_path):
     with chat(tmp_path, "--plain", text="**bold**", ends=False) as terminal:
         terminal.type("hello\r")
         terminal.until(r"\*\*bold\*\*")
 
 
+@pytest.mark.slow
 def test_control_sequences_in_answers_and_loaded_files_are_pictures(tmp_path):
     bad = "a \x1b]0;owned\x07 b \x1b[2J c \x9b2J d"
     (tmp_path / "bad.jsonl").write_text(
@@ -210,6 +224,7 @@ def test_control_sequences_in_answers_and_loaded_files_are_pictures(tmp_path):
         leave(terminal)
 
 
+@pytest.mark.slow
 def test_commands_and_file_names_are_completed(tmp_path):
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     with chat(tmp_path) as terminal:
@@ -228,6 +243,7 @@ def test_commands_and_file_names_are_completed(tmp_path):
         terminal.until("nothing has answered the last message")
 
 
+@pytest.mark.slow
 def test_the_vocabulary_of_the_bundled_model_is_listed_and_in_the_help(tmp_path):
     with chat(tmp_path, "--max-tokens", "60", model="stories") as terminal:
         terminal.type("/help\r")
@@ -242,6 +258,7 @@ def test_the_vocabulary_of_the_bundled_model_is_listed_and_in_the_help(tmp_path)
         leave(terminal)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_ends_the_chat(tmp_path):
     with chat(tmp_path, text=LONG, delay_s=0.05) as terminal:
         terminal.type("hello\r")
@@ -258,6 +275,7 @@ def test_the_terminal_is_left_as_it_was(tmp_path):
         assert flags[3] & termios.ICANON
 
 
+@pytest.mark.slow
 def test_the_bundled_model_reads_only_what_is_new_in_a_turn(tmp_path):
     with chat(tmp_path, "--max-tokens", "60", model="stories") as terminal:
         terminal.type("Tell me a story about a frog.\r")

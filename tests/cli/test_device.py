@@ -35,12 +35,14 @@ def order(code: str, *argv: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("mlx_lm", "Device"))]
 
 
+@pytest.mark.slow
 def test_a_command_chooses_the_device_before_mlx_lm_is_imported():
     words = ["generate", "--engine", "mlx", "--model", "/nowhere/at/all", "--prompt", "x"]
     code = f"from mlx_zip.cli import main; main({words})"
     assert order(code)[:2] == ["Device(cpu, 0)", "mlx_lm"]
 
 
+@pytest.mark.slow
 def test_the_tests_choose_the_device_before_mlx_lm_is_imported():
     code = "import runpy; runpy.run_path(sys.argv[1]); import mlx_lm"
     assert order(code, str(TESTS / "conftest.py")) == ["Device(cpu, 0)", "mlx_lm"]

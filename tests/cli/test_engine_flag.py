@@ -10,6 +10,7 @@ import pytest
 
 from mlx_zip.cli import engine_choice
 from support.serving import MISSING
+from support.slow_cases import slow_but
 
 needs_torch = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 WITHOUT_MLX = ("mlx", "mlx_lm")
@@ -33,6 +34,7 @@ def run(*args, missing=(), device="cpu", typed="", **environment):
     return done
 
 
+@pytest.mark.slow
 @needs_torch
 def test_a_machine_without_mlx_generates_the_same_text():
     expected = run(*SHORT)
@@ -41,6 +43,7 @@ def test_a_machine_without_mlx_generates_the_same_text():
     assert len(got.stdout) > 20
 
 
+@pytest.mark.slow
 @needs_torch
 def test_without_mlx_the_other_engine_is_taken_and_named():
     expected = run(*SHORT)
@@ -68,11 +71,13 @@ def test_without_pytorch_the_message_says_what_to_install(engine, libraries):
     assert f".[{engine}]" in line
 
 
+@pytest.mark.slow
 @needs_torch
 def test_on_a_cpu_pytorch_needs_no_triton():
     assert run(*SHORT, "--engine", "torch", missing=("triton",), device="").returncode == 0
 
 
+@pytest.mark.slow
 @needs_torch
 def test_without_a_card_one_line_says_so_and_names_the_cpu():
     import torch
@@ -86,6 +91,7 @@ def test_without_a_card_one_line_says_so_and_names_the_cpu():
     assert "MLX_ZIP_DEVICE=cpu" in line
 
 
+@pytest.mark.slow
 @needs_torch
 def test_a_card_may_be_asked_for_by_name_where_mlx_has_no_gpu():
     import torch
@@ -98,6 +104,7 @@ def test_a_card_may_be_asked_for_by_name_where_mlx_has_no_gpu():
     assert "no usable CUDA card" in line
 
 
+@pytest.mark.slow
 @needs_torch
 def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx():
     expected, got = (json.loads(run(*SHORT, "--json", "--engine", name).stdout) for name in ("mlx", "cuda"))
@@ -106,6 +113,7 @@ def test_figures_as_json_name_the_pack_and_the_memory_as_with_mlx():
     assert got["peak_memory_gb"] > 0.05  # of the process: PyTorch alone is larger
 
 
+@pytest.mark.slow
 @needs_torch
 @pytest.mark.parametrize("entries", [[[300, 301]], [[300] * 9], [[i, 300] for i in range(300, 4500)]])
 def test_packs_without_rows_are_used_or_refused_as_with_mlx(tmp_path, entries):
@@ -116,6 +124,7 @@ def test_packs_without_rows_are_used_or_refused_as_with_mlx(tmp_path, entries):
     assert got.returncode == (0 if entries == [[300, 301]] else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["mlx", pytest.param("cuda", marks=needs_torch)])
 @pytest.mark.parametrize("command", [SHORT, ("serve", "--port", "0")])
 def test_a_plain_model_refuses_a_pack_that_it_cannot_use(tmp_path, command, engine):
@@ -136,7 +145,7 @@ def test_a_plain_model_refuses_a_pack_that_it_cannot_use(tmp_path, command, engi
         ("generate", "--row-cache"),
     ],
 )
-@pytest.mark.parametrize("engine", ["torch", "cuda"])
+@pytest.mark.parametrize("engine", slow_but(["torch", "cuda"], "cuda"))
 def test_flags_that_only_mlx_has_are_refused(command, flag, engine):
     done = run(command, "--engine", engine, flag, "x")
     assert done.returncode == 2
@@ -144,7 +153,7 @@ def test_flags_that_only_mlx_has_are_refused(command, flag, engine):
     assert f"{flag} cannot be used with --engine {engine}" in line
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("command", slow_but(["generate", "chat", "serve"], "generate"))
 @pytest.mark.parametrize("flag", ["--kv-bits", "--kv-group-size", "--quantized-kv-start"])
 def test_flags_of_quantized_kv_caches_are_refused_each_alone(command, flag):
     done = run(command, "--engine", "cuda", flag, "8")
@@ -169,6 +178,7 @@ def test_kept_conversations_are_listed_and_deleted_without_mlx(tmp_path):
     assert run("sessions", "purge", str(tmp_path), missing=WITHOUT_MLX).stdout == "removed: 1 file, 1 bytes\n"
 
 
+@pytest.mark.slow
 @needs_torch
 def test_a_machine_without_mlx_keeps_a_conversation_on_disk(tmp_path):
     pytest.importorskip("prompt_toolkit")
@@ -179,6 +189,7 @@ def test_a_machine_without_mlx_keeps_a_conversation_on_disk(tmp_path):
     assert "1 file" in listed
 
 
+@pytest.mark.slow
 @needs_torch
 def test_the_engine_on_pytorch_loads_no_mlx():
     code = "import sys, mlx_zip.cuda.engine\nprint([name for name in ('mlx', 'mlx_lm') if name in sys.modules])"

@@ -40,19 +40,23 @@ def figures(page, tmp_path_factory):
     return json.loads(next(tmp_path_factory.getbasetemp().glob("selftest*/report.json")).read_text())
 
 
+@pytest.mark.slow
 def test_the_report_says_that_all_checks_passed(page):
     assert page.startswith("# mlx_zip selftest\n\nAll checks passed.\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["codec: encode cases", "llama_transformer_tied_lora: logits", "step, plain"])
 def test_the_report_has_a_line_for_each_check(page, check):
     assert check in page
 
 
+@pytest.mark.slow
 def test_the_report_names_versions(page):
     assert re.search(r"versions: mlx \d+\.\d+.*mlx-lm \d+", page)
 
 
+@pytest.mark.slow
 def test_the_report_fits_on_a_page(page):
     assert len(page.splitlines()) < 50
 
@@ -112,6 +116,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_checks(monkeypatc
     assert capsys.readouterr().err == f"error: --out {tmp_path}: is a folder or device, not a file\n"
 
 
+@pytest.mark.slow
 def test_the_json_file_has_the_checks_the_machine_and_the_steps(figures):
     assert figures["selftest"] == selftest.SCHEMA
     assert {"name", "passed", "figure"} == set(figures["checks"][0])
@@ -120,6 +125,7 @@ def test_the_json_file_has_the_checks_the_machine_and_the_steps(figures):
     assert {"state_before", "state_after", "bandwidth"} <= set(figures)
 
 
+@pytest.mark.slow
 def test_the_bundled_model_runs_cold_and_warm_ahead_and_not(figures, page):
     found = figures["stories"]
     assert {(way["rows"], way["ahead"]) for way in found["ways"]} == set(steps.WAYS)
@@ -129,12 +135,14 @@ def test_the_bundled_model_runs_cold_and_warm_ahead_and_not(figures, page):
     assert "stories: step, warm, ahead |" in page
 
 
+@pytest.mark.slow
 def test_launches_are_those_of_the_graph(figures, page):
     launches = figures["stories"]["launches"]
     assert launches["cold"]["mlx-zip"] > launches["warm"]["mlx-zip"] > launches["warm"]["mlx-lm"] > 0
     assert "(counted on the graph)" in page
 
 
+@pytest.mark.slow
 def test_what_is_left_out_says_why(page):
     assert "smollm2: steps | skipped: on a CPU" in page
     assert "1B, 4 bit: steps | skipped: on a CPU" in page
@@ -150,6 +158,7 @@ def tiny_shape(monkeypatch):
     monkeypatch.setattr(steps, "on_gpu", lambda: True)
 
 
+@pytest.mark.slow
 def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, monkeypatch):
     seen, step_figures = [], steps.step_figures
 
@@ -166,6 +175,7 @@ def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, 
     assert seen[0].model.embed_tokens.bits == 4
 
 
+@pytest.mark.slow
 def test_a_model_by_name_is_timed_only_if_it_was_made_before(tiny_shape, monkeypatch, tmp_path):
     monkeypatch.setattr(steps.named, "made", lambda name: None)
     assert "were not used on this machine before" in steps.smollm2_steps(60)["skipped"]
@@ -180,6 +190,7 @@ def test_a_machine_without_the_memory_leaves_the_shape_out(tiny_shape, monkeypat
     assert steps.shape_steps(60) == {"skipped": "it needs a machine with 6 GB of memory"}
 
 
+@pytest.mark.slow
 def test_rounds_end_at_the_limit(tiny_shape, monkeypatch):
     monkeypatch.setattr(steps, "TRIALS", 50)
     assert steps.shape_steps(0.0)["trials"] == 1
@@ -288,6 +299,7 @@ def test_a_machine_without_metal_names_no_wheel(monkeypatch):
 # ---- the parts of a step
 
 
+@pytest.mark.slow
 def test_the_report_has_the_parts_of_a_step_and_the_file_has_every_sample(figures, page):
     ways = figures["host"]["ways"]
     assert set(ways) == {"cold", "warm", "engine"}

@@ -89,6 +89,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_no_output_and_does_not_block_the_next(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src")
     code = (

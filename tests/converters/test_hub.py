@@ -256,6 +256,7 @@ def test_the_cache_serves_without_a_network(tmp_path: Path) -> None:
     assert found == [COMMIT, "meta/base", OTHER, 21]
 
 
+@pytest.mark.slow
 def test_a_plain_model_is_refused_before_its_weights_are_downloaded(server: StandIn, tmp_path: Path) -> None:
     write_base(tmp_path / "raw")
     server.add("lab/plain", tmp_path / "raw")
@@ -265,6 +266,7 @@ def test_a_plain_model_is_refused_before_its_weights_are_downloaded(server: Stan
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("lab/none",), ("lab/zip", "--revision", "v9")], ids=["repository", "revision"])
 def test_what_the_hub_does_not_have_is_one_line(flags: tuple[str, ...], server: StandIn, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src", self_contained=True)
@@ -273,11 +275,13 @@ def test_what_the_hub_does_not_have_is_one_line(flags: tuple[str, ...], server: 
     assert f"{flags[0]} is not a local folder, and the hub did not give it" in error
 
 
+@pytest.mark.slow
 def test_offline_without_a_cached_copy_is_one_line(tmp_path: Path) -> None:
     flags = ("--hf-path", "lab/zip", "--mlx-path", str(tmp_path / "out"))
     assert "the hub did not give it" in refused(tmp_path / "home", *flags, HF_HUB_OFFLINE="1")
 
 
+@pytest.mark.slow
 def test_a_plain_adapter_comes_from_the_endpoint_too(server: StandIn, tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", LORA)
     server.add("lab/lora", tmp_path / "adapter")
@@ -295,12 +299,14 @@ def refused_upload(tmp_path: Path, **environment: str) -> str:
     return refused(tmp_path / "home", *flags, "--upload-repo", "someone/x", **environment)
 
 
+@pytest.mark.slow
 def test_a_refused_upload_says_so_and_leaves_the_conversion(server: StandIn, tmp_path: Path) -> None:
     error = refused_upload(tmp_path, HF_ENDPOINT=server.url, HF_TOKEN="hf_wrong")
     assert "is converted, but could not be uploaded to someone/x" in error
     assert (tmp_path / "out" / "adapters.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
     assert "could not be uploaded to someone/x" in refused_upload(tmp_path, HF_TOKEN="hf_standin")
 

@@ -180,6 +180,7 @@ def test_a_pickle_that_unpacks_to_too_much_is_an_error(tmp_path: Path, monkeypat
         read_meta(tmp_path / "meta.pt")
 
 
+@pytest.mark.slow
 def test_deep_nesting_neither_crashes_nor_recurses(tmp_path: Path) -> None:
     depth = 200_000
     write_meta(tmp_path / "meta.pt", b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".")

@@ -38,6 +38,7 @@ def model_of(position_mode: str) -> CudaModel:
     return CudaModel(folder, folder.zip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position_mode", ["compressed", "base_token_end"])
 def test_a_captured_piece_has_no_operation_that_waits_for_the_device(position_mode, monkeypatch):
     batch, pieces = Batch(model_of(position_mode), 2, 20), {}

@@ -183,6 +183,7 @@ def tiny(tmp_path_factory):
     return save(make_model("llama", encoder="transformer"), folder / "llama")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["warm", "cold"])
 def test_a_step_launches_as_many_triton_kernels_as_are_counted_without_them(tiny, kind):
     model = open_model(tiny, "cpu", kernels=True)
@@ -205,26 +206,31 @@ def phi():
     return shape_costs(plain, torch.bfloat16), shape_costs(zip_config(plain, ZipOptions()), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_step_without_hypertokens_reads_the_weights_once(phi):
     weights = 2 * (32 * (4 * 3072**2 + 3 * 3072 * 8192) + 3072 * 32064)
     assert phi[0].warm.bytes == pytest.approx(weights, rel=0.006)
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_step_launches_no_more_than_the_budget(phi):
     for costs in phi:
         assert costs.warm.count <= PER_LAYER * 32 + 16
 
 
+@pytest.mark.slow
 def test_the_page_of_cards_computes_with_the_launches_that_are_counted(phi):
     assert card_steps.launches(32) == phi[0].warm.count
 
 
+@pytest.mark.slow
 def test_a_warm_step_with_hypertokens_adds_few_launches_and_few_bytes(phi):
     base, zipped = phi
     assert 0 < zipped.warm.count - base.warm.count <= ADDED
     assert 2048 * 3072 * 2 < zipped.warm.bytes - base.warm.bytes <= EXTRA_BYTES * base.warm.bytes
 
 
+@pytest.mark.slow
 def test_a_cold_step_also_reads_both_encoders(phi):
     encoders = 2 * 2 * 2 * 12 * 3072**2  # bytes of two untied encoders of two layers
     base, zipped = phi

@@ -65,6 +65,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(OPTIONS, st.integers(0, 50), st.floats(0.3, 4))
 def test_whatever_the_options_each_id_has_the_probability_that_mlx_lm_gives_it(chosen, seed, sharpness):

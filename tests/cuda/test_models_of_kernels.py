@@ -24,6 +24,7 @@ from mlx_zip.cuda.model import CudaModel  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.network.frequencies import LONG  # noqa: E402
 from mlx_zip.cuda.network.kv import KV  # noqa: E402
+from support.slow_cases import slow_but  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -118,7 +119,7 @@ class Replayed:
         return self.graphs.run("step", self.work, (self.kv.lengths,))
 
 
-@pytest.mark.parametrize(("family", "bits"), CASES)
+@pytest.mark.parametrize(("family", "bits"), slow_but(CASES, ("mistral", 8)))
 def test_a_decoder_of_kernels_computes_what_references_do(family, bits):
     with forced("reference"):
         wanted = outputs(Decoder(folder_of(family, "cpu", bits, torch.float32)), torch.device("cpu"), graph=False)
@@ -126,6 +127,7 @@ def test_a_decoder_of_kernels_computes_what_references_do(family, bits):
     assert relative(found, wanted) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "dtype"), [(None, torch.bfloat16), (4, torch.bfloat16), (8, torch.float16)])
 def test_a_decoder_of_kernels_in_half_the_precision_is_near_the_references(bits, dtype):
     with forced("reference"):
@@ -145,7 +147,7 @@ def emitted(family: str, device: str | torch.device, bits: int | None, count: in
     return [one for one, _ in generate(model, prompt, count)]
 
 
-@pytest.mark.parametrize(("family", "bits"), [("llama", None), ("qwen3", 4), ("phi3", 8)])
+@pytest.mark.parametrize(("family", "bits"), slow_but([("llama", None), ("qwen3", 4), ("phi3", 8)], ("llama", None)))
 def test_a_model_of_kernels_writes_the_ids_that_references_write(family, bits):
     count = 60 if ON_GPU else 3
     with forced("reference"):
@@ -153,6 +155,7 @@ def test_a_model_of_kernels_writes_the_ids_that_references_write(family, bits):
     assert emitted(family, DEVICE, bits, count) == wanted
 
 
+@pytest.mark.slow
 def test_several_sequences_on_kernels_write_what_each_writes_alone():
     folder = folder_of("llama", DEVICE, None, torch.float32)
     model, prompts, steps = CudaModel(folder, folder.zip), [[7, 8, 9, 7, 8, 9], [30, 31]], 20 if ON_GPU else 2

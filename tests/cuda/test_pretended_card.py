@@ -33,6 +33,7 @@ from mlx_zip.engine.sessions.store import SessionOptions  # noqa: E402
 from support.card_tensor import CARD, CardError  # noqa: E402
 from support.pretend_card import pretended_card  # noqa: E402
 from support.serving import ask  # noqa: E402
+from support.slow_cases import slow_but  # noqa: E402
 
 ENCODER = "res_latent_attn"
 SIZES = {"initial_vocab_size": VOCAB, "max_codebook_size": 6, "max_subtokens": 4, "disabled_ids": [0, 1, 2]}
@@ -210,7 +211,7 @@ def test_a_download_holds_what_was_there_when_it_began(card):
 # ---- the engine
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "llama"))
 def test_the_ids_are_those_of_the_cpu_and_no_step_waits(name, card, tmp_path):
     family, changes = CASES[name]
     folder = save(tiny_model(family, **{"encoder": ENCODER, **changes}), tmp_path / "m")
@@ -221,6 +222,7 @@ def test_the_ids_are_those_of_the_cpu_and_no_step_waits(name, card, tmp_path):
     assert not card.syncs
 
 
+@pytest.mark.slow
 def test_packs_and_models_without_hypertokens_run_too(card, tmp_path):
     folder, prompt = save(tiny_model(encoder=ENCODER), tmp_path / "m"), base_ids(20)
     entries = [[5, 6, 7], [8, 9], prompt[3:7]]
@@ -230,6 +232,7 @@ def test_packs_and_models_without_hypertokens_run_too(card, tmp_path):
     assert ours == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "float32"), (8, "bfloat16")])
 def test_packed_weights_and_half_precision_run_too(card, tmp_path, bits, dtype):
     model = tiny_model(encoder=ENCODER)
@@ -239,6 +242,7 @@ def test_packed_weights_and_half_precision_run_too(card, tmp_path, bits, dtype):
     assert ours == expected
 
 
+@pytest.mark.slow
 def test_the_kernels_run_in_graphs_as_their_references_do(monkeypatch, tmp_path):
     folder, prompt = save(make_model("phi3", encoder=ENCODER, num_hidden_layers=1), tmp_path / "m"), base_ids(12)
     expected = emitted(opened(folder, "cpu"), prompt, 5)
@@ -271,6 +275,7 @@ def program(model: CudaModel) -> list[list[int]]:
     return logs + [batch.log(row).tolist() for row in range(len(batch))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "longrope and base positions", "evictions and start entries"])
 def test_sequences_join_leave_and_come_back_as_on_the_cpu(name, card, tmp_path):
     family, changes = CASES[name]
@@ -278,12 +283,14 @@ def test_sequences_join_leave_and_come_back_as_on_the_cpu(name, card, tmp_path):
     assert program(opened(folder, CARD)) == program(opened(folder, "cpu"))
 
 
+@pytest.mark.slow
 def test_sequences_come_back_in_many_small_pieces_too(card, tmp_path, monkeypatch):
     monkeypatch.setattr(transfers, "PIECE_BYTES", 200)  # less than the keys of one head
     folder = save(tiny_model("llama", ENCODER), tmp_path / "m")
     assert program(opened(folder, CARD)) == program(opened(folder, "cpu"))
 
 
+@pytest.mark.slow
 def test_a_batch_is_used_again_with_the_graphs_that_it_has(card, tmp_path, monkeypatch):
     folder, prompts = save(tiny_model(encoder=ENCODER), tmp_path / "m"), [base_ids(20, seed) for seed in range(3)]
     model, captured, capture = opened(folder, CARD), [], Graphs._capture
@@ -324,6 +331,7 @@ def answers(folder: Any, device: Any) -> tuple[list[Any], list[float]]:
         return [*found, watch.ids, watch.events[0].cached_tokens], likely
 
 
+@pytest.mark.slow
 def test_an_engine_answers_requests_of_all_kinds_as_on_the_cpu(card, tmp_path):
     folder = save(tiny_model(encoder=ENCODER), tmp_path / "m")
     (ours, likely), (expected, on_cpu) = answers(folder, CARD), answers(folder, "cpu")

@@ -23,6 +23,7 @@ from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.errors import ConfigError, GenerationError, ModelError  # noqa: E402
 from mlx_zip.packs.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
+from support.slow_cases import slow_but  # noqa: E402
 
 NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
 ENCODER = "res_latent_attn"  # one whose rows depend on the order of ids, so that no two logits are equal
@@ -84,7 +85,7 @@ def test_a_batch_with_a_sequence_or_of_another_model_is_refused(tmp_path):
         next(generate(model, [5, 6], 5, batch=batch))
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("name", slow_but(PROMPTS, "story"))
 def test_the_bundled_model_emits_the_ids_that_mlx_emits(stories, name):
     mlx, tokenizer, model = stories
     prompt = [*tokenizer.encode(PROMPTS[name])]
@@ -207,6 +208,7 @@ def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
     assert ours(model, prompt, 30) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "hypertokens"), [("llama", True), ("phi3", True), ("llama", False)])
 def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_path):
     from mlx_zip.cuda.kernels.dispatch import forced

@@ -46,6 +46,7 @@ print(len(names), "modules")
 """
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_and_a_decoder_runs():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -177,6 +177,7 @@ def test_a_constraint_that_allows_nothing_fails_its_request_only(kind):
         assert good.wait().end.reason == "length"
 
 
+@pytest.mark.slow
 def test_accepted_ids_keep_their_share_of_the_probability():
     """Drawn again and again, with hypertokens that are refused, ids come as often as the model's own shares say."""
     start = [[10, 30], [11, 31], [10, 11]]

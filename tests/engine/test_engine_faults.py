@@ -270,6 +270,7 @@ def test_a_request_without_a_limit_ends_where_the_kv_caches_have_no_more_room():
 # ---- many requests
 
 
+@pytest.mark.slow
 def test_three_hundred_requests_leave_nothing_behind():
     rng, asked = random.Random(5), []
     with tiny_engine(max_running=6, max_waiting=400) as engine:

@@ -16,6 +16,7 @@ def engine():
         yield engine
 
 
+@pytest.mark.slow
 def test_the_bundled_model_tells_the_stories_of_generate(engine):
     model, tokenizer = load("stories")
     eos = frozenset(tokenizer.eos_token_ids)

@@ -60,6 +60,7 @@ def test_answers_of_two_engines_never_run_at_once_and_come_in_their_order():
     assert spans[3][0] >= spans[2][1]
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_for_another_engine_is_told_so_at_once():
     with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
         submitted(engines.main)
@@ -80,6 +81,7 @@ def test_a_held_request_can_be_cancelled():
         assert isinstance(third.end, Finished)
 
 
+@pytest.mark.slow
 def test_a_receiver_may_cancel_as_soon_as_it_is_held():
     with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
         submitted(engines.main)
@@ -90,6 +92,7 @@ def test_a_receiver_may_cancel_as_soon_as_it_is_held():
         assert len(b.inner.told.submissions) == 1
 
 
+@pytest.mark.slow
 def test_what_an_engine_refuses_of_a_held_request_is_delivered():
     with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
         submitted(engines.main)

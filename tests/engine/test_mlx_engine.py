@@ -18,6 +18,7 @@ from mlx_zip.models.refill import Refill
 from support import tiny
 from support.generating import plain_model
 from support.serving import SAME, WAIT_S, alone, ask, at_once, both, logprobs_of, prompts, same, tiny_engine
+from support.slow_cases import slow_but
 
 FAMILIES = ["llama", "phi3", "gemma2", "plain"]
 
@@ -46,7 +47,7 @@ def test_one_request_gets_the_ids_of_stream_generate(family, ahead):
         assert isinstance(watch.end, Finished)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama"))
 @pytest.mark.parametrize("ahead", [False, True])
 def test_requests_in_company_get_the_ids_that_they_get_alone(family, ahead):
     with tiny_engine(family, run={"ahead": ahead}) as engine:
@@ -55,6 +56,7 @@ def test_requests_in_company_get_the_ids_that_they_get_alone(family, ahead):
             same(watch.wait(), alone(twin(family), prompt, max_tokens=20 + 5 * i))
 
 
+@pytest.mark.slow
 @both
 def test_requests_that_arrive_at_any_time_get_the_ids_that_they_get_alone(kind):
     rng, watches = random.Random(1), []
@@ -76,7 +78,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "plain"])
+@pytest.mark.parametrize("family", slow_but(["llama", "plain"], "plain"))
 def test_sampling_gives_the_same_alone_in_company_and_in_stream_generate(family):
     expected = [
         alone(twin(family), prompt, max_tokens=25, **options)
@@ -108,7 +110,7 @@ def test_canonical_decoding_goes_on_when_rows_move():
             same(watch.wait(), alone(model, prompt, max_tokens=15 + 9 * i))
 
 
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode, ahead):
     changes = {"position_mode": mode}
@@ -149,7 +151,7 @@ def far(border):
     return change
 
 
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_context_is_read_again_in_chunks_between_the_steps_of_others(mode, ahead, work):
     changes, chunk, border = {"position_mode": mode}, 8, 90
@@ -376,6 +378,7 @@ def test_the_context_ends_an_answer_without_a_limit(kind):
 # ---- what requests share
 
 
+@pytest.mark.slow
 def test_memory_is_given_back():
     with tiny_engine() as engine:
         [watch.wait() for _, watch in [ask(engine, prompt) for prompt in prompts(8)]]

@@ -13,6 +13,7 @@ from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.serving import NEEDS_TORCH, ask, both, prompts, tiny_engine
+from support.slow_cases import slow_but
 
 V = 6
 PARAMS = st.builds(
@@ -149,7 +150,7 @@ def agrees(watch, log, late=False):
     assert sum(learned, ()) == sum(installed, ())
 
 
-@pytest.mark.parametrize("policy", ["freeze", "lru", "use-count"])
+@pytest.mark.parametrize("policy", slow_but(["freeze", "lru", "use-count"], "lru"))
 @pytest.mark.parametrize(
     ("kind", "ahead"), [("mlx", False), ("mlx", True), pytest.param("cuda", None, marks=NEEDS_TORCH)]
 )
@@ -172,7 +173,7 @@ def test_an_engine_says_where_entries_were_learned_after_sessions_and_rewinds(po
 
 
 @pytest.mark.parametrize("policy", ["freeze", "lru"])
-@pytest.mark.parametrize("border", [20, 21, 22, 23])
+@pytest.mark.parametrize("border", slow_but([20, 21, 22, 23], 21, 22))
 def test_it_says_so_after_the_context_was_read_again_for_longrope(policy, border, logs):
     def change(model):
         model.traits = type(model.traits)(**{**vars(model.traits), "long_context": border})
@@ -239,7 +240,7 @@ def test_a_plain_model_has_no_origins(kind):
         assert watch.end.counts.hypertokens == 0
 
 
-@pytest.mark.parametrize("policy", ["freeze", "lru", "use-count"])
+@pytest.mark.parametrize("policy", slow_but(["freeze", "lru", "use-count"], "lru"))
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
 def test_origins_are_right_after_longrope_has_the_context_read_again(mode, policy, logs):
     changes = {"position_mode": mode, "compression": compression(policy)}

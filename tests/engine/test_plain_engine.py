@@ -19,6 +19,7 @@ from support import tiny
 from support.generating import ENDLESS
 from support.plain_families import FAMILIES, STATES, WINDOWS, plain_family
 from support.serving import ask, at_once
+from support.slow_cases import slow_but
 
 LENGTHS = (5, 40, 17, 1, 29, 12)
 
@@ -50,7 +51,7 @@ def engine_of(name, sessions=False, max_running=8, **run):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, "llama"))
 def test_requests_in_company_share_a_batch_and_get_mlx_lm_s_ids(name, ahead, monkeypatch):
     rng, sizes = random.Random(1), set()
     with engine_of(name, ahead=ahead) as engine:
@@ -67,7 +68,7 @@ def test_requests_in_company_share_a_batch_and_get_mlx_lm_s_ids(name, ahead, mon
     assert max(sizes) > 2
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, *STATES])
+@pytest.mark.parametrize("name", slow_but([*WINDOWS, *STATES], "llama with windows", "mamba2"))
 def test_a_session_that_was_a_row_of_a_batch_goes_on(name):
     with engine_of(name, sessions=True) as engine:
         watches = at_once(engine, lambda: [ask(engine, prompt(n), max_tokens=30)[1] for n in range(3)])
@@ -78,7 +79,7 @@ def test_a_session_that_was_a_row_of_a_batch_goes_on(name):
             assert again.ids == mlx_lm(name, [*held, 5], 10)
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, *STATES])
+@pytest.mark.parametrize("name", slow_but([*WINDOWS, *STATES], "mamba2"))
 def test_a_request_that_is_cancelled_in_a_batch_leaves_the_others(name):
     with engine_of(name, sessions=True, ahead=True) as engine:
         asked = at_once(engine, lambda: [ask(engine, prompt(n), max_tokens=60)[::1] for n in range(3)])
@@ -90,13 +91,13 @@ def test_a_request_that_is_cancelled_in_a_batch_leaves_the_others(name):
             assert asked[number][1].wait().ids == mlx_lm(name, prompt(number), 60)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, "llama", "mamba2"))
 def test_mlx_lm_s_own_batches_have_these_ids(name):
     ids = batch_generate(family(name), ENDLESS, [prompt(n) for n in range(4)], max_tokens=30, return_token_ids=True)
     assert ids.token_ids == [mlx_lm(name, prompt(n), 30) for n in range(4)]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", slow_but(["llama", "qwen2"], "llama"))
 def test_bounded_caches_take_turns_and_give_mlx_lm_s_ids(name):
     def bounded():
         return [RotatingKVCache(16, keep=4) for _ in make_prompt_cache(family(name))]

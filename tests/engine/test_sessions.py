@@ -14,6 +14,7 @@ from mlx_zip.errors import EngineError
 from mlx_zip.models.rows.zip_state import find_state
 from support import keeping, tiny
 from support.keeping import OWN
+from support.slow_cases import slow_but
 
 NEXT = [7, 9, 11, 13, 7, 9, 11, 13, 5]
 all_kinds = pytest.mark.parametrize("kind", keeping.KINDS)
@@ -65,7 +66,7 @@ def test_a_continued_session_gives_the_ids_of_one_that_was_never_kept(kind):
 
 
 @trimmed_kinds
-@pytest.mark.parametrize("at", [3, 17, 40, 62])
+@pytest.mark.parametrize("at", slow_but([3, 17, 40, 62], 17, 62))
 def test_an_edited_conversation_uses_what_it_has_in_common_and_drops_nothing(kind, at):
     store = keeping.store(kind)
     _, held = keeping.conversation(kind, store)
@@ -263,6 +264,7 @@ def _same(some, others):
         yield one
 
 
+@pytest.mark.slow
 def test_the_index_finds_what_a_scan_finds_while_sequences_come_and_go():
     rng, index, held = random.Random(0), PrefixIndex(), {}
     for step in range(2000):

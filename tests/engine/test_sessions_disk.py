@@ -336,6 +336,7 @@ for turn in range(10000):
 """
 
 
+@pytest.mark.slow
 @both_engines
 @pytest.mark.parametrize("after_s", [0.03, 0.11, 0.23, 0.37])
 def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s, kind):

@@ -24,6 +24,7 @@ from support import tiny
 from support.processes import Command, wait_all
 from support.serving import ask
 from support.several_machines import LIMIT_S, PROMPT, answered, losing, ring, serve_on, write_model
+from support.slow_cases import slow_but
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
@@ -45,6 +46,7 @@ FAILING: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_requests_on_two_machines_get_what_they_get_on_one(family, plain, tmp_path):
@@ -56,6 +58,7 @@ def test_requests_on_two_machines_get_what_they_get_on_one(family, plain, tmp_pa
     assert found[-1][2] >= len(TALK) - 4  # base tokens that were not read again
 
 
+@pytest.mark.slow
 def test_requests_that_fail_or_are_cancelled_end_on_both_machines_and_the_next_is_answered(tmp_path):
     folder = write_model(tmp_path / "model", "llama")
     with open_engine(folder) as engine:
@@ -67,6 +70,7 @@ def test_requests_that_fail_or_are_cancelled_end_on_both_machines_and_the_next_i
     assert last == alone
 
 
+@pytest.mark.slow
 def test_a_request_may_begin_with_a_pack_on_two_machines(tmp_path):
     folder = write_model(tmp_path / "model", "llama")
     pairs = [[(a, b) for a, b in zip(some[::2], some[1::2], strict=True) if min(a, b) > 2] for some in (SOME, TALK)]
@@ -78,6 +82,7 @@ def test_a_request_may_begin_with_a_pack_on_two_machines(tmp_path):
     assert alone[0][0] != alone[2][0]
 
 
+@pytest.mark.slow
 def test_each_machine_finds_its_share_of_a_conversation_after_a_restart(tmp_path):
     folder, kept = write_model(tmp_path / "model", "llama"), tmp_path / "kept"
     first, second = {"base_ids": TALK, "max_tokens": 30}, {"base_ids": [*TALK, 5, 6, 7, 5, 6], "max_tokens": 30}
@@ -98,6 +103,7 @@ def test_each_machine_finds_its_share_of_a_conversation_after_a_restart(tmp_path
     assert serve_on(2, tmp_path / "four", folder, [second], **options)[0][::2] == [alone[1][0], 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_machine_that_is_lost_ends_the_others_engine_soon_also_when_nothing_is_asked(lost, busy, tmp_path):
@@ -108,6 +114,7 @@ def test_a_machine_that_is_lost_ends_the_others_engine_soon_also_when_nothing_is
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_request_that_came_just_before_closing_is_answered_on_one_machine_of_a_run_too(tmp_path, monkeypatch):
     engine = open_split_engine(mx.distributed.init(), write_model(tmp_path / "model", "llama"), sessions=None)
     take, asked, go = engine._inbox.take, [], threading.Event()
@@ -135,6 +142,7 @@ def test_how_likely_a_prompt_is_nobody_is_told_and_the_engine_goes_on(tmp_path):
 # ---- mlx_zip serve
 
 
+@pytest.mark.slow
 def test_serve_on_two_machines_answers_as_one_and_ends_with_the_first(tmp_path):
     folder = write_model(tmp_path / "model", "llama")
     flags = "serve", "--model", str(folder), "--port", "0"
@@ -167,7 +175,7 @@ def _address(out: Path, processes: list[Command]) -> str:
     raise AssertionError("no address was printed")
 
 
-@pytest.mark.parametrize("flags", [["--session-files", "x"], ["--pipeline"]])
+@pytest.mark.parametrize("flags", slow_but([["--session-files", "x"], ["--pipeline"]], ["--pipeline"]))
 def test_flags_of_serve_that_several_machines_cannot_use_are_refused(flags, tmp_path):
     processes = [
         Command(["serve", *flags], tmp_path / f"said-{rank}", place) for rank, place in enumerate(ring(tmp_path, 2))

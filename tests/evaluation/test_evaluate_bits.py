@@ -14,6 +14,7 @@ from mlx_zip.errors import DataError, ModelError
 from mlx_zip.evaluation.bits import Bits, Window, Windows, compare_bits, measure_bits, ratio_error
 from support import tiny
 from support.evaluating import BOS, windows
+from support.slow_cases import slow_but
 
 START = (tuple(tiny.base_ids(2)), tuple(tiny.base_ids(3, 1)))  # what the first two windows begin with
 
@@ -58,7 +59,7 @@ LLAMA = tiny.tiny_model()
 
 
 @pytest.mark.parametrize("encoder", ["averaging", "transformer"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", slow_but(["llama", "mistral", "gemma2", "qwen3"], "llama", "gemma2"))
 def test_bits_equal_those_of_ids_fed_one_by_one(family, encoder):
     model, found = tiny.tiny_model(family, encoder), windows(40, 25, 33)
     measured = measure_bits(model, found, batch_size=2)
@@ -110,7 +111,7 @@ def test_a_plain_models_bits_are_those_of_its_own_forward(make):
 
 
 @pytest.mark.parametrize("model", [LLAMA, plain_llama(), plain_gemma3()], ids=["zip", "llama", "gemma3"])
-@pytest.mark.parametrize("logits", [1, 500, 3000])
+@pytest.mark.parametrize("logits", slow_but([1, 500, 3000], 500))
 def test_calls_small_enough_for_the_memory_give_the_same_bits(monkeypatch, model, logits):
     found = windows(40, 25, 33)
     expected = measure_bits(model, found).bits
@@ -119,7 +120,7 @@ def test_calls_small_enough_for_the_memory_give_the_same_bits(monkeypatch, model
 
 
 @pytest.mark.parametrize("model", [LLAMA, tiny.tiny_model("phi3"), plain_llama()], ids=["llama", "phi3", "plain"])
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 16])
+@pytest.mark.parametrize("batch_size", slow_but([1, 2, 5, 16], 2, 16))
 def test_neither_batch_size_nor_order_changes_a_windows_bits(model, batch_size):
     found = windows(40, 7, 33, 33, 1, 50)
     turned = Windows(found.windows[::-1], BOS, 0)

@@ -24,6 +24,7 @@ from mlx_zip.evaluation.rates import (
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
+from support.slow_cases import slow_but
 
 TOKENIZER = tiny_text.byte_level()
 MODEL = tiny.tiny_model()
@@ -63,6 +64,7 @@ def responses(prompt, **options):
 # ---- one turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
 def test_stories_are_those_of_stream_generate_in_batches_too(batch_size):
     stories = measured(alone(), Settings(max_tokens=24, batch_size=batch_size)).turns[0]
@@ -124,6 +126,7 @@ def test_repeated_grams_are_those_seen_before():
     assert repeated_grams([1, 2, 3]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_starting_codebook_compresses_the_canonical_text_and_is_generated_with():
     words = tuple(tuple(TOKENIZER.encode(word, add_special_tokens=False)) for word in ("on", "ti", "cat"))
     settings = Settings(max_tokens=24, batch_size=4, start=words)
@@ -181,7 +184,7 @@ def test_the_last_turn_is_what_is_reported_and_every_turn_is_there():
     assert record["texts"] == [story.text for story in rates.turns[-1]]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", slow_but([1, 3], 3))
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_a_turns_context_is_all_that_was_said_before(keep_cache, batch_size):
     settings = Settings(max_tokens=24, batch_size=batch_size, keep_cache=keep_cache)

@@ -140,6 +140,7 @@ def test_turns_that_go_on_from_a_cache_are_mlx_s_alone(tmp_path):
 # ---- the command
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("home")
 def test_the_command_measures_on_pytorch_what_it_measures_on_mlx(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("The cat sat on the mat. The cat sat on the mat. Once upon a time a cat sat.")

@@ -32,6 +32,7 @@ from support.converting import convert
 from support.evaluating import BOS, windows
 from support.exporting import export
 from support.generating import ENDLESS, ids, run, text
+from support.slow_cases import slow_but
 
 
 def canonical_model(**changes):
@@ -161,7 +162,7 @@ def test_after_an_id_that_was_excluded_only_what_it_begins_itself_counts():
 # ---- generation
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("temp", slow_but([0.0, 1.0], 1.0))
 def test_generated_ids_are_those_of_the_compressor_but_where_the_model_is_set_on_others(temp):
     def generated(model):
         """Ids, and the least probability that excluded ids had where one of them was taken."""
@@ -197,6 +198,7 @@ def test_greedy_takes_the_likeliest_of_the_ids_that_are_left():
         feed = [token]
 
 
+@pytest.mark.slow
 def test_in_mlx_lms_own_loop_it_is_a_logits_processor():
     model = canonical_model()
     cache = model.make_cache()

@@ -27,10 +27,11 @@ from support.conversing import (
     message,
     new_cache,
 )
+from support.slow_cases import slow_but
 
 
 @both
-@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("seed", slow_but([None, 1, 2], None))
 def test_the_second_turn_reads_only_what_is_new(kind, seed):
     cache, messages, had = first_turn(kind, seed)
     _, last = answer(kind, messages, cache)
@@ -108,6 +109,7 @@ def edited(edit, n, cache, messages):
 EDITS = ("ask", "write", "drop", "branch", "system", "copy", "trim")
 
 
+@pytest.mark.slow
 @settings(max_examples=8, derandomize=True)
 @given(
     kind=st.sampled_from(list(NAMES)),

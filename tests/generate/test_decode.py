@@ -19,6 +19,7 @@ from mlx_zip.models.session import Session
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.early_reads import steps_without_row
+from support.slow_cases import slow_but
 from support.steps import decode_steps
 
 STEPS = 60  # the codebook of 64 entries is full after 38
@@ -78,10 +79,11 @@ def counted(monkeypatch):
 # ---- the same as a loop that waits
 
 
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
-@pytest.mark.parametrize(
-    ("encoder", "temp"), [("transformer", 0.0), ("transformer", 1.0), ("res_latent_attn", 0.0), ("averaging", 1.0)]
-)
+ENCODERS = [("transformer", 0.0), ("transformer", 1.0), ("res_latent_attn", 0.0), ("averaging", 1.0)]  # temperature
+
+
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
+@pytest.mark.parametrize(("encoder", "temp"), slow_but(ENCODERS, ENCODERS[1], ENCODERS[2]))
 def test_ids_are_those_of_a_loop_that_waits(encoder, mode, temp, counted):
     model = tiny.tiny_model("llama", encoder, position_mode=mode)
     mx.random.seed(3)
@@ -104,7 +106,7 @@ def waited(family):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+@pytest.mark.parametrize("family", slow_but(sorted(tiny.FAMILIES), "gemma2", "llama"))
 def test_every_family_decodes(family, ahead, counted):
     expected = waited(family)
     counted.update(ahead=0)
@@ -122,7 +124,7 @@ def test_where_input_rows_are_output_rows_no_body_runs_again(counted):
     assert counted["again"] == 1  # the prompt's last id
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", slow_but([True, False], True))
 def test_rows_from_a_store_change_nothing(ahead):
     model = tiny.tiny_model()
     expected = list(waiting(model))
@@ -134,7 +136,7 @@ def test_rows_from_a_store_change_nothing(ahead):
     assert model.session.store.encoded == encoded > 0
 
 
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 def test_where_longrope_changes_its_factors_the_loop_waits(mode, counted):
     model = tiny.tiny_model("phi3", position_mode=mode)
     model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 70})
@@ -144,7 +146,7 @@ def test_where_longrope_changes_its_factors_the_loop_waits(mode, counted):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "base_token_end"))
 def test_at_longropes_switch_the_context_is_read_again_in_chunks_and_progress_is_told(mode, ahead, columns):
     model, told, cache = tiny.tiny_model("phi3", position_mode=mode), [], None
     model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 70})
@@ -189,7 +191,7 @@ def test_kv_caches_are_quantized_on_the_way():
     assert_equal(decode(model, **kv), waiting(model, **kv))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 30, 31])
+@pytest.mark.parametrize("chunk", slow_but([1, 7, 30, 31], 7, 31))
 def test_the_prompt_may_be_read_in_chunks_and_progress_is_told(chunk):
     model, told = tiny.tiny_model(), []
     n = len(prompt_of(model))
@@ -341,7 +343,7 @@ def test_after_a_trim_below_longropes_border_the_short_factors_are_back():
     assert not caches[0][-1].long_rope
 
 
-@pytest.mark.parametrize("dtype", [mx.uint8, mx.int32, mx.uint32, mx.int64, mx.uint64])
+@pytest.mark.parametrize("dtype", slow_but([mx.uint8, mx.int32, mx.uint32, mx.int64, mx.uint64], mx.uint8))
 def test_a_sampler_may_give_ids_of_any_integer_type(dtype):
     model = tiny.tiny_model()
     sampler = lambda logprobs: mx.argmax(logprobs, axis=-1).astype(dtype)

@@ -11,6 +11,7 @@ from mlx_zip.models.batching import filter_cache
 from mlx_zip.models.launches import launches
 from mlx_zip.models.zip_model import Model
 from support import tiny
+from support.slow_cases import slow_but
 from support.steps import Together
 
 STEPS, LENGTHS = 30, (40, 25, 33)
@@ -40,7 +41,7 @@ def waiting(model):
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", slow_but(["llama", "phi3", "gemma2"], "gemma2"))
 def test_ids_are_those_of_each_prompt_alone(family, mode, ahead):
     model = tiny.tiny_model(family, position_mode=mode)
     if family == "phi3":
@@ -52,7 +53,7 @@ def test_ids_are_those_of_each_prompt_alone(family, mode, ahead):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 def test_at_longropes_switch_each_context_is_read_again_in_chunks(mode, ahead, monkeypatch):
     model, columns, run = tiny.tiny_model("phi3", position_mode=mode), [], Model.run_layers
     model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 50})
@@ -75,7 +76,7 @@ def test_a_row_that_ends_leaves_the_others_as_they_are(ahead):
     assert len(requests.cache[-1].books) == requests.cache[0].keys.shape[0] == 1
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", slow_but([True, False], True))
 def test_processors_follow_their_sequences_when_others_leave(ahead):
     model, options = tiny.tiny_model(canonical=True), {"repetition_penalty": 1.5, "presence_penalty": 0.5}
     whole = together(model, ahead, **options).run(STEPS)
@@ -111,7 +112,7 @@ def test_an_interrupt_while_a_sequence_leaves_changes_nothing(at, monkeypatch):
     assert {(entry.keys.shape[0], entry._idx) for entry in cache[:-1]} == {(3, cache[-1].offset)}
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", slow_but([True, False], True))
 def test_canonical_rows_are_those_of_each_row_alone(ahead):
     model = tiny.tiny_model(seed=2)
     free = together(model, ahead).run(STEPS)

@@ -18,6 +18,7 @@ from mlx_zip.models.rows.zip_state import find_state
 from support import tiny
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
 from support.places import SHARED
+from support.slow_cases import slow_but
 
 PARAMS = MODEL.config.codec_params
 V = PARAMS.vocab_size
@@ -357,7 +358,10 @@ def test_a_small_story_model_tells_its_story():
 # ---- the package
 
 
-@pytest.mark.parametrize("first", ["import mlx_zip.engine.generate", "from mlx_zip import load", "import mlx_zip"])
+@pytest.mark.parametrize(
+    "first",
+    slow_but(["import mlx_zip.engine.generate", "from mlx_zip import load", "import mlx_zip"], "import mlx_zip"),
+)
 def test_the_packages_generate_is_the_function_whatever_was_imported_first(first):
     code = f"{first}\nimport mlx_zip, types\nassert isinstance(mlx_zip.generate, types.FunctionType)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

@@ -15,6 +15,7 @@ from mlx_zip.generation.sampling import MOST_BIAS, Sampling, base_ids_only, make
 from mlx_zip.models.rows.zip_state import ZipState
 from support import tiny
 from support.generating import ENDLESS, PROMPT
+from support.slow_cases import slow_but
 
 MODEL = tiny.tiny_model()
 PARAMS = MODEL.config.codec_params
@@ -144,7 +145,7 @@ ODD = {  # sums that may be 0, or differ in their last bits
 }
 
 
-@pytest.mark.parametrize("merge_size", [2, 3, 16])
+@pytest.mark.parametrize("merge_size", slow_but([2, 3, 16], 3))
 @pytest.mark.parametrize("policy", ["freeze", "lru"])
 @pytest.mark.parametrize("name", [*ONE_BY_ONE, *ODD])
 def test_penalties_that_follow_a_request_equal_the_plain_form_bit_for_bit(name, policy, merge_size):

@@ -33,6 +33,7 @@ def test_mlx_lms_stream_counts_base_tokens():
     assert all(response.token < MODEL.layout.vocab_size for response in responses)
 
 
+@pytest.mark.slow
 def test_a_name_of_mlx_lm_that_was_imported_before_mlx_zip_gives_the_text_too():
     lines = [
         "from mlx_lm import stream_generate",

@@ -14,6 +14,7 @@ from mlx_zip.errors import GenerationError
 from support import tiny
 from support.generating import ENDLESS, MODEL
 from support.plain_families import FAMILIES, plain_family
+from support.slow_cases import slow_but
 
 PROMPTS = [tiny.base_ids(n, n) for n in (5, 40, 1, 17)]
 
@@ -29,7 +30,7 @@ def mlx_lm(model, ids, max_tokens=40, **options):
 
 
 @pytest.mark.parametrize("chunk", [4, 2048])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, "llama", "mamba2"))
 def test_a_batch_has_the_ids_of_mlx_lm_s_batch(name, chunk):
     found = [[] for _ in PROMPTS]
     for row, response in stream_batch(family(name), ENDLESS, PROMPTS, 30, prefill_step_size=chunk):
@@ -38,7 +39,7 @@ def test_a_batch_has_the_ids_of_mlx_lm_s_batch(name, chunk):
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize("name", slow_but(["gemma3", "qwen3_next"], "qwen3_next"))
 def test_rows_of_a_batch_may_end_at_any_time_and_have_penalties(name):
     options = {"repetition_penalty": 1.3, "stop": ["q", "Z"]}
     found = ["" for _ in PROMPTS]
@@ -65,7 +66,7 @@ def test_requests_whose_caches_do_not_batch_take_their_steps_one_by_one(monkeypa
 
 
 @pytest.mark.parametrize("size", [5, 16, 60])
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", slow_but(["llama", "qwen2"], "llama"))
 def test_a_bounded_cache_gives_mlx_lm_s_ids(name, size):
     model = family(name)
     for prompt in PROMPTS:

@@ -21,6 +21,7 @@ from support.command_line import runner
 from support.places import REPO
 from support.processes import Command, wait_all
 from support.several_machines import LIMIT_S, PROMPT, free_ports, generated_ids, ids_on, peaks_on, ring, write_model
+from support.slow_cases import slow_but
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
@@ -38,6 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain qwen3": {"family": "qwen3", "plain": True},
 }
 
+FLAGS = [["--prompt", "-"], ["--prompt-cache-file", "x"], ["--adapter-path", "x"]]  # that one machine may have
+
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, list[dict[str, Any]]]]:
@@ -50,6 +53,7 @@ def found(jobs, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return ids_on(2, tmp_path_factory.mktemp("two"), jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_two_machines_write_the_ids_of_one(name, jobs, found):
     index = list(MODELS).index(name)
@@ -60,17 +64,20 @@ def test_two_machines_write_the_ids_of_one(name, jobs, found):
     assert found[0][index][:2] == found[1][index][:2] == alone
 
 
+@pytest.mark.slow
 def test_machines_choose_the_same_ids_without_a_seed_too(jobs, found):
     unseeded = [[ids[2] for ids in machine] for machine in found]
     assert unseeded[0] == unseeded[1]
 
 
+@pytest.mark.slow
 def test_a_machine_never_holds_more_than_its_share_and_one_tensor(tmp_path):
     folder = write_model(tmp_path / "wide", "llama", encoder="averaging", hidden=512)
     for peak, whole in peaks_on(2, tmp_path / "two", folder):
         assert peak < 0.75 * whole
 
 
+@pytest.mark.slow
 def test_mlx_launch_runs_generate_and_only_the_first_machine_prints(jobs, tmp_path, capsys):
     flags = "--prompt", PROMPT, "--max-tokens", "30", "--temp", "0.8", "--seed", "5", "--json"
     launch = Path(sys.executable).parent / "mlx.launch"
@@ -112,6 +119,7 @@ def test_counts_that_the_machines_do_not_divide_are_refused_by_name(changes, siz
         check_sharding({**tiny.tiny_config(), **changes}, size)
 
 
+@pytest.mark.slow
 def test_every_machine_says_why_the_model_cannot_be_split(tmp_path):
     model = write_model(tmp_path / "phi3", "phi3")
     ended = wait_all(on_two(tmp_path, "--model", model), LIMIT_S)
@@ -119,7 +127,7 @@ def test_every_machine_says_why_the_model_cannot_be_split(tmp_path):
     assert ["type phi3 cannot be split" in said for _, said in ended] == [True, True]
 
 
-@pytest.mark.parametrize("flags", [("--prompt", "-"), ("--prompt-cache-file", "x"), ("--adapter-path", "x")])
+@pytest.mark.parametrize("flags", slow_but(FLAGS, FLAGS[0]))
 def test_flags_that_several_machines_cannot_use_are_refused(flags, jobs, tmp_path):
     ended = wait_all(on_two(tmp_path, "--model", jobs[0][0], *flags), LIMIT_S)
     assert [status for status, _ in ended] == [2, 2]
@@ -139,6 +147,7 @@ def on_two(home: Path, *flags: Any, second: tuple[Any, ...] = ()) -> list[Comman
     ]
 
 
+@pytest.mark.slow
 def test_machines_with_different_weights_refuse_to_begin(jobs, tmp_path):
     other = write_model(tmp_path / "other", "llama", seed=1)
     ended = wait_all(on_two(tmp_path, "--model", jobs[0][0], second=("--model", other)), LIMIT_S)
@@ -146,12 +155,14 @@ def test_machines_with_different_weights_refuse_to_begin(jobs, tmp_path):
     assert ["differ in the model's weights" in said for _, said in ended] == [True, True]
 
 
+@pytest.mark.slow
 def test_machines_with_different_requests_refuse_to_begin(jobs, tmp_path):
     ended = wait_all(on_two(tmp_path, "--model", jobs[0][0], second=("--max-tokens", 99)), LIMIT_S)
     assert [status for status, _ in ended] == [2, 2]
     assert ["differ in the request" in said for _, said in ended] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_load_ends_the_other(jobs, tmp_path):
     ended = wait_all(on_two(tmp_path, "--model", jobs[0][0], second=("--model", tmp_path / "none")), LIMIT_S)
     assert [status for status, _ in ended] == [2, 2]
@@ -159,6 +170,7 @@ def test_a_machine_that_cannot_load_ends_the_other(jobs, tmp_path):
     assert "no such model folder" in ended[1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_that_is_killed_ends_the_other_with_one_line_of_its_own(lost, jobs, tmp_path):
     processes = on_two(tmp_path, "--model", jobs[0][0], "--max-tokens", 1_000_000)

@@ -120,6 +120,7 @@ def files(pattern: str) -> set[str]:
     return {str(path.relative_to(REPO)) for path in REPO.glob(pattern)}
 
 
+@pytest.mark.slow
 def test_the_sdist_carries_all_that_the_build_and_the_tests_need(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -129,35 +130,42 @@ def test_the_sdist_carries_all_that_the_build_and_the_tests_need(sdist):
     assert (sources | tests | top) - names == set()
 
 
+@pytest.mark.slow
 def test_the_sdist_carries_nothing_that_was_compiled(sdist):
     with tarfile.open(sdist) as archive:
         assert [name for name in archive.getnames() if name.endswith(COMPILED)] == []
 
 
+@pytest.mark.slow
 def test_a_wheel_from_the_sdist_has_the_same_files_as_one_from_the_tree(tree, wheel, compiler, tmp_path):
     assert contents(build("wheel", tree, tmp_path, CC=compiler)) == contents(wheel)
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_one_package(wheel):
     tops = {name.split("/")[0] for name in contents(wheel)}
     assert tops == {"mlx_zip", f"mlx_zip-{mlx_zip.__version__}.dist-info"}
 
 
+@pytest.mark.slow
 def test_what_repeats_papers_and_makes_the_bundled_models_stays_out_of_the_wheel(wheel):
     folders = {folder for name in contents(wheel) for folder in Path(name).parts[:-1]}
     assert folders & set(NOT_INSTALLED) == set()
 
 
+@pytest.mark.slow
 def test_one_wheel_serves_every_supported_python(wheel):
     assert re.fullmatch(rf"mlx_zip-{re.escape(mlx_zip.__version__)}-cp311-abi3-\w+\.whl", wheel.name)
 
 
+@pytest.mark.slow
 def test_the_wheel_is_typed_and_carries_the_golden_data(wheel):
     golden = REPO / "tests/golden"
     models = {f"mlx_zip/golden/{p.relative_to(golden)}" for p in (golden / "models").rglob("*") if p.is_file()}
     assert models | {"mlx_zip/py.typed", "mlx_zip/golden/lzw_public.json"} <= contents(wheel)
 
 
+@pytest.mark.slow
 def test_every_part_of_the_package_comes_from_the_wheel(python, tmp_path):
     code = """
         import importlib, json
@@ -168,6 +176,7 @@ def test_every_part_of_the_package_comes_from_the_wheel(python, tmp_path):
     assert [f for f in files if not f.startswith(str(python.parents[1]))] == []
 
 
+@pytest.mark.slow
 def test_the_installed_codec_compresses_and_expands(python, tmp_path):
     code = """
         from mlx_zip import Codebook, CodecParams, compress
@@ -181,6 +190,7 @@ def test_the_installed_codec_compresses_and_expands(python, tmp_path):
     assert run(python, "-c", _dedent(code), cwd=tmp_path).split() == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_the_installed_command_says_what_it_can_do(python, tmp_path):
     help_text = run(python.with_name("mlx_zip"), "--help", cwd=tmp_path)
     assert {"generate", "convert", "compress", "selftest", "bench"} <= set(re.findall(r"\w+", help_text))
@@ -190,6 +200,7 @@ def _dedent(code: str) -> str:
     return "\n".join(line[8:] for line in code.splitlines())
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_file_of_the_chat_apps_page(wheel):
     page = {name for part in ("page", "vendor") for name in files(f"apps/chat/{part}/**/*") if (REPO / name).is_file()}
     assert "apps/chat/page/index.html" in page

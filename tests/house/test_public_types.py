@@ -30,6 +30,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("pyright") is None, reason="pyright is not installed (pip install -e '.[lint]')")
 def test_a_checker_finds_misspelled_names_and_nothing_else(tmp_path):
     file = tmp_path / "use.py"

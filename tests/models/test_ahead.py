@@ -19,6 +19,7 @@ from mlx_zip.models.rows.row_tables import HeadTable, RowTable, TurningTable
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.zip_model import Model
 from support import tiny
+from support.slow_cases import slow_but
 from support.steps import decode_steps
 
 WARM, PER_SIDE, BASE_TOKEN_END, CANONICAL = 10, 30, 3, 6  # launches that a step may add to mlx-lm's
@@ -108,7 +109,7 @@ def counted(model, warm, canonical=False):
 SHAPES = [("llama", "res_latent_attn"), ("llama", "transformer"), ("qwen3", "transformer"), ("gemma", "transformer")]
 
 
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
 @pytest.mark.parametrize(("family", "encoder"), SHAPES)
 def test_a_warm_step_adds_few_launches_to_mlx_lms(family, encoder, mode):
     model = tiny.tiny_model(family, encoder, position_mode=mode)
@@ -118,7 +119,7 @@ def test_a_warm_step_adds_few_launches_to_mlx_lms(family, encoder, mode):
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("encoder", ["res_latent_attn", "transformer"])
+@pytest.mark.parametrize("encoder", slow_but(["res_latent_attn", "transformer"], "res_latent_attn"))
 def test_a_cold_step_encodes_one_row_and_seldom_several(encoder, bits):
     sizes = {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
     if encoder == "res_latent_attn":
@@ -140,6 +141,7 @@ def test_canonical_decoding_adds_few_launches():
     assert 0 < max(counted(model, warm=True, canonical=True)[0]) <= WARM + CANONICAL
 
 
+@pytest.mark.slow
 def test_the_id_is_on_the_host_while_its_body_still_runs(monkeypatch):
     model = tiny.tiny_model()
     cache, y = read(model)

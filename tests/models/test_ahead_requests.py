@@ -13,6 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.rows.row_store import RowStore
 from support import tiny
+from support.slow_cases import slow_but
 
 PACK = [[5, 6], [7, 8, 9], [5, 6, 7]]
 FEW = [3, 4, 5, 6, 7, 8, 1, tiny.PAD]  # base ids, so few that entries occur again; the last two never merge
@@ -118,7 +119,7 @@ class Requests(RuleBasedStateMachine):
         assert {entry.offset for entry in self.cache} == {len(self.ids)}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "freeze"))
 def test_a_request_in_any_order_gives_the_logits_of_one_call(name, tmp_path):
     machine = type("Machine", (Requests,), {"model": MODELS[name](), "folder": tmp_path})
     run_state_machine_as_test(

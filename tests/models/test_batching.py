@@ -17,6 +17,7 @@ from mlx_zip.models.rows import sequence_rows as state_rows
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.sequence_rows import SequenceRows
 from support import tiny
+from support.slow_cases import slow_but
 
 PACKS = [None, [[5, 6], [7, 8, 9], [5, 6, 7]], [[7, 8, 9], [10, 11]], ()]
 STEPS = 14
@@ -36,6 +37,7 @@ KINDS = {
     "lru": ("llama", turning("lru")),
     "use-count, rows tied": ("gemma2", {"tie_encoders": True, **turning("use-count")}),
 }
+FORMS = [*((kind, False) for kind in KINDS), ("llama", True), ("qwen2", True)]  # whether decoding is canonical
 
 
 def model_of(kind, store=False):
@@ -129,7 +131,7 @@ def small_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("kind", "canonical"), [*((kind, False) for kind in KINDS), ("llama", True), ("qwen2", True)])
+@pytest.mark.parametrize(("kind", "canonical"), slow_but(FORMS, ("llama", False)))
 def test_joins_and_leaves_in_any_order_change_no_sequence(kind, canonical, ahead, small_steps):
     rng = np.random.default_rng(len(kind) + canonical)
     model, single = model_of(kind, store=canonical), model_of(kind)

@@ -16,6 +16,7 @@ from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.training.steps.batches import make_batch
 from support import tiny
+from support.slow_cases import slow_but
 from support.steps import decode_steps
 from support.tiny import PAD, VOCAB, base_ids, last_logits, tiny_model
 
@@ -65,7 +66,7 @@ FORMS = [  # with input and output rows apart, and as one
 
 
 @pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), FORMS)
+@pytest.mark.parametrize(("family", "changes"), slow_but(FORMS, FORMS[0], FORMS[4]))
 def test_a_causal_call_gives_what_single_steps_give(policy, family, changes):
     model = turning(policy, family, **changes)
     ids = sampled(model)
@@ -86,7 +87,7 @@ def test_a_prompt_in_pieces_gives_what_single_steps_give(policy, family, changes
         np.testing.assert_allclose(last_logits(model, piece, cache), each[begin + len(piece) - 1], atol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "changes"), FORMS)
+@pytest.mark.parametrize(("family", "changes"), slow_but(FORMS, FORMS[0], FORMS[3]))
 def test_rows_are_those_of_the_entries_that_the_slots_have(family, changes):
     model = turning(family=family, **changes)
     cache, expected = model.make_cache(), twin.Codebook(model.config.codec_params)
@@ -172,7 +173,7 @@ def test_an_illegal_id_in_one_sequence_of_a_batch_changes_no_row():
 
 
 @pytest.mark.parametrize("policy", TURNS)
-@pytest.mark.parametrize(("family", "changes"), FORMS)
+@pytest.mark.parametrize(("family", "changes"), slow_but(FORMS, FORMS[0]))
 def test_a_step_ahead_of_the_host_emits_the_same_ids(policy, family, changes):
     """At a high temperature, so that hypertokens are read that have changed hands meanwhile."""
     model, prompt = turning(policy, family, **changes), np.array(base_ids(20), np.uint32)
@@ -186,6 +187,7 @@ def test_a_step_ahead_of_the_host_emits_the_same_ids(policy, family, changes):
     assert sum(one >= VOCAB for one in made[0]) > 5
 
 
+@pytest.mark.slow
 def test_rows_from_a_store_change_nothing():
     model = turning()
     ids = sampled(model)

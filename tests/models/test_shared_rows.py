@@ -64,6 +64,7 @@ def test_a_sequence_that_joins_copies_no_rows_that_are_there():
     assert len(state.places) == len(state.books[2]) == len(state.books[0]) + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 def test_two_hundred_joins_and_leaves_take_no_more_places(ahead):
     model = tiny.tiny_model()

@@ -11,6 +11,7 @@ from mlx_zip.errors import ConfigError
 from mlx_zip.models import layers
 from mlx_zip.models.layers import Positions, RMSNorm, make_rope
 from support import tiny
+from support.slow_cases import slow_but
 
 CONFIG = {"max_position_embeddings": 4096, "original_max_position_embeddings": 512}
 KINDS = {
@@ -127,7 +128,7 @@ def steps(model):
     return np.stack([tiny.last_logits(model, [one], cache) for one in tiny.base_ids(40)])
 
 
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "base_token_end"))
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_models_steps_are_the_same_in_either_form(family, mode, monkeypatch):
     model = tiny.tiny_model(family, position_mode=mode).eval()

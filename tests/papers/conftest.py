@@ -7,6 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of this folder slow: they train models and measure them."""
+    for item in items:
+        if item.path.parent.name == "papers":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_watching() -> Iterator[None]:
     """Records are made without watching the machine for two seconds first."""

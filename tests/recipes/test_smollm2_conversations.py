@@ -167,6 +167,7 @@ def test_a_question_longer_than_the_conversation_may_be_is_dropped():
 # ---- seeds
 
 
+@pytest.mark.slow
 def test_seeds_repeat_and_skip_the_numbers_that_are_there():
     pools = made.make_pools(None, "train")
     seeds = list(islice(made.make_seeds(pools, "train", 0.5, set()), 20))
@@ -174,6 +175,7 @@ def test_seeds_repeat_and_skip_the_numbers_that_are_there():
     assert {one.user is None for one in seeds} == {True, False}
 
 
+@pytest.mark.slow
 def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
     train, held_out = set(made.functions("train")), set(made.functions("held_out"))
     assert len(train) > 20
@@ -223,6 +225,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
+@pytest.mark.slow
 def test_the_small_run_samples_as_much_as_was_asked(run):
     for part in ("train", "held_out"):
         records = lines(run / "sampled" / f"{part}.jsonl")
@@ -231,6 +234,7 @@ def test_the_small_run_samples_as_much_as_was_asked(run):
         assert len(kept) == len([one for one in records if "messages" in one])
 
 
+@pytest.mark.slow
 def test_the_small_run_learns_a_pack_of_each_domain_and_of_all(run):
     packs = {file.stem: load_pack(file) for file in (run / "packs").glob("*.npz")}
     assert packs.keys() == {"chat", "code", "mixed"}
@@ -259,6 +263,7 @@ def test_a_mixed_pack_by_use_alone_is_learned_by_the_command_from_the_mixture(tm
     assert [len(source["data"]) for source in mixture["sources"]] == [2, 1]  # chat with its cut conversations
 
 
+@pytest.mark.slow
 def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     run, named_by = own_run
     for name, files in (("zip", 5), ("control", 2)):
@@ -273,6 +278,7 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     assert (run / "leg-2" / "zip.log").read_bytes() == log
 
 
+@pytest.mark.slow
 def test_the_small_run_is_measured_against_its_control_and_its_base(run):
     measured = run / "leg-1" / "measured"
     bits = read_object(measured / "bits-code.json")["models"]
@@ -291,6 +297,7 @@ def test_the_small_run_is_measured_against_its_control_and_its_base(run):
     assert str(run.parent) not in (measured / "record.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_the_frontier_has_a_point_of_every_model_and_pack(run):
     points = read_object(run / "leg-1" / "frontier" / "points.json")["points"]
     named = [(one["model"], one["pack"]) for one in points]
@@ -324,6 +331,7 @@ def classes(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_labels_are_compared_by_example_with_the_control(small, run, classes):
     models = {name: run / "leg-1" / "models" / name for name in ("control", "zip")} | {"base": small / "model"}
     found = labels.measure_labels(models, "control", classes, 4, 6)
@@ -348,6 +356,7 @@ def test_labels_that_begin_alike_are_refused(base):
         labels.label_ids(load_tokenizer(base[0]), ("same", "same"))
 
 
+@pytest.mark.slow
 def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     shipped, trained = run / "leg-1" / "adapter", run / "leg-1" / "zip" / "adapter"
     assert {file.name for file in shipped.iterdir()} == {file.name for file in trained.iterdir()}
@@ -357,6 +366,7 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     assert (shipped / weights).read_bytes() == (trained / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_leg_that_fails_names_its_log(own_run, capsys):
     run, named_by = own_run
     copytree(run / "leg-1" / "zip" / "adapter", run / "leg-3" / "zip" / "adapter")
@@ -365,6 +375,7 @@ def test_a_leg_that_fails_names_its_log(own_run, capsys):
     assert "no checkpoint" in (run / "leg-4" / "zip.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -385,6 +396,7 @@ def test_a_stage_says_what_has_to_be_done_before(own_run, monkeypatch, capsys, w
     assert not (run.parent / "new").exists()
 
 
+@pytest.mark.slow
 def test_the_card_names_every_file_and_licence(run):
     card = (run / "data" / "README.md").read_text()
     for file in (run / "data").glob("*/*.jsonl"):
@@ -393,6 +405,7 @@ def test_the_card_names_every_file_and_licence(run):
     assert "Apache-2.0" in card
 
 
+@pytest.mark.slow
 def test_a_pack_that_cannot_be_learned_is_named(own_run):
     run, _ = own_run
     (run / "packs" / "code.npz").unlink()
@@ -400,6 +413,7 @@ def test_a_pack_that_cannot_be_learned_is_named(own_run):
         main.run(main.Recipe(SMALL, run, run, call=lambda *_: 2), ["packs"])
 
 
+@pytest.mark.slow
 def test_legs_are_numbered_from_1(own_run, capsys):
     assert main.main(["train", *own_run[1], "--leg", "0"]) == 2
     assert "--leg must be at least 1" in capsys.readouterr().err
@@ -420,6 +434,7 @@ def test_a_step_is_timed_by_the_command_that_times_engines(engine, flag, tmp_pat
     assert step == 0.02
 
 
+@pytest.mark.slow
 def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
     folder, _ = base
     file, talk = tmp_path / "train.jsonl", replace(SMALL.talk, train=300)

@@ -153,6 +153,7 @@ def test_at_most_so_many_bytes_of_a_package_are_taken(tmp_path):
     assert len(sources["train"]) == 1
 
 
+@pytest.mark.slow
 def test_no_module_of_the_library_is_in_both_parts():
     train, held_out = texts.library("train"), texts.library("held_out")
     assert len(held_out) > 10

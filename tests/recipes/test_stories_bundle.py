@@ -145,6 +145,7 @@ def first_story(name):
     return list(stream_generate(*loaded(name), request, max_tokens=700))
 
 
+@pytest.mark.slow
 @there
 @pytest.mark.parametrize("name", named.BUNDLED)
 def test_a_bundled_model_ends_its_story_by_itself(name):
@@ -161,6 +162,7 @@ def test_the_bundled_models_story_is_about_what_was_asked_for(capsys):
     assert "boat" in told
 
 
+@pytest.mark.slow
 @there
 def test_most_of_what_is_asked_for_stands_in_the_stories():
     model, tokenizer = loaded("stories")
@@ -197,6 +199,7 @@ def test_its_pack_is_not_in_the_way_of_others_nor_of_data_without(tmp_path):
     assert cli.main([*prepare, "--pack", str(tmp_path / "a.npz"), "--out", str(tmp_path / "other")]) == 2
 
 
+@pytest.mark.slow
 @there
 def test_the_bundled_model_uses_hypertokens():
     first = first_story("stories")

@@ -28,6 +28,8 @@ from recipes.stories.settings import TINY
 from recipes.stories.texts import SOURCES
 from support.stories_toy import corpus
 
+pytestmark = pytest.mark.slow  # the recipe is made once, on a small scale, and takes ten seconds
+
 LEARN = ["vocab", "pack", "learn"]
 
 

@@ -89,6 +89,7 @@ def message_turn(body):
     return anthropic_bodies.turn_of(parse(anthropic_bodies.MessagesBody, body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("turn_of", "body"), [(response_turn, RESPONSE), (message_turn, MESSAGE)])
 def test_a_body_of_any_shape_is_a_turn_or_an_error_that_names_its_place(turn_of, body):
     assert isinstance(turn_of(body), Turn)

@@ -11,6 +11,7 @@ from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Reasoning, Text, Tool, ToolCall, Turn
 from support.sampling_answers import sampled, text_of
 from support.schemas import follows, random_object, random_schema
+from support.slow_cases import slow_but
 from support.tool_templates import KINDS, with_tools
 
 PARAMETERS = {
@@ -48,7 +49,7 @@ def test_answers_by_a_schema_are_valid(part, expand):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("marks", ["text", "plain", "special"])
+@pytest.mark.parametrize("marks", slow_but(["text", "plain", "special"], "text", "special"))
 def test_forced_calls_are_valid(kind, marks):
     for seed in range(8):
         rng = random.Random(seed)

@@ -17,6 +17,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 def test_log_likelihoods_over_http_are_those_of_the_model():
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
     from lm_eval.models.openai_completions import LocalCompletionsAPI  # pyright: ignore[reportMissingImports]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 import pytest
+from pydantic import ValidationError
 
 from mlx_zip.server.anthropic.bodies import MessagesBody
 from mlx_zip.server.anthropic.bodies import turn_of as message_turn
@@ -48,10 +48,11 @@ FLOODS = {
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_body_full_of_faults_costs_no_more_than_one_with_a_few(name):
     kind, body = FLOODS[name]
-    began = time.process_time()
     with pytest.raises(BodyError):
         parse(kind, body)
-    assert time.process_time() - began < 1.0
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 4
 
 
 def test_more_messages_than_a_list_may_have_are_refused_by_their_number():
@@ -64,17 +65,24 @@ def test_a_prompt_of_ids_may_be_as_long_as_a_context():
 
 
 def test_names_of_very_many_tools_are_compared_in_one_pass():
-    began = time.process_time()
-    check_tools([str(i) for i in range(MANY)], "auto")
-    assert time.process_time() - began < 2.0
+    class Name(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str(self) == other
+
+        __hash__ = str.__hash__
+
+    check_tools([Name(i) for i in range(MANY)], "auto")
+    assert Name.compared <= MANY
 
 
+@pytest.mark.slow
 def test_a_message_of_very_many_pieces_is_joined_once():
     pieces = [{"type": "text", "text": "x" * 2000}] * 9000
     body = parse(MessagesBody, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": pieces}] * 9})
-    began = time.process_time()
     (message,) = message_turn(body).messages
-    assert time.process_time() - began < 5.0
     assert message["content"] == "\n\n".join(["x" * 2000] * 81_000)
 
 

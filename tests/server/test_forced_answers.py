@@ -64,6 +64,7 @@ def calls_follow(message, schemas, choice):
     return bool(calls) and not message["content"] and valid and (choice == "required" or named == {"tool_1"})
 
 
+@pytest.mark.slow
 def test_forced_answers_that_end_by_themselves_are_valid(served):
     questions = [asked(seed) for seed in range(REQUESTS)]
     with ThreadPoolExecutor(4) as pool:
@@ -82,6 +83,7 @@ def test_forced_answers_that_end_by_themselves_are_valid(served):
     assert min(ended) > REQUESTS / 4
 
 
+@pytest.mark.slow
 def test_a_streamed_call_is_the_call_of_the_whole_answer(served):
     fields, _ = asked(2)
     whole = served.chat("hi", **fields).json["choices"][0]["message"]["tool_calls"]
@@ -93,6 +95,7 @@ def test_a_streamed_call_is_the_call_of_the_whole_answer(served):
     assert "".join(c["arguments"] for c in calls) == "".join(call["function"]["arguments"] for call in whole)
 
 
+@pytest.mark.slow
 def test_the_turn_after_a_call_reuses_the_ids_emitted_for_it(served):
     fields, _ = asked(4)
     first = {"role": "user", "content": "a question that nobody asked before " * 3}

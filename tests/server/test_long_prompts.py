@@ -136,6 +136,7 @@ def test_a_prompt_that_is_being_encoded_is_given_up_when_the_server_ends():
     assert tokenizer.long == 2
 
 
+@pytest.mark.slow
 def test_a_prompt_that_waits_for_another_one_is_not_rendered_any_more_when_its_client_has_gone(monkeypatch):
     engine, tokenizer = made()
     with serving(engine) as served:

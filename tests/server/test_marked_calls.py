@@ -12,6 +12,7 @@ from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
 from support.sampling_answers import sampled, text_of
 from support.schemas import follows, random_schema
+from support.slow_cases import slow_but
 from support.tool_templates import wrapped
 
 SPECIAL = {"glm47": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]}
@@ -50,7 +51,7 @@ def answered(tokenizer, turn, seed):
     return text, [*splitter.feed(text), *splitter.finish()]
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", slow_but([False, True], False))
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_read_back_and_follow_their_schemas(name, special):
     several = 0

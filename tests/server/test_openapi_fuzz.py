@@ -45,6 +45,7 @@ def cases():
     return [(name, mode) for name, one in operations().items() for mode in (RIGHT, WRONG) if mode is RIGHT or one.body]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), cases(), ids=[f"{name} {mode.value}" for name, mode in cases()])
 def test_answers_to_requests_made_from_the_description_conform_to_it(served, name, mode):
     @seed(1)

@@ -54,6 +54,7 @@ def ask(url, messages, max_tokens):
     return said["choices"][0]["message"], said["usage"]
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_the_second_turn_of_a_long_chat_is_found_on_disk(tmp_path, kind, how):

@@ -88,6 +88,7 @@ def test_the_server_says_what_generate_says(server, story):
     assert answer.model_extra["mlx_zip"]["hypertokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_stream_says_the_same_and_so_does_anthropics_dialect(server, story):
     chunks = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=300, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == story
@@ -147,6 +148,7 @@ def figure(server: Process, name: str) -> float:
     return float(re.search(rf"^mlx_zip_{name} (\S+)$", text, re.MULTILINE)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_lets_an_answer_end_and_then_ends_the_server(number, status):
     with started() as server:
@@ -158,6 +160,7 @@ def test_a_signal_lets_an_answer_end_and_then_ends_the_server(number, status):
         assert server.ended() == status
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback():
     with started("--drain", "60") as server:
         asked = {"messages": USER, "max_tokens": 1500, "temperature": 1.5, "n": 4}
@@ -176,6 +179,7 @@ def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback()
     assert whole.startswith(b"HTTP/1.1 503 ")
 
 
+@pytest.mark.slow
 def test_a_server_whose_output_nobody_reads_serves():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -195,6 +199,7 @@ def test_a_server_whose_output_nobody_reads_serves():
     assert process.returncode == 143
 
 
+@pytest.mark.slow
 def test_a_conversation_is_found_again_after_the_process_was_killed(tmp_path: Path):
     flags = ("--session-cache", str(tmp_path / "sessions"))
     with started(*flags) as server:
@@ -209,6 +214,7 @@ def test_a_conversation_is_found_again_after_the_process_was_killed(tmp_path: Pa
     assert second.usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.total_tokens
 
 
+@pytest.mark.slow
 def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
     code = (
         "import sys, threading; sys.path.insert(0, 'tests')\n"
@@ -271,6 +277,7 @@ def test_a_port_that_is_taken_is_named(run, home):
     assert "choose another --port" in error
 
 
+@pytest.mark.slow
 def test_missing_libraries_are_named_with_the_command_that_installs_them(run, home, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("mlx_zip.server")]:
         monkeypatch.delitem(sys.modules, name)

@@ -82,6 +82,7 @@ def check(deltas, vocab, expansions):
     return tokens, ids
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=8),

@@ -12,9 +12,11 @@ from mlx_zip.text.stream import TextStream
 from mlx_zip.text.tokenizers import Detokenizer, load_tokenizer
 from support import tiny_text
 from support.places import GOLDEN_MODELS, SHARED
+from support.slow_cases import slow_but
 
 PUBLISHED = SHARED / "tokenizers"
 FILES = sorted(path for path in PUBLISHED.glob("*") if "LICENSE" not in path.name and "encoder" not in path.name)
+SMALL = [path for path in FILES if not path.name.startswith(("cl100k", "llama3", "o200k", "qwen"))]
 needs_shared = pytest.mark.skipif(not FILES, reason="the published tokenizers are not at hand")
 GOLDEN = sorted(path.parent for path in GOLDEN_MODELS.glob("*/base/tokenizer.json"))
 TINY = {"bytes": tiny_text.byte_level(), "spm": tiny_text.sentencepiece(), "kept": tiny_text.sentencepiece(False)}
@@ -54,7 +56,7 @@ def test_golden_tokenizers_stream_text_as_they_decode_it(folder):
 
 
 @needs_shared
-@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize("file", slow_but(FILES, *SMALL), ids=lambda path: path.name.split(".")[0])
 def test_published_tokenizers_stream_text_as_they_decode_it(file):
     tokenizer = published(file)._tokenizer
     check_decoding(tokenizer, tokenizer.encode(TEXT, add_special_tokens=False))
@@ -81,7 +83,7 @@ def test_a_golden_model_prints_what_mlx_lm_prints(folder, seed):
 
 
 @needs_shared
-@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize("file", slow_but(FILES, *SMALL), ids=lambda path: path.name.split(".")[0])
 def test_a_published_tokenizer_prints_what_mlx_lm_prints(file):
     tokenizer = published(file)
     assert isinstance(tokenizer, TokenizerWrapper)

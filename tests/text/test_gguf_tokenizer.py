@@ -163,6 +163,7 @@ def of_library(library: Any, pre: str) -> dict[str, Any]:
     return {GGML + "model": "gpt2", GGML + "pre": pre, GGML + "tokens": tokens, GGML + "merges": merges}
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize(
     ("name", "pre"),

@@ -42,6 +42,7 @@ def test_answers_of_every_kind_of_tokenizer_follow_the_schema(name):
     assert found == {'{"a": 1}', '{"a": 11}'}
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_bytes_of_published_vocabularies_are_their_texts(file):

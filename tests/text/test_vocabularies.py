@@ -202,6 +202,7 @@ def test_sentencepieces_ids_are_those_of_its_library(tmp_path, algorithm, bytes_
         assert list(read.encode(text)) == library.encode(text), text
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize("name", ["llama3", "qwen", "cl100k_base", "o200k_base"])
 def test_published_ranks_have_the_ids_of_tiktoken(name):
@@ -226,6 +227,7 @@ def test_published_models_have_the_ids_of_sentencepiece(name):
         assert list(read.encode(text)) == library.encode(text)
 
 
+@pytest.mark.slow
 @needs_shared
 def test_llama3s_digits_are_all_numbers_of_one_to_three_digits():
     assert len(read_vocabulary(SHARED / "tokenizers" / "llama3.tiktoken.gz").digit_ids()) == 1110

@@ -23,6 +23,7 @@ from mlx_zip.training.steps.objective import LossWeights, PackTrainee, Trainee
 from mlx_zip.training.steps.stepping import to_device
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses, is_exact
+from support.slow_cases import slow_but
 from support.tiny import MERGE, PAD, VOCAB, tiny_model
 from support.tiny_training import arrays_of, losses, make_sample, settings
 
@@ -128,6 +129,7 @@ def run_tuning(run, model=None, pack=None, **changes):
     return tune(pack or Pack(WORDS), model, texts(), texts(samples=8, seed=1), options, run, quiet=True)
 
 
+@pytest.mark.slow
 def test_rows_become_better_and_the_model_stays(tmp_path):
     model = model_of()
     before = arrays_of(model)
@@ -139,6 +141,7 @@ def test_rows_become_better_and_the_model_stays(tmp_path):
     assert lines[-1][1] < lines[0][1]
 
 
+@pytest.mark.slow
 def test_a_tuning_goes_on_as_if_it_had_never_stopped_and_depends_on_its_seed_alone(tmp_path, monkeypatch):
     whole = run_tuning(tmp_path / "whole")
     with monkeypatch.context() as patched:
@@ -154,6 +157,7 @@ def test_a_tuning_goes_on_as_if_it_had_never_stopped_and_depends_on_its_seed_alo
     assert run_tuning(tmp_path / "other", seed=1).rows.fingerprint != whole.rows.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", ["lost", "damaged"])
 def test_a_resumed_tuning_without_its_log_still_tells_what_was_before_its_first_step(log, tmp_path, monkeypatch):
     whole = run_tuning(tmp_path / "whole")
@@ -191,6 +195,7 @@ def test_anothers_run_is_refused(change, tmp_path):
         run_tuning(tmp_path / "run", **{"iters": 2, **options})
 
 
+@pytest.mark.slow
 def test_tuning_a_tuned_pack_goes_on_from_its_rows(tmp_path):
     first = run_tuning(tmp_path / "a", iters=20)
     again = run_tuning(tmp_path / "b", pack=Pack(WORDS, rows=first.rows), iters=1)
@@ -200,7 +205,7 @@ def test_tuning_a_tuned_pack_goes_on_from_its_rows(tmp_path):
     assert anew.before == first.before
 
 
-@pytest.mark.parametrize("log", [None, "", '{"step": 0, "val_bits_per_byte": "x"}'])
+@pytest.mark.parametrize("log", slow_but([None, "", '{"step": 0, "val_bits_per_byte": "x"}'], ""))
 def test_what_the_rows_were_worth_before_is_right_also_where_the_log_is_lost(tmp_path, log):
     first = run_tuning(tmp_path / "run", iters=2)
     path = tmp_path / "run" / "metrics.jsonl"

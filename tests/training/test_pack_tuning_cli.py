@@ -112,6 +112,7 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
     assert "was tuned for a zip2zip model" in err
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_tuned_for_with_floats_and_takes_the_rows_into_its_folder(run):
     convert = ("convert", "--dtype", "bfloat16", "--encoder-bits", 8, "-q", "--q-bits", 4, "--q-group-size", 32)
     assert run(*convert, "--hf-path", tiny_text.converted(ZIP_MODEL), "--mlx-path", "small")[0] == 0
@@ -131,6 +132,7 @@ def test_a_quantized_model_is_tuned_for_with_floats_and_takes_the_rows_into_its_
     assert whole["codebook_fingerprint"] == load_pack("whole/pack.npz").fingerprint == told["quick"]["fingerprint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
 def test_a_plain_model_runs_with_a_pack_tuned_for_it(run, mode):
     model = plain_folder(Path("plain"))
@@ -204,6 +206,7 @@ def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):
     assert not Path("tuned.npz").exists()
 
 
+@pytest.mark.slow
 def test_a_pack_in_the_models_folder_does_not_stand_in_anothers_way(run):
     model = tiny_text.converted(ZIP_MODEL)
     command = learned(run, model, "--model", model, "--size", 8)

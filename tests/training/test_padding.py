@@ -32,6 +32,7 @@ def varied_batches(padding, canonical: bool = False) -> list:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("canonical", [False, True])
 def test_few_sizes_make_few_shapes_of_batches_of_any_length(canonical):
     few, close = ({shapes(batch) for batch in varied_batches(padding, canonical)} for padding in (FEW, CLOSE))

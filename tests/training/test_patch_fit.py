@@ -222,6 +222,7 @@ def test_patches_that_spell_another_text_of_as_many_bytes_are_told():
         assert (found["bytes"], found["exact"]) == (5, exact)
 
 
+@pytest.mark.slow
 def test_generated_text_is_the_bytes_of_the_patches_in_whole_characters(run):
     saved = load_patch_model(run / "model")
     table = saved.text.table

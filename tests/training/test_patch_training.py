@@ -120,6 +120,7 @@ def test_every_pass_reads_each_window_once_in_an_order_of_its_own():
         assert [batch[:, 0].tolist() for batch in _batches(corpus, settings, step)] == batches[step:]
 
 
+@pytest.mark.slow
 def test_training_learns_the_text(tmp_path, corpus):
     model = patch_model()
     before = evaluate(model, corpus)["bits_per_byte"]

@@ -20,6 +20,7 @@ from support.prepared import (
 )
 
 
+@pytest.mark.slow
 def test_the_folder_does_not_depend_on_the_number_of_workers(tmp_path, data):
     one = prepared(tmp_path / "one", data, shard_samples=4)
     prepared(tmp_path / "two", data, shard_samples=4, workers=2)

@@ -44,6 +44,7 @@ def test_a_limit_that_the_shares_cannot_meet_to_the_sample_ends_the_reading_all_
     assert shards.index["records"] < 40
 
 
+@pytest.mark.slow
 def test_a_mixture_does_not_depend_on_the_number_of_workers(tmp_path, mixture):
     for workers in (1, 2):
         prepared(tmp_path / str(workers), sources=load_mixture(mixture), shard_samples=2, workers=workers)

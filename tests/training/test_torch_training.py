@@ -21,6 +21,7 @@ from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepping import Stepper, make_optimizer
 from support.crashing import crash_after
+from support.slow_cases import slow_but
 from support.tiny import ENCODERS, FAMILIES, base_ids, tiny_config
 from support.tiny_training import arrays_of, losses, make_sample, options, random_model, settings, write_shards
 
@@ -93,21 +94,22 @@ def assert_alike(
 
 
 @pytest.mark.parametrize("tie_encoders", [False, True])
-@pytest.mark.parametrize("encoder", ENCODERS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # an untied and a tied head
+@pytest.mark.parametrize("encoder", slow_but(ENCODERS, "averaging"))
+@pytest.mark.parametrize("family", slow_but(["llama", "gemma2"], "llama"))  # an untied and a tied head
 def test_both_trainers_agree_over_twenty_steps_for_every_encoder(family, encoder, tie_encoders):
     config = tiny_config(family, encoder, tie_encoders=tie_encoders)
     assert_alike(random_model(config), config)
 
 
-@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "phi3"))
 def test_both_trainers_agree_for_every_family_and_position_mode(family, mode):
     config = tiny_config(family, "res_latent_attn", position_mode=mode)
     # SGD, because Adam turns rounding errors of gradients near 0, of which a whole model has many, into whole steps
     assert_alike(random_model(config), config, fine_tune_type="full", optimizer="sgd", learning_rate=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -125,17 +127,20 @@ def test_both_trainers_agree_for_every_setting(changes):
     assert_alike(random_model(config), config, **changes)
 
 
+@pytest.mark.slow
 def test_both_trainers_agree_on_longropes_long_factors():
     config = tiny_config("phi3", "transformer") | {"original_max_position_embeddings": 8}
     assert_alike(random_model(config), config, long=True)
 
 
+@pytest.mark.slow
 def test_both_trainers_agree_on_rows_that_begin_by_side():
     config = tiny_config("llama", "res_latent_attn")
     config["zip2zip"]["encoder"]["residual_by_side"] = True
     assert_alike(random_model(config), config)
 
 
+@pytest.mark.slow
 def test_both_trainers_agree_on_canonical_decoding():
     config = tiny_config("llama", "transformer", canonical=True)
     assert_alike(random_model(config), config)
@@ -202,6 +207,7 @@ def test_a_run_on_pytorch_logs_what_a_run_on_mlx_logs(tmp_path):
     assert all(np.abs(mine[name] - other[name]).max() < 1e-4 for name in mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["mlx", "torch"])
 def test_what_one_trainer_saved_the_other_goes_on_from(first, tmp_path, monkeypatch):
     second = "torch" if first == "mlx" else "mlx"
@@ -217,7 +223,7 @@ def test_what_one_trainer_saved_the_other_goes_on_from(first, tmp_path, monkeypa
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("step", range(1, 11))
+@pytest.mark.parametrize("step", slow_but(range(1, 11), 5))
 def test_a_run_that_was_stopped_at_any_point_ends_with_the_same_bits(step, tmp_path, monkeypatch):
     chosen = settings(iters=11, lora_dropout=0.2, save_every=3)
     whole, broken = (options(tmp_path / name, engine="torch") for name in ("whole", "broken"))

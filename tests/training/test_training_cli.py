@@ -203,6 +203,7 @@ def test_validation_is_the_mean_over_all_its_samples_without_dropout(tmp_path):
     assert found["val_bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_plot_draws_the_curves(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(flags(tmp_path / "run", "--plot", "--steps-per-report", "1")) == 0

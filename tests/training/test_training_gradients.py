@@ -14,6 +14,7 @@ from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats
 from mlx_zip.training.steps.stepping import to_device
 from support.float64_reference import Reference
+from support.slow_cases import slow_but
 from support.tiny import tiny_model
 from support.tiny_training import make_sample, random_model
 
@@ -93,7 +94,7 @@ def objective(trainee: Trainee, arrays: dict[str, mx.array]) -> mx.array:
     return trainee.total(sums) / sums["count"]
 
 
-@pytest.mark.parametrize(("encoder", "tie_encoders", "tie_embeddings", "availability"), CASES)
+@pytest.mark.parametrize(("encoder", "tie_encoders", "tie_embeddings", "availability"), slow_but(CASES, CASES[1]))
 def test_loss_and_gradients_are_those_of_the_float64_reference(encoder, tie_encoders, tie_embeddings, availability):
     trainee = toy(encoder, tie_encoders, tie_embeddings)
     some, codec = samples(trainee), trainee.model.config.codec_params

@@ -14,6 +14,7 @@ from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
 from support.crashing import crash_after
+from support.slow_cases import slow_but
 from support.tiny_training import losses, options, settings
 
 
@@ -44,7 +45,7 @@ def test_a_leg_is_another_run_when_it_begins_with_other_weights(tmp_path):
         train(options(tmp_path / "second"), settings(iters=2), quiet=True)
 
 
-@pytest.mark.parametrize("engine", ["mlx", "torch"])
+@pytest.mark.parametrize("engine", slow_but(["mlx", "torch"], "mlx"))
 def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, tmp_path):
     if engine == "torch":
         pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -60,6 +61,7 @@ def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, t
     assert losses(cut.out)[-2:] == losses(whole.out)[-2:]
 
 
+@pytest.mark.slow
 def test_a_leg_with_a_checkpoint_goes_on_without_the_leg_before(tmp_path, monkeypatch):
     first = first_leg(tmp_path)
     whole, cut = (options(tmp_path / name, init_from=first.out) for name in ("whole", "cut"))

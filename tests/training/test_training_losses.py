@@ -21,6 +21,7 @@ from mlx_zip.training.steps.objective import LossWeights, Trainee, samples_of
 from mlx_zip.training.steps.stepping import to_device
 from mlx_zip.training.steps.whole import run_whole
 from mlx_zip.training.trainer import Trainer
+from support.slow_cases import slow_but
 from support.tiny import ENCODERS, base_ids, tiny_config, tiny_model
 from support.tiny_training import make_sample, random_model
 
@@ -91,8 +92,8 @@ def assert_like_the_reference(model: Any, samples: list[Sample], availability: s
     assert found["nats"] == pytest.approx(expected[0], rel=2e-5)
 
 
-@pytest.mark.parametrize("availability", ["causal", "legacy"])
-@pytest.mark.parametrize("tie_encoders", [False, True])
+@pytest.mark.parametrize("availability", slow_but(["causal", "legacy"], "causal"))
+@pytest.mark.parametrize("tie_encoders", slow_but([False, True], False))
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_the_loss_equals_the_reference_for_every_encoder(encoder, tie_encoders, availability):
     model = random_model(tiny_config("llama", encoder), tie_encoders=tie_encoders)
@@ -101,7 +102,7 @@ def test_the_loss_equals_the_reference_for_every_encoder(encoder, tie_encoders, 
 
 @pytest.mark.parametrize("availability", ["causal", "legacy"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama"))
 def test_the_loss_equals_the_reference_for_every_family_and_position_mode(family, mode, availability):
     model = tiny_model(family, "transformer", position_mode=mode)
     lengths = (26, 30, 21, 9) if family == "phi3" else (26, 50, 33, 9)  # within LongRoPE's original context
@@ -109,7 +110,7 @@ def test_the_loss_equals_the_reference_for_every_family_and_position_mode(family
 
 
 @pytest.mark.parametrize("tie_encoders", [False, True])
-@pytest.mark.parametrize("encoder", ["transformer", "res_latent_attn"])
+@pytest.mark.parametrize("encoder", slow_but(["transformer", "res_latent_attn"], "transformer"))
 def test_the_loss_equals_the_reference_with_tied_embeddings(encoder, tie_encoders):
     model = random_model(tiny_config("gemma2", encoder), tie_encoders=tie_encoders)
     assert model.traits.tied

@@ -59,6 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_machines_give_the_losses_of_one_with_the_whole_batch_and_resume_from_the_first_ones_disk(home):
     outs = [home / "first", home / "second"]
     flags = {"iters": 5, "grad_accumulation_steps": 2, "token_type": 0.05}
@@ -84,6 +85,7 @@ def assert_equal_lines(found: Path, expected: Path) -> None:
             assert one[name] == other[name], name
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_machine_stops_both_after_the_same_step(home):
     outs = [home / "stopped", home / "stopped-too"]
     processes = start(home, outs, iters=100_000)
@@ -95,6 +97,7 @@ def test_a_signal_to_one_machine_stops_both_after_the_same_step(home):
     assert checkpoints(outs[0])[-1][0] == losses(outs[0])[-1][0]
 
 
+@pytest.mark.slow
 def test_when_the_first_machine_cannot_save_the_other_ends_with_a_word(home):
     outs = [home / "full", home / "full-too"]
     shutil.copytree(home / "one", outs[0])
@@ -106,6 +109,7 @@ def test_when_the_first_machine_cannot_save_the_other_ends_with_a_word(home):
     assert "another machine" in reason
 
 
+@pytest.mark.slow
 def test_when_one_machine_cannot_begin_the_other_does_not_wait_for_it(home, tmp_path):
     write_plain(tmp_path / "plain")
     write_shards(tmp_path / "data")

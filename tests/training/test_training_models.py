@@ -64,6 +64,7 @@ def test_lora_goes_into_as_many_of_the_last_blocks_as_asked(layers, tmp_path, in
     assert adapted == ({"1"} if layers == 1 else {"0", "1"})
 
 
+@pytest.mark.slow
 def test_a_trained_model_can_be_trained_further(tmp_path, in_memory):
     run = options(tmp_path / "run")
     train(run, settings(), quiet=True)

@@ -24,6 +24,7 @@ from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
 from mlx_zip.training.steps.stepping import Stepper, make_optimizer, to_device
 from support.converting import convert
+from support.slow_cases import slow_but
 from support.tiny import MERGE, PAD, VOCAB, tiny_config, tiny_model
 from support.tiny_training import CODEC, losses, make_sample, options, random_model, settings, write_plain, write_shards
 
@@ -102,7 +103,7 @@ def test_the_loss_is_what_generation_gives_the_ids_with_the_saved_rows(family, t
     np.testing.assert_allclose(nats, -sum(one.logprobs.sum() for one in scored), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "tied", "canonical"), CASES)
+@pytest.mark.parametrize(("family", "tied", "canonical"), slow_but(CASES, ("gemma", True, False)))
 def test_both_trainers_agree_over_twenty_steps(family, tied, canonical):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -224,6 +225,7 @@ def test_rows_of_an_earlier_training_are_not_lost_silently(tmp_path):
     assert not again.out.exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     write_data(tmp_path)
     chosen = settings(iters=4, save_every=2, pack_rows=True, pack_learning_rate=2e-3)

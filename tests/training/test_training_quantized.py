@@ -16,6 +16,7 @@ from mlx_zip.errors import TrainingError
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
 from support.converting import convert
+from support.slow_cases import slow_but
 from support.tiny_training import (
     PLAIN,
     options,
@@ -65,7 +66,9 @@ def layer_bits(folder: Path) -> dict[str, int]:
     return {name: module.bits for name, module in model.named_modules() if hasattr(module, "bits")}
 
 
-@pytest.mark.parametrize(("bits", "found", "atol"), [(None, 8, 0.2), ("6", 6, 1.0), ("base", 4, 5.0)])
+@pytest.mark.parametrize(
+    ("bits", "found", "atol"), slow_but([(None, 8, 0.2), ("6", 6, 1.0), ("base", 4, 5.0)], ("6", 6, 1.0))
+)
 def test_layers_that_had_adapters_are_quantized_again_on_a_quantized_base(bits, found, atol, tmp_path, in_memory):
     quantized_plain(tmp_path)
     run = options(tmp_path / "run", encoder=WIDE, **({} if bits is None else {"adapted_bits": bits}))
@@ -88,6 +91,7 @@ def test_a_model_trained_on_a_quantized_base_is_saved_in_the_type_it_had(tmp_pat
     assert (run.out / "model" / "model.safetensors").stat().st_size == pytest.approx(size, rel=0.05)
 
 
+@pytest.mark.slow
 def test_quantized_encoders_are_trained_as_floats_and_quantized_again(tmp_path, in_memory):
     first = options(tmp_path / "first", encoder=replace(WIDE, size=64, intermediate_size=64))
     write_plain(tmp_path / "other", **QUANTIZABLE)

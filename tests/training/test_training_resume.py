@@ -20,6 +20,7 @@ from mlx_zip.training.steps.batches import batch_order
 from support.crashing import crash_after
 from support.processes import Command
 from support.same_numbers import assert_same_losses, assert_same_weights, is_exact
+from support.slow_cases import slow_but
 from support.tiny_training import (
     ENCODER,
     losses,
@@ -70,17 +71,16 @@ def test_a_run_on_a_gpu_is_compared_with_a_tolerance_that_a_wrong_one_misses():
             compare(one, far)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"lora_dropout": 0.3},
-        {"grad_accumulation_steps": 3, "warmup": 2},
-        {"optimizer": "muon", "fine_tune_type": "full", "reconstruction": 0.1, "token_type": 0.05},
-        {"optimizer": "adafactor", "fine_tune_type": "encoders"},
-        {"optimizer": "sgd", "dtype": "bfloat16"},
-    ],
-    ids=lambda changes: " ".join(map(str, changes.values())),
-)
+CHANGES: list[dict[str, Any]] = [
+    {"lora_dropout": 0.3},
+    {"grad_accumulation_steps": 3, "warmup": 2},
+    {"optimizer": "muon", "fine_tune_type": "full", "reconstruction": 0.1, "token_type": 0.05},
+    {"optimizer": "adafactor", "fine_tune_type": "encoders"},
+    {"optimizer": "sgd", "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("changes", slow_but(CHANGES, *CHANGES[3:]), ids=lambda one: " ".join(map(str, one.values())))
 def test_a_run_that_crashed_goes_on_with_the_same_numbers(changes, tmp_path, monkeypatch):
     whole, broken = options(tmp_path / "whole"), options(tmp_path / "broken")
     train(whole, settings(**changes), quiet=True)
@@ -186,6 +186,7 @@ def stopped_with(number: int, out: Path, steps: int) -> int:
     return status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_the_last_step_and_the_run_goes_on_from_there(number, status, uninterrupted):
     out = uninterrupted.parent / f"stopped-{number}"
@@ -198,6 +199,7 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_from_there(number, sta
     assert_same_run(out, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(uninterrupted):
     out = uninterrupted.parent / "killed"
     steps = random.randint(6, 24)  # any moment will do
@@ -208,6 +210,7 @@ def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(uninterr
     assert_same_run(out, uninterrupted)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_half_written_is_ignored_and_removed(tmp_path, monkeypatch):
     whole, run = options(tmp_path / "whole"), options(tmp_path / "run")
     train(whole, settings(), quiet=True)

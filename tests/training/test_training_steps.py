@@ -20,6 +20,7 @@ from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepping import Stepper, make_optimizer
 from mlx_zip.training.steps.whole import NoCache
+from support.slow_cases import slow_but
 from support.tiny_training import (
     CODEC,
     ENCODER,
@@ -68,7 +69,7 @@ def test_batches_added_up_make_the_step_of_one_large_batch(tmp_path):
         np.testing.assert_allclose(weights[name], value, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("kind", ["lora", "full", "encoders"])
 def test_recomputing_activations_changes_no_number(kind, dtype, tmp_path):
     plain = three_steps(tmp_path, fine_tune_type=kind, dtype=dtype)
@@ -94,6 +95,7 @@ def peak_of_a_step(folder: Path) -> int:
     return min(peaks)
 
 
+@pytest.mark.slow
 def test_the_encoders_activations_do_not_live_through_the_decoders_backward_pass(tmp_path, monkeypatch):
     freed = peak_of_a_step(tmp_path)
     monkeypatch.setattr(mx, "checkpoint", lambda call: call)

@@ -70,6 +70,7 @@ def test_a_validation_and_the_measuring_of_the_base_say_how_far_they_are(tmp_pat
     assert any(re.match(r"Validating: 1 of 2 batches, ", line) for line in lines), lines
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_says_from_where(tmp_path, capsys, monkeypatch):
     made = options(tmp_path / "run", valid_share=None)
     changes = ["--iters", 6, "--save-every", 2]
@@ -136,6 +137,7 @@ def test_the_base_is_measured_as_a_model_that_reads_base_ids_alone(codec, tmp_pa
     assert found == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_when_iters_are_raised_and_only_then(tmp_path, monkeypatch):
     made = options(tmp_path / "run")
     train(made, settings(iters=4), quiet=True)

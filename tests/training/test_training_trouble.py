@@ -188,6 +188,7 @@ def test_weights_that_are_no_numbers_stop_the_run_before_anything_is_saved(tmp_p
     assert checkpoints(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_before_its_first_checkpoint_is_not_in_the_way_of_one_with_other_settings(tmp_path):
     with pytest.raises(TrainingError, match="step 1: ") as failed:
         train(options(tmp_path / "run", valid_share=0.2), settings(lora_scale=1e300), quiet=True)
@@ -240,6 +241,7 @@ def test_when_nothing_more_can_be_written_the_last_checkpoint_stays_good(size, h
     assert train(half_done, settings(), quiet=True).progress.step == 6
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint_good(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -279,6 +281,7 @@ def test_a_file_in_place_of_the_model_is_left_alone(half_done):
     assert not [path for path in half_done.out.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     run = options(tmp_path / "run")
     train(run, settings(), quiet=True)

@@ -100,6 +100,7 @@ def test_a_prepare_that_was_killed_before_its_first_shard_is_not_in_the_way_of_o
     assert "removed unfinished data of other settings (context 32, which is now 48)" in lines[0]
 
 
+@pytest.mark.slow
 def test_finished_shards_are_not_removed_for_other_settings(tmp_path, monkeypatch):
     data = texts(tmp_path / "d.jsonl", stories(40))
     failing(tmp_path / "out", data, monkeypatch, 1)
@@ -133,6 +134,7 @@ def test_source_files_and_folders_of_them_are_texts(tmp_path):
     assert [ids[1:-1] for ids in one] == wanted[:1]
 
 
+@pytest.mark.slow
 def test_codebooks_may_begin_empty(tmp_path):
     data, model = texts(tmp_path / "d.jsonl", ["the cat"]), write_plain(tmp_path / "plain")
     words = ["prepare", "--model", str(model), "--data", data, "--out", str(tmp_path / "out"), "--empty-start"]

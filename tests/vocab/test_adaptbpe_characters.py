@@ -119,6 +119,7 @@ def test_a_saved_one_reads_to_an_equal_one(vocabulary, base, tmp_path):
     assert read.encode(STORY).tolist() == vocabulary.encode(STORY).tolist()
 
 
+@pytest.mark.slow
 def test_the_bundled_model_becomes_a_smaller_one_with_the_same_logits_bit_for_bit(vocabulary, tmp_path):
     vocabulary.save(tmp_path / "adapted.json")
     convert(FILE.parent, tmp_path / "adapted.json", tmp_path / "smaller", progress=False)

@@ -15,6 +15,7 @@ from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_PATCH, Merges
 from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
 from support import hbpe_twin as twin
 from support.places import GOLDEN, SHARED
+from support.slow_cases import slow_but
 
 CASES = json.loads((GOLDEN / "hbpe.json").read_text())
 GPT2 = CASES["gpt2"]
@@ -131,7 +132,7 @@ def test_gpt2s_merges_are_those_recorded(gpt2, row):
 
 
 @needs_gpt2
-@pytest.mark.parametrize("size", [10, 12, 16])
+@pytest.mark.parametrize("size", slow_but([10, 12, 16], 16))
 def test_gpt2s_merges_are_the_twins(gpt2, size):
     assert by_c(gpt2, size) == by_twin(gpt2, size)
 
@@ -155,6 +156,7 @@ def test_learning_agrees_with_the_twin(tokens, size):
     assert by_c(tokens, size) == by_twin(tokens, size)
 
 
+@pytest.mark.slow
 @given(TOKENS, TOKENS, SIZES, MODES)
 def test_encoding_agrees_with_the_twin(tokens, others, size, mode):
     merges = learn(tokens, size).merges

@@ -75,6 +75,7 @@ def test_rewriting_agrees_with_the_twin(corpus, mode, at_most):
 # ---- properties
 
 
+@pytest.mark.slow
 @given(corpora(), st.lists(st.lists(st.integers(0, 7), max_size=12), min_size=13, max_size=40), WINDOWS)
 def test_a_samples_ids_do_not_depend_on_those_next_to_it(corpus, draws, window):
     dictionary, _ = trained(*corpus)

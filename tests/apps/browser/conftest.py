@@ -16,12 +16,13 @@ NARROW = {"width": 390, "height": 780}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests of this folder where no browser can be driven, with the reason."""
-    if (reason := missing()) is None:
-        return
+    """Marks the tests of this folder slow, and skips them where no browser can be driven, with the reason."""
+    reason = missing()
     for item in items:
         if "apps/browser" in item.path.as_posix():
-            item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.slow)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_kernels_of_a_step_are_compiled_without_spilled_registers(tmp_path):
     program = Path(__file__).with_name("compile_for_gpu.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

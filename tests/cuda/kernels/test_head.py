@@ -64,6 +64,7 @@ def test_a_packed_head_of_one_row_is_that_of_its_matrix_in_float64(guard, random
     compare(x, base, rows, installed, 17, exact)
 
 
+@pytest.mark.slow
 def test_more_rows_than_share_a_reading_of_the_matrix(guard):
     x, rows, installed = inputs(guard, torch.float32, 18, 35, 20, 24)
     base = guard(torch.randn(35, 24))

@@ -125,6 +125,7 @@ def test_two_sequences_of_a_batch_share_what_they_both_install():
         np.testing.assert_allclose(np.array(together[row]), run(plain, ids)[-1], atol=3e-5)
 
 
+@pytest.mark.slow
 def test_models_that_differ_share_a_store_and_get_their_own_rows(tmp_path):
     store = RowStore(tmp_path)
     ids = compressed(zip_model())

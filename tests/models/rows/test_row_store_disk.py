@@ -166,6 +166,7 @@ def test_flipped_bytes_never_give_a_wrong_row(seed, tmp_path):
     assert check(tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_each_single_flipped_bit_of_a_record_is_noticed(tmp_path, caplog):
     fill(tmp_path, 1)
     path = file_of(tmp_path)

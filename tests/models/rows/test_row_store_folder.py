@@ -72,6 +72,7 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_there(left, tmp_path, 
     assert warnings(caplog) == []
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes_is_like_a_full_disk(tmp_path):
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + WRITER
     done = subprocess.run(
@@ -118,6 +119,7 @@ def writer(folder, begin, rounds):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_two_processes_write_and_read_at_once(tmp_path):
     processes = [writer(tmp_path, begin, 40) for begin in (0, 1000, 4000)]
     for process in processes:
@@ -126,6 +128,7 @@ def test_two_processes_write_and_read_at_once(tmp_path):
     assert check(tmp_path, 12_000, folder_bytes=1 << 30) == 0
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_writing_leaves_a_good_store(tmp_path, caplog):
     for round_, wait_s in enumerate((0.0, 0.02, 0.1)):
         process = writer(tmp_path, 20_000 * round_, 10_000)

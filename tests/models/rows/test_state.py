@@ -194,6 +194,7 @@ def test_rows_are_encoded_only_when_needed():
     assert np.flatnonzero(cache[-1].encoded_inputs[0]).tolist() == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["mlx_zip", "mlx_lm.models.cache"])
 def test_mlx_lm_knows_the_state_whichever_is_imported_first(first):
     home = "mlx_zip.models.rows.zip_state"
