@@ -1,6 +1,6 @@
 """Codebook packs: learned entries that a codebook begins with, and facts about them.
 
-A pack's .npz file holds the arrays of `mlx_zip.codec.pack` (`entries`, `lengths`) and `about`, a JSON text: the
+A pack's .npz file holds the arrays of `mlx_zip.packs.entries` (`entries`, `lengths`) and `about`, a JSON text: the
 tokenizer's fingerprint, the texts that the entries were learned from, and their rates. A tuned pack also holds rows of
 its entries for one model (`mlx_zip.packs.tuned`).
 """
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from mlx_zip import files
 from mlx_zip.codec.arrays import read_npz
-from mlx_zip.codec.pack import checked_entries, read_pack
 from mlx_zip.errors import DataError, ModelError
+from mlx_zip.packs.entries import checked_entries, padded, read_entries
 from mlx_zip.packs.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
 
 VERSION = 1
@@ -85,7 +85,7 @@ class Pack:
 def load_pack(path: str | PathLike[str]) -> Pack:
     """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
     path = files.at_home(path)
-    entries = read_pack(path)
+    entries = read_entries(path)
     if path.suffix != SUFFIX:
         return Pack(entries, name=str(path))
     about, arrays = _read_about_and_rows(path)
@@ -159,16 +159,14 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     path = Path(path)
     files.check_out(path, "a pack", SUFFIX)
     entries = checked_entries(path, pack.entries)
-    padded = np.zeros((len(entries), pack.merge_size), np.uint32)
-    for row, entry in zip(padded, entries, strict=True):
-        row[: len(entry)] = entry
+    ids, lengths = padded(entries, pack.merge_size)
     facts = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
     rows: dict[str, Any] = {}
     if pack.rows is not None:
         rows, facts["rows"] = rows_to_arrays(pack.rows)
     about = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     with files.whole_file(path) as partial, open(partial, "wb") as file:
-        np.savez(file, entries=padded, lengths=np.array([len(e) for e in entries], np.int64), about=about, **rows)
+        np.savez(file, entries=ids, lengths=lengths, about=about, **rows)
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.codec.pack import Start
 from mlx_zip.config import EncoderConfig, ZipConfig
 from mlx_zip.errors import DataError, ModelError
+from mlx_zip.packs.entries import Entry
 
 DTYPES = ("float16", "float32")
 
@@ -119,7 +119,7 @@ class TunedStart(Sequence[tuple[int, ...]]):
     dictionary with `TunedStart` keys never compares thousands of entries.
     """
 
-    def __init__(self, entries: Start, rows: TunedRows, pack: str | None = None) -> None:
+    def __init__(self, entries: tuple[Entry, ...], rows: TunedRows, pack: str | None = None) -> None:
         if len(entries) != len(rows.output):
             raise DataError(f"there are {len(rows.output)} tuned rows for {len(entries)} entries")
         self.entries, self.rows, self.pack = entries, rows, pack
@@ -142,7 +142,7 @@ class TunedStart(Sequence[tuple[int, ...]]):
         return self
 
 
-AnyStart = Start | TunedStart
+AnyStart = tuple[Entry, ...] | TunedStart
 
 
 def check_tuned(pack: TunedStart, model: str, one: bool, width: int) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecParams, compress
-from mlx_zip.codec.pack import read_pack, write_pack
 from mlx_zip.errors import CodecError, DataError
+from mlx_zip.packs.entries import read_entries, write_entries
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.vocab.learner import learn
 
@@ -145,12 +145,12 @@ def test_a_pack_reads_back_as_it_was_written(tmp_path):
     back = load_pack(tmp_path / "p.npz")
     assert back == pack
     assert back.fingerprint == pack.fingerprint
-    assert read_pack(tmp_path / "p.npz") == ENTRIES  # wherever a starting codebook is taken
+    assert read_entries(tmp_path / "p.npz") == ENTRIES  # wherever a starting codebook is taken
 
 
 @pytest.mark.parametrize("suffix", ["json", "npy", "npz"])
 def test_a_file_of_entries_alone_is_a_pack_of_an_unknown_tokenizer(suffix, tmp_path):
-    write_pack(tmp_path / f"p.{suffix}", ENTRIES, merge_size=4)
+    write_entries(tmp_path / f"p.{suffix}", ENTRIES, merge_size=4)
     pack = load_pack(tmp_path / f"p.{suffix}")
     assert (pack.entries, pack.tokenizer, pack.about) == (ENTRIES, None, {})
     pack.check_tokenizer("cd" * 32, "p")
