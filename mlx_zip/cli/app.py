@@ -10,18 +10,23 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip import bundled, named
-from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import packs, rows
+from mlx_zip.arguments import add_codebook, check_at_least
+from mlx_zip.cli import rows
 from mlx_zip.cli.engines import choose, open_row_store
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
+
+if TYPE_CHECKING:
+    from mlx_zip.packs.pack import Pack
 
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
@@ -50,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
     for name, (kind, default, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
-    packs.add_flags(add)
+    add_codebook(add)
     add_wired(add)
     add_kv(add)
     rows.add_flags(add)
@@ -95,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
     choose(args, name)
     with (
@@ -110,7 +115,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         kept = None if args.no_history or not args.window else _window_folder()
         showing = running.Showing(browser=not args.no_open, window=args.window, kept=kept)
-        hypertokens = {} if rival is None else {rival: not packs.is_plain(rival)}
+        hypertokens = {} if rival is None else {rival: not is_plain(rival)}
         engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
@@ -212,10 +217,10 @@ def _options(args: argparse.Namespace, name: str, token: str, more: dict[str, An
     )
 
 
-def _packs(chosen: packs.Packs | None, name: str, engine: Any) -> dict[str, Any]:
+def _packs(chosen: Pack | None, name: str, engine: Any) -> dict[str, Any]:
     """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
-    plain = packs.is_plain(name)
+    plain = is_plain(name)
     pack = request_pack(chosen, plain, engine)
     if chosen is None or plain:
         return {}
-    return {"packs": {Path(file).stem: one for file, one in chosen.files.items()}, "pack": pack}
+    return {"packs": {Path(file).stem: one for file, one in chosen.by_name.items()}, "pack": pack}

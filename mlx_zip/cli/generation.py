@@ -8,15 +8,21 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_zip import bundled
-from mlx_zip.cli import colours, engines, packs, rows
+from mlx_zip.cli import colours, engines, rows
 from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_kv_size
 from mlx_zip.cli.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs import chosen as chosen_packs
+
+if TYPE_CHECKING:
+    from mlx_zip.packs.pack import Pack
 
 __all__ = ["REFUSED", "add_arguments", "read_prompt", "run"]
 
@@ -52,7 +58,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
 
     options = {name: getattr(args, name) for name in (*NUMBERS, *PASSED_ON)}
     options["logit_bias"] = as_logit_bias(biases)
-    chosen, saved = packs.read(args), _saved_cache(args)
+    chosen, saved = chosen_packs.read_packs(args.pack), _saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
     check_kv_size(args, name)
     with rows.open_store(args) as store:
@@ -68,7 +74,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
             **_pack_options(args, chosen, name),
         )
         if chosen is not None:
-            packs.check(chosen, model, tokenizer)
+            chosen_packs.check(chosen, model, tokenizer)
         if saved is not None:
             from mlx_zip.engine.sessions.mlx_caches import positions_of
 
@@ -79,13 +85,13 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
             tokenizer,
             read_chat(tokenizer, prompt, args, continues=saved is not None),
             prompt_cache=None if saved is None else saved.cache,
-            pack=None if chosen is None else chosen.merged.start,
+            pack=None if chosen is None else replace(chosen, tokenizer=None),
             **options,
         )
         with _output(group) as out:
             if out.isatty() and args.verbose and not args.json:
                 print(*notes(args, name, is_zip(model)), sep="\n", file=sys.stderr)
-            status = show(responses, args, out, store if is_zip(model) else None, packs.record(chosen, model))
+            status = show(responses, args, out, store if is_zip(model) else None, chosen_packs.record(chosen, model))
         if status == 0:
             leave(group)
         return status
@@ -101,8 +107,8 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
 
     sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": as_logit_bias(biases)}
     Sampling.of(sampling)
-    chosen, folder = packs.read(args), model_folder(args.model, args.revision)
-    plain = packs.is_plain(str(folder))
+    chosen, folder = chosen_packs.read_packs(args.pack), model_folder(args.model, args.revision)
+    plain = is_plain(str(folder))
     with engines.open_torch(
         folder,
         args.engine,
@@ -124,12 +130,12 @@ def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str
         return show(responses, args, sys.stdout, None, record if hyper else {})
 
 
-def _mark(chosen: packs.Packs | None, folder: Path) -> str | None:
+def _mark(chosen: Pack | None, folder: Path) -> str | None:
     """Returns the fingerprint of the chosen packs, else of the tuned pack in the model's folder, else None."""
     from mlx_zip.packs.pack import IN_FOLDER, load_pack
 
     if chosen is not None:
-        return chosen.merged.fingerprint
+        return chosen.fingerprint
     return load_pack(folder / IN_FOLDER).fingerprint if (folder / IN_FOLDER).exists() else None
 
 
@@ -176,17 +182,17 @@ def _saved_cache(args: argparse.Namespace) -> Any:
     return saved
 
 
-def _pack_options(args: argparse.Namespace, chosen: packs.Packs | None, model: str) -> dict[str, Any]:
+def _pack_options(args: argparse.Namespace, chosen: Pack | None, model: str) -> dict[str, Any]:
     """Returns the arguments `pack` and `codebook_size` of `load`. chosen: the packs of --pack.
 
     Raises `GenerationError` for --codebook-size with a plain model.
     """
-    plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(model, args.revision)
+    plain = (chosen is not None or args.codebook_size is not None) and is_plain(model, args.revision)
     if plain and args.codebook_size is not None:
         raise GenerationError(
             f"--codebook-size: {args.model or model} is a plain model, whose codebook is its pack or none"
         )
-    return packs.load_options(args, chosen, plain)
+    return chosen_packs.load_options(chosen, args.codebook_size, plain)
 
 
 def notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:

@@ -10,15 +10,20 @@ import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import engines, packs
+from mlx_zip.cli import engines
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack, session_folder
 from mlx_zip.cli.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs.chosen import read_packs
+
+if TYPE_CHECKING:
+    from mlx_zip.packs.pack import Pack
 
 __all__ = ["REFUSED", "add_arguments", "run"]
 
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     options = _options(args, name)
     with _bound(running, args.host, args.port, options["api_key"]) as listener:
         engines.choose(args, name, group=group)
@@ -56,7 +61,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
             engines.open_row_store(args) as store,
             opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
         ):
-            options |= _pack_options(chosen, packs.is_plain(name), engine)
+            options |= _pack_options(chosen, is_plain(name), engine)
             served = _server_module("options").Options(**options)
             fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:
@@ -70,7 +75,7 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     engines.choose(args, name, group=group)
     with (
         engines.open_row_store(args) as store,
@@ -167,14 +172,14 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
     return _server_module("options").LOOPBACK | {args.host.lower()}
 
 
-def _pack_options(chosen: packs.Packs | None, plain: bool, engine: Any) -> dict[str, Any]:
+def _pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
     """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
     if chosen is None:
         return {}
     pack = request_pack(chosen, plain, engine)
     if plain:
         return {}
-    named = {Path(file).stem: pack for file, pack in chosen.files.items()}
+    named = {Path(file).stem: pack for file, pack in chosen.by_name.items()}
     return {"packs": named, "pack": pack}
 
 

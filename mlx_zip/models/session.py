@@ -13,7 +13,7 @@ import numpy as np
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ModelError
 from mlx_zip.hyper import ModelName, RowKind, RowKinds, RowStore, RowTable, encode_entries
-from mlx_zip.packs.tuned import TunedStart
+from mlx_zip.packs.pack import Pack
 from mlx_zip.state import ZipState
 
 
@@ -34,12 +34,12 @@ class Session:
     """The choices made when a model is loaded. Every model has a session; `mlx_zip.load` fills it.
 
     config: the model's `ZipConfig`, with the start entries and the canonical decoding that `load` was asked for.
-    store: the `RowStore` that keeps rows from one request to the next, or None; it never changes a result. pack: the
-    tuned rows of `config.start`, or None when the start entries' rows are encoded.
+    store: the `RowStore` that keeps rows from one request to the next, or None; it never changes a result. pack: that
+    of `config.start` with its tuned rows, or None when the start entries' rows are encoded.
     """
 
     def __init__(
-        self, config: ZipConfig, fingerprints: Any, store: RowStore | None = None, pack: TunedStart | None = None
+        self, config: ZipConfig, fingerprints: Any, store: RowStore | None = None, pack: Pack | None = None
     ) -> None:
         self.config, self.store, self.pack = config, store, pack
         self._kinds = RowKinds(fingerprints, config.merge_size, config.pad_id)
@@ -172,18 +172,18 @@ class Session:
 
     # ---- tuned rows
 
-    def find_packs(self, state: ZipState) -> list[TunedStart]:
+    def find_packs(self, state: ZipState) -> list[Pack]:
         """Returns the distinct packs with tuned rows that the sequences of a request began with.
 
         A saved state names a pack by its fingerprint only; the name is replaced by this session's `pack`. Raises
         `ModelError` if that is not the pack named.
         """
         state.tuned = [self._pack_of(mark) if isinstance(mark, str) else mark for mark in state.tuned]
-        return list({id(one): one for one in state.tuned if isinstance(one, TunedStart)}.values())
+        return list({id(one): one for one in state.tuned if isinstance(one, Pack)}.values())
 
-    def _pack_of(self, fingerprint: str) -> TunedStart:
+    def _pack_of(self, fingerprint: str) -> Pack:
         """Returns this session's pack. Raises `ModelError` unless the pack has this fingerprint."""
-        if self.pack is None or self.pack.fingerprint != fingerprint:
+        if self.pack is None or self.pack.tuned_fingerprint != fingerprint:
             raise ModelError(
                 f"the cache was begun with a pack of tuned rows ({fingerprint[:12]}) that is not loaded: give that "
                 "pack again (--pack, or pack= of load), or make a new cache"
@@ -197,7 +197,7 @@ class Session:
         input rows are copied from it when they are read.
         """
         for b, pack in enumerate(state.tuned):
-            if isinstance(pack, TunedStart) and not state.bound[b]:
+            if isinstance(pack, Pack) and not state.bound[b]:
                 rows = {side.name: self._tuned_rows(pack, side) for side, _ in sides}
                 if state.places is not None:
                     state.share_tuned_rows(b, rows["output"], rows.get("input"))
@@ -206,7 +206,8 @@ class Session:
                     table.put_run(0, rows[side.name], self.config.codebook_size)
                 state.mark_tuned_rows(list(rows))
 
-    def _tuned_rows(self, pack: TunedStart, side: Side) -> mx.array:
+    def _tuned_rows(self, pack: Pack, side: Side) -> mx.array:
         """Returns a pack's tuned rows [P, D] of one side, in the type of encoded rows."""
+        assert pack.rows is not None
         rows = pack.rows.output if side.name == "output" else pack.rows.input
         return mx.array(rows).astype(self._kind(side).dtype)

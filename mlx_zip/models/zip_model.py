@@ -27,9 +27,8 @@ from mlx_zip.models.refill import Refill
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side
 from mlx_zip.models.sharding import check_sharding, shard_layers
-from mlx_zip.packs.pack import PackLike
-from mlx_zip.packs.tuned import TunedStart, check_tuned
-from mlx_zip.state import Advance, Evicted, HostIds, ZipState, split_packs, start_of, with_starts
+from mlx_zip.packs.pack import Pack, PackOrEntries, pack_of, split_packs
+from mlx_zip.state import Advance, Evicted, HostIds, ZipState
 
 
 class Body(nn.Module):
@@ -121,7 +120,7 @@ class Model(nn.Module):
     def make_cache(
         self,
         left_padding: Sequence[int] | None = None,
-        pack: PackLike | Sequence[Any] | None = None,
+        pack: PackOrEntries | Sequence[PackOrEntries | None] | None = None,
     ) -> list[Any]:
         """Returns the cache of a new request: one KV cache per layer, then the `ZipState`.
 
@@ -140,39 +139,40 @@ class Model(nn.Module):
         padding = [0] if left_padding is None else [int(n) for n in left_padding]
         if not padding or min(padding) < 0:
             raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")
-        starts = [self._checked_pack(one) for one in split_packs(pack, len(padding))]
-        tuned = [one if isinstance(one, TunedStart) else None for one in starts]
-        state = ZipState(with_starts(self.config.codec_params, starts), padding, tuned)
+        packs = [self._checked_pack(one) for one in split_packs(pack, len(padding))]
+        codecs = {id(one): self.config.codec_params.with_start(one) for one in packs}
+        tuned = [None if one is None or one.rows is None else one for one in packs]
+        state = ZipState([codecs[id(one)] for one in packs], padding, tuned)
         if padding == [0]:
             return [*(KVCache() for _ in self.layers), state]
         return [*(BatchKVCache(padding) for _ in self.layers), state]
 
-    def _checked_pack(self, start: Any) -> Any:
-        """Returns what a sequence begins with: `start`, or for None the session's pack.
+    def _checked_pack(self, pack: Pack | None) -> Pack | None:
+        """Returns what a sequence begins with: `pack`, or for None the session's pack.
 
         Raises `ModelError` for tuned rows of another model, and for entries without rows if the model has no encoder.
         """
-        start = self.session.pack if start is None else start
-        if isinstance(start, TunedStart):
-            self.check_pack(start)
+        pack = self.session.pack if pack is None else pack
+        if pack is not None and pack.rows is not None:
+            self.check_pack(pack)
         elif self.is_plain:
             raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
-        return start
+        return pack
 
-    def check_pack(self, pack: TunedStart) -> None:
-        """Raises `ModelError` unless the pack's rows were tuned for this model as it is now."""
-        check_tuned(pack, self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
+    def check_pack(self, pack: Pack) -> None:
+        """Raises `ModelError` if the pack has rows that were not tuned for this model as it is now."""
+        if pack.rows is not None:
+            pack.rows.check_model(self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
 
-    def take_pack(self, pack: PackLike | Sequence[Any]) -> None:
+    def take_pack(self, pack: PackOrEntries) -> None:
         """Makes requests begin with this pack from now on, unless they name another; pack as in `make_cache`.
 
         Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
         """
-        start = start_of(pack)
-        config = replace(self.config, start=tuple(map(tuple, start)))
-        if isinstance(start, TunedStart):
-            self.check_pack(start)
-        self.session.config, self.session.pack = config, start if isinstance(start, TunedStart) else None
+        found = pack_of(pack)
+        config = replace(self.config, start=found.entries)
+        self.check_pack(found)
+        self.session.config, self.session.pack = config, None if found.rows is None else found
 
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
         """Returns a request's KV caches and its `ZipState`.

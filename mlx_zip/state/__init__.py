@@ -1,6 +1,5 @@
-"""The state of one request beyond its KV caches, and the packs that it begins with."""
+"""The state of one request beyond its KV caches."""
 
-from mlx_zip.packs.starts import split_packs, start_of, with_starts
 from mlx_zip.state.evictions import Evicted
 from mlx_zip.state.zip_state import Advance, HostIds, ZipState, find_state, submitting
 
@@ -10,8 +9,5 @@ __all__ = [
     "HostIds",
     "ZipState",
     "find_state",
-    "split_packs",
-    "start_of",
     "submitting",
-    "with_starts",
 ]

@@ -25,7 +25,8 @@ from mlx_zip.engine.sessions.folder import purge
 from mlx_zip.engine.sessions.kept import Slot
 from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.state import find_state
 from support import keeping, tiny
 from support.keeping import OWN
@@ -211,7 +212,7 @@ def tuned_start(seed):
     """A pack of two entries with rows of its own, tuned for the tiny model."""
     model, rng = keeping.model("zip"), np.random.default_rng(seed)
     rows = [rng.normal(0, 0.3, (2, 64)).astype(np.float32) for _ in range(2)]
-    return TunedStart(((27, 36), (21, 25)), TunedRows(*rows, model.fingerprint))
+    return Pack(((27, 36), (21, 25)), rows=TunedRows(*rows, model.fingerprint))
 
 
 def test_stored_responses_in_a_folder_of_sessions_are_purged_too(folder):

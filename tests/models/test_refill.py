@@ -14,7 +14,8 @@ from mlx_zip.hyper import RowStore
 from mlx_zip.models.inputs import kv_length
 from mlx_zip.models.refill import Refill
 from mlx_zip.models.zip_model import Model
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.state import ZipState
 from support import tiny
 
@@ -188,7 +189,7 @@ def test_a_loaded_cache_is_read_again_with_the_rows_that_it_had(tied):
     if not tied:
         rows = np.random.default_rng(0).normal(0, 0.3, (2, 2, 32)).astype(np.float32)
         start = ((5, 6), (7, 8, 9))
-        found = TunedStart(start, TunedRows(rows[0], rows[1], model.fingerprint))
+        found = Pack(start, rows=TunedRows(rows[0], rows[1], model.fingerprint))
         model.session.config, model.session.pack = replace(model.config, start=start), found
     ids, cache = ids_of(model), model.make_cache()
     short = below(model, ids)

@@ -9,7 +9,8 @@ import pytest
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
 from support import tiny
 
 PACK = [[5, 6], [7, 8, 9], [5, 6, 7]]
@@ -85,7 +86,7 @@ def test_tuned_rows_of_one_sequence_are_not_those_of_another(one):
     model = tiny.tiny_model("gemma" if one else "llama", tie_encoders=one)
     rng = np.random.default_rng(3)
     rows = [rng.normal(0, 0.3, (len(PACK), 64)).astype(np.float32) for _ in range(2)]
-    tuned = TunedStart(PACK, TunedRows(rows[0], rows[0 if one else 1], model.fingerprint))
+    tuned = Pack(PACK, rows=TunedRows(rows[0], rows[0 if one else 1], model.fingerprint))
     packs = [PACK, tuned, tuned, PACK]
     caches = [read(model, IDS[: 4 + n], pack) for n, pack in enumerate(packs)]
     alone = [stepped(model, copy.deepcopy(cache), [tiny.VOCAB + 2])[0] for cache in caches]

@@ -144,7 +144,7 @@ def test_a_pack_reads_back_as_it_was_written(tmp_path):
     save_pack(tmp_path / "p.npz", pack)
     back = load_pack(tmp_path / "p.npz")
     assert back == pack
-    assert back.fingerprint == pack.fingerprint
+    assert (back.fingerprint, back.about) == (pack.fingerprint, pack.about)
     assert read_entries(tmp_path / "p.npz") == ENTRIES  # wherever a starting codebook is taken
 
 

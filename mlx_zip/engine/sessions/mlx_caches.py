@@ -39,7 +39,6 @@ from mlx_zip.generation.generate import bounded_cache
 from mlx_zip.generation.request import base_config
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
-from mlx_zip.packs.starts import same_but_start
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -81,7 +80,7 @@ class MlxCaches:
         if not is_zip(self.model):
             return ""
         pack = self.model.session.pack
-        return own_pack_key(self.model.config.codec_params.start, None if pack is None else pack.fingerprint)
+        return own_pack_key(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
 
     def held(self, cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
         held = _held_ids(cache)
@@ -367,7 +366,7 @@ class _CacheChecks:
         if name != ZipState.__name__:
             raise BadFileError(f"its cache has a {name!r:.40} where this model has its codebook")
         params = params_from_json(parts[1])
-        if not isinstance(params, CodecParams) or not same_but_start(params, own):
+        if not isinstance(params, CodecParams) or not params.same_but_start(own):
             raise BadFileError("its codebook has other codec parameters than the loaded model's")
         state = ZipState.from_state(parts)
         if state.left_padding != [0] or state.offset != ids:

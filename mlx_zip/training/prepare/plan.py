@@ -213,8 +213,7 @@ def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
 def _pack(path: Path, tokenizer: Any) -> tuple[Entry, ...]:
     """Returns the entries of a pack file. Raises `DataError` if it was made for another tokenizer."""
     pack = load_pack(path)
-    if pack.tokenizer is not None:
-        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
+    pack.check_made_for(tokenizer, str(path))
     return pack.entries
 
 
