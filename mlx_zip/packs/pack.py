@@ -122,10 +122,10 @@ class Pack(Sequence[Entry]):
             )
 
     def check_made_for(self, tokenizer: Any, name: str | None = None) -> None:
-        """Raises `DataError` if the pack was learned with another tokenizer. tokenizer: as `tokenizer_fingerprint` has.
+        """Raises `DataError` if the pack was learned with another tokenizer.
 
-        name: the pack's, for the message. None: each of its parts is checked by its own name, because a merged pack has
-        a tokenizer only if all of its parts have it.
+        tokenizer: one of transformers, or mlx-lm's wrapper of it. name: the pack's, for the message. None: each of its
+        parts is checked by its own name, because a merged pack has a tokenizer only if all of its parts have it.
         """
         packs = self.by_name if name is None else {name: self}
         if any(pack.tokenizer is not None for pack in packs.values()):
