@@ -48,7 +48,7 @@ class EvaluatedModel:
         self.is_plain = model.is_plain
         config = model.folder.config
         self.args = SimpleNamespace(config=config) if model.hypertokens else SimpleNamespace(**config)
-        self.session = SimpleNamespace(pack=model.pack)
+        self.row_source = SimpleNamespace(pack=model.pack)
         self._engine: CudaEngine | None = None
         self._most = 0  # prompts that the engine writes texts for at a time
         self._scorer = RowScorer(model)

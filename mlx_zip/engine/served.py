@@ -93,7 +93,7 @@ class Served:
     def settle(self) -> None:
         """Has the store of hyper rows keep what the last call encoded, which only the calling thread can evaluate."""
         if self.hyper:
-            self.model.session.settle()
+            self.model.row_source.settle()
 
     def _try_out(self) -> tuple[int, bool]:
         """Runs the model on one id; returns the bytes per id of its KV caches, and whether they batch.

@@ -154,7 +154,7 @@ class _Steps:
                 if self.processors:
                     self.tokens = mx.concatenate([self.tokens, y.astype(self.tokens.dtype)])
                 token = cast(int, y.item())
-                self.model.session.settle_submitted()
+                self.model.row_source.settle_submitted()
                 return token, self._choose(logits[:, -1])
         except BaseException:
             self.model.forget(self.cache, before)
@@ -178,5 +178,5 @@ class _Steps:
         end = self.model.layout.hyper_id(len(self.cache[-1].books[0]))  # from here on, all columns are -inf
         logprobs = logits - mx.logsumexp(logits[:, :end], keepdims=True)
         y = self.sampler(logprobs)
-        mx.async_eval(y, logprobs, *self.model.session.submit_rows())
+        mx.async_eval(y, logprobs, *self.model.row_source.submit_rows())
         return y, logprobs[0]

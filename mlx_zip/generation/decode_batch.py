@@ -144,7 +144,7 @@ class BatchLoop:
             logits = None if self._zip else self.model(y[:, None], cache=self.cache)[:, -1]
             tokens: list[int] = y.tolist()  # type: ignore[assignment]
             if self._zip:
-                self.model.session.settle_submitted()
+                self.model.row_source.settle_submitted()
             if logits is None and h is not None and self._ahead is not None:
                 logits = self._ahead.follow(h, y)[:, -1]
             elif logits is None:
@@ -165,7 +165,7 @@ class BatchLoop:
         logits = self._processed(logits, end)
         logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
         y = self.sampler(logprobs)
-        mx.async_eval(y, logprobs, *(self.model.session.submit_rows() if self._zip else ()))
+        mx.async_eval(y, logprobs, *(self.model.row_source.submit_rows() if self._zip else ()))
         return y, logprobs
 
     def _processed(self, logits: mx.array, end: int | None) -> mx.array:

@@ -125,11 +125,11 @@ def _load(
         pack.check_made_for(loaded[1], "the pack (--pack)")
     if is_zip(model):
         if fingerprint:
-            model.session.keep_fingerprint(model, fingerprint)
+            model.row_source.keep_fingerprint(model, fingerprint)
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
-            model.session.config = replace(model.config, canonical=canonical)
-        model.session.store = RowStore() if row_store is None else row_store
+            model.row_source.config = replace(model.config, canonical=canonical)
+        model.row_source.store = RowStore() if row_store is None else row_store
         if pack is not None:
             model.take_pack(pack)
         elif adapter_path is None:

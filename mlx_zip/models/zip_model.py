@@ -25,7 +25,7 @@ from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_
 from mlx_zip.models.positions import needs_long, positions_of
 from mlx_zip.models.refill import Refill
 from mlx_zip.models.rope import Positions
-from mlx_zip.models.session import Session, Side
+from mlx_zip.models.session import RowSource, Side
 from mlx_zip.models.sharding import check_sharding, shard_layers
 from mlx_zip.packs.pack import Pack, PackOrEntries, pack_of, split_packs
 from mlx_zip.state import Advance, Evicted, HostIds, ZipState
@@ -45,7 +45,7 @@ class Model(nn.Module):
     """A causal model whose vocabulary grows: `model(ids, cache=cache) -> logits`.
 
     Built by mlx-lm's loader from `ModelArgs`. Holds weights only. What a request changes lives in the cache that
-    `make_cache` makes. What is chosen at load (row store, pack, start entries, canonical decoding) lives in `session`,
+    `make_cache` makes. What is chosen at load (row store, pack, start entries, canonical decoding) is in `row_source`,
     which is no parameter: mlx's functions for modules do not see it. Raises `ConfigError` when the config is not
     supported or contradicts itself.
     """
@@ -62,7 +62,7 @@ class Model(nn.Module):
                 f"the model's are {config['hidden_size']}"
             )
         self.sides_are_one = zip_config.encoder.tie_encoders and self.traits.tied  # an entry's two rows are one
-        self.session = Session(zip_config, args.config["zip2zip"].get("fingerprint"))
+        self.row_source = RowSource(zip_config, args.config["zip2zip"].get("fingerprint"))
         self.model_type = args.config.get("model_type")
         self.model = Body(config, layers, norm)
         if not self.traits.tied:
@@ -76,13 +76,13 @@ class Model(nn.Module):
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         dict.update(twin, self)
-        twin.session = self.session.for_copy()
+        twin.row_source = self.row_source.for_copy()
         return twin
 
     @property
     def config(self) -> ZipConfig:
         """The `zip2zip` section of config.json, with the start entries and canonical decoding chosen at load."""
-        return self.session.config
+        return self.row_source.config
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class Model(nn.Module):
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
         host_ids, before = read_ids(ids, state), state.offset
-        self.session.settle_unsubmitted()
+        self.row_source.settle_unsubmitted()
         self.bind_tuned(state)
         try:
             advance = state.advance(host_ids)
@@ -148,11 +148,11 @@ class Model(nn.Module):
         return [*(BatchKVCache(padding) for _ in self.layers), state]
 
     def _checked_pack(self, pack: Pack | None) -> Pack | None:
-        """Returns what a sequence begins with: `pack`, or for None the session's pack.
+        """Returns what a sequence begins with: `pack`, or for None the model's own.
 
         Raises `ModelError` for tuned rows of another model, and for entries without rows if the model has no encoder.
         """
-        pack = self.session.pack if pack is None else pack
+        pack = self.row_source.pack if pack is None else pack
         if pack is not None and pack.rows is not None:
             self.check_pack(pack)
         elif self.is_plain:
@@ -172,7 +172,7 @@ class Model(nn.Module):
         found = pack_of(pack)
         config = replace(self.config, start=found.entries)
         self.check_pack(found)
-        self.session.config, self.session.pack = config, None if found.rows is None else found
+        self.row_source.config, self.row_source.pack = config, None if found.rows is None else found
 
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
         """Returns a request's KV caches and its `ZipState`.
@@ -211,10 +211,10 @@ class Model(nn.Module):
         """
         if state.tuned_bound:
             return
-        for pack in self.session.find_packs(state):
+        for pack in self.row_source.find_packs(state):
             self.check_pack(pack)
         sides = [(self.side("output"), state.outputs), (self.side("input"), state.inputs)]
-        self.session.put_tuned(state, sides[:1] if self.sides_are_one else sides)
+        self.row_source.put_tuned(state, sides[:1] if self.sides_are_one else sides)
 
     # ---- from ids to the body's output
 
@@ -255,7 +255,7 @@ class Model(nn.Module):
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
         """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
         if not self.sides_are_one:
-            self.session.fill_inputs(state, self.input_side, state.missing_inputs(slots))
+            self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
         rows = self.read_table(state).take(mx.array(places))
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
@@ -267,7 +267,7 @@ class Model(nn.Module):
         """
         sequence, column, *entries = state.evicted_since_read(ids)
         if len(column):
-            rows = self.session.rows(self.side("input"), *entries)
+            rows = self.row_source.rows(self.side("input"), *entries)
             h[mx.array(sequence), mx.array(column)] = rows.astype(h.dtype)
             slots[sequence, column] = -1
         return h
@@ -280,7 +280,7 @@ class Model(nn.Module):
             return h
         slot = self.layout.slot(one)
         if not self.sides_are_one and not state.encoded_inputs[0, slot]:
-            self.session.fill_inputs(state, self.input_side, np.array([slot]))
+            self.row_source.fill_inputs(state, self.input_side, np.array([slot]))
         rows = self.read_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
@@ -295,7 +295,7 @@ class Model(nn.Module):
     def fill_outputs(self, state: ZipState) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if not state.outputs_encoded():
-            self.session.fill_outputs(state, self.side("output"))
+            self.row_source.fill_outputs(state, self.side("output"))
 
     @property
     def input_side(self) -> Side:
@@ -370,7 +370,7 @@ class Model(nn.Module):
         where a slot held an entry that was evicted later in the call, the logit becomes that entry's.
         """
         base_ids, lengths = np.stack([one.base_ids for one in evicted]), np.array([one.length for one in evicted])
-        rows = self.session.rows(self.side("output"), base_ids, lengths)
+        rows = self.row_source.rows(self.side("output"), base_ids, lengths)
         number = np.repeat(np.arange(len(evicted)), [one.end - one.begin for one in evicted])
         column = np.concatenate([np.arange(one.begin, one.end) for one in evicted])
         sequence = np.array([one.sequence for one in evicted])[number]
@@ -430,7 +430,7 @@ class Model(nn.Module):
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now; a pack records it with the rows tuned for this model."""
-        return self.session.fingerprint(self)
+        return self.row_source.fingerprint(self)
 
     def weights_changed(self) -> None:
         """Stops using rows that were encoded with the weights as they were before.
@@ -438,7 +438,7 @@ class Model(nn.Module):
         Call it after changing weights in place (`w *= 2`). A tensor that is replaced by another is noticed without
         this call.
         """
-        self.session.weights_changed()
+        self.row_source.weights_changed()
 
     # ---- what mlx-lm's loader and converter ask for
 

@@ -49,7 +49,7 @@ def record(pack: Pack | None, model: Any) -> dict[str, Any]:
     """
     if not is_zip(model):
         return {}
-    used = model.session.pack if pack is None else pack
+    used = model.row_source.pack if pack is None else pack
     fingerprint = None if used is None else used.fingerprint
     return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": fingerprint}
 

@@ -114,14 +114,14 @@ def test_rows_of_a_batch_are_each_sequences_own():
 def test_tuned_rows_never_enter_the_row_store_and_encoded_ones_never_take_their_place():
     model, store = tiny_model(), RowStore()
     model.eval()
-    model.session.store = store
+    model.row_source.store = store
     expected = last_logits(MODEL, IDS, MODEL.make_cache(pack=START))
     tuned_logits = last_logits(MODEL, IDS, MODEL.make_cache(pack=TUNED))
     for start, want in ((TUNED, tuned_logits), (START, expected), (TUNED, tuned_logits), (START, expected)):
         assert_close(last_logits(model, IDS, model.make_cache(pack=start)), want)
     store.settle()
     fresh = RowStore()
-    model.session.store = fresh
+    model.row_source.store = fresh
     last_logits(model, IDS, model.make_cache(pack=TUNED))
     assert 0 < fresh.encoded < store.encoded  # the pack's were never asked for
 

@@ -58,7 +58,7 @@ def test_a_model_takes_a_pack_from_a_file(path):
     model = tiny_model()
     model.take_pack(path)
     assert model.make_cache()[-1].params.start == model.config.start == START
-    assert model.session.pack == TUNED
+    assert model.row_source.pack == TUNED
 
 
 def test_a_saved_state_takes_its_rows_from_a_path(path):
@@ -77,7 +77,7 @@ def test_objects_of_a_request_print_in_one_short_line(tmp_path):
     assert repr(batch[-1]) == "<ZipState of 2 sequences: [2, 1] ids, [1, 0] entries, [2, 1] base tokens>"
     with RowStore(tmp_path) as store:
         assert repr(store).startswith(f"<RowStore: 0 bytes in memory, folder {tmp_path}; rows by origin: 0 encoded")
-    for shown in (cache[-1], batch[-1], cache[-1].outputs, RowStore(), MODEL.session, MODEL.config, MODEL.layout):
+    for shown in (cache[-1], batch[-1], cache[-1].outputs, RowStore(), MODEL.row_source, MODEL.config, MODEL.layout):
         assert len(repr(shown)) < 700
         assert "\n" not in repr(shown)
         assert "array" not in repr(shown)

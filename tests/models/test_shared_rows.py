@@ -45,13 +45,13 @@ def test_entries_that_several_sequences_have_take_one_place():
 
 def test_a_row_is_encoded_once_for_all_sequences_of_a_batch():
     model = tiny.tiny_model().eval()
-    model.session.store = RowStore()
+    model.row_source.store = RowStore()
     batch = model.make_cache(left_padding=[0] * 4, pack=PACK)
     model(mx.array([IDS] * 4), cache=batch)
-    model.session.settle()
+    model.row_source.settle()
     read_before = len({one for one in IDS if one >= tiny.VOCAB})
-    assert model.session.store.encoded == len(batch[-1].books[0]) + read_before
-    assert model.session.store.from_memory == 0
+    assert model.row_source.store.encoded == len(batch[-1].books[0]) + read_before
+    assert model.row_source.store.from_memory == 0
 
 
 def test_a_sequence_that_joins_copies_no_rows_that_are_there():

@@ -79,7 +79,7 @@ class MlxCaches:
     def own_pack(self) -> str:
         if not is_zip(self.model):
             return ""
-        pack = self.model.session.pack
+        pack = self.model.row_source.pack
         return own_pack_key(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
 
     def held(self, cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
