@@ -10,13 +10,13 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_zip import bundled, named
 from mlx_zip.arguments import add_codebook, check_at_least
 from mlx_zip.cli import rows
 from mlx_zip.cli.engines import choose, open_row_store
-from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
+from mlx_zip.cli.opening import engine_options, json_map, opened, server_packs
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
@@ -24,9 +24,6 @@ from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
-
-if TYPE_CHECKING:
-    from mlx_zip.packs.pack import Pack
 
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
@@ -110,7 +107,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         from mlx_zip.engine.engines import Engines, other_models
 
         rival, open_model = args.race_against, partial(_other, asked)
-        options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
+        options = _options(args, name, running.new_token(), server_packs(chosen, is_plain(name), engine))
         ceiling = engine.ceiling()
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         kept = None if args.no_history or not args.window else _window_folder()
@@ -215,12 +212,3 @@ def _options(args: argparse.Namespace, name: str, token: str, more: dict[str, An
         drain_s=2.0,
         **more,
     )
-
-
-def _packs(chosen: Pack | None, name: str, engine: Any) -> dict[str, Any]:
-    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
-    plain = is_plain(name)
-    pack = request_pack(chosen, plain, engine)
-    if chosen is None or plain:
-        return {}
-    return {"packs": {Path(file).stem: one for file, one in chosen.by_name.items()}, "pack": pack}

@@ -117,3 +117,11 @@ def json_map(flag: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
     return value
+
+
+def server_packs(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
+    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
+    pack = request_pack(chosen, plain, engine)
+    if chosen is None or plain:
+        return {}
+    return {"packs": {Path(file).stem: one for file, one in chosen.by_name.items()}, "pack": pack}

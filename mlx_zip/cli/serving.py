@@ -10,20 +10,17 @@ import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import engines
-from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack, session_folder
+from mlx_zip.cli.opening import engine_options, json_map, opened, server_packs, session_folder
 from mlx_zip.cli.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
-
-if TYPE_CHECKING:
-    from mlx_zip.packs.pack import Pack
 
 __all__ = ["REFUSED", "add_arguments", "run"]
 
@@ -61,7 +58,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
             engines.open_row_store(args) as store,
             opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
         ):
-            options |= _pack_options(chosen, is_plain(name), engine)
+            options |= server_packs(chosen, is_plain(name), engine)
             served = _server_module("options").Options(**options)
             fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:
@@ -170,17 +167,6 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
     if not args.host.startswith(LOOPBACK):
         return None
     return _server_module("options").LOOPBACK | {args.host.lower()}
-
-
-def _pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
-    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
-    if chosen is None:
-        return {}
-    pack = request_pack(chosen, plain, engine)
-    if plain:
-        return {}
-    named = {Path(file).stem: pack for file, pack in chosen.by_name.items()}
-    return {"packs": named, "pack": pack}
 
 
 def _folder(flag: str, given: str) -> Path:

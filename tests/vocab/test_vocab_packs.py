@@ -1,5 +1,6 @@
 """Codebook packs: what is learned, and what a file of one must be."""
 
+import copy
 import json
 import pickle
 from dataclasses import replace
@@ -154,6 +155,24 @@ def test_a_file_of_entries_alone_is_a_pack_of_an_unknown_tokenizer(suffix, tmp_p
     pack = load_pack(tmp_path / f"p.{suffix}")
     assert (pack.entries, pack.tokenizer, pack.about) == (ENTRIES, None, {})
     pack.check_tokenizer("cd" * 32, "p")
+
+
+def test_a_pack_is_an_immutable_sequence_of_its_entries():
+    pack, other = Pack(ENTRIES, "ab"), Pack(ENTRIES, "ab", {"x": 1}, name="p.npz")
+    assert (tuple(pack), len(pack), pack[0], pack[1:]) == (ENTRIES, len(ENTRIES), ENTRIES[0], ENTRIES[1:])
+    assert CodecParams(100, 8, 4, start=pack) == CodecParams(100, 8, 4, start=ENTRIES)
+    assert pack == other
+    assert pack not in (ENTRIES, Pack(ENTRIES))
+    assert {pack: 1}[other] == 1
+    assert copy.deepcopy(pack) is pack
+    assert pickle.loads(pickle.dumps(pack)) == pack
+
+
+def test_a_merged_pack_names_its_parts():
+    a, b = Pack(((1, 2),), name="a.npz"), Pack(((3, 4),))
+    merged = merge_packs([a, b])
+    assert merged.by_name == {"a.npz": a, "pack 2": b}
+    assert (a.by_name, b.by_name) == ({"a.npz": a}, {"pack 1": b})
 
 
 def test_packs_that_differ_have_other_fingerprints():
