@@ -198,12 +198,17 @@ def _is_entry(item: Any) -> bool:
     return isinstance(item, Sequence | np.ndarray) and len(item) > 0 and isinstance(item[0], int | np.integer)
 
 
-def tuned_fingerprint(begun: Tuned) -> str | None:
-    """Returns the fingerprint of the tuned rows that a sequence began with, None without them."""
-    return begun.tuned_fingerprint if isinstance(begun, Pack) else begun
-
-
 Tuned = Pack | str | None  # a pack with tuned rows; its `tuned_fingerprint`, after loading a saved state; or none
+
+
+def tuned_fingerprint(begun: Any) -> str | None:
+    """Returns the fingerprint of the tuned rows that a sequence began with, None without them.
+
+    begun: the pack or entries that it began with, or the fingerprint itself.
+    """
+    if isinstance(begun, Pack):
+        return begun.tuned_fingerprint
+    return begun if isinstance(begun, str) else None
 
 
 # ---- files
