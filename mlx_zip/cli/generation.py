@@ -85,6 +85,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
             tokenizer,
             read_chat(tokenizer, prompt, args, continues=saved is not None),
             prompt_cache=None if saved is None else saved.cache,
+            # checked against the tokenizer above, whose fingerprint --extra-eos-token may have changed since
             pack=None if chosen is None else replace(chosen, tokenizer=None),
             **options,
         )
