@@ -177,8 +177,8 @@ def test_rows_of_a_model_whose_sides_are_one_are_held_once():
 
 
 def test_scores_are_those_of_the_model_with_the_rows():
-    row = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), start=TUNED)
-    plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), start=START)
+    row = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=TUNED)
+    plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=Pack(START))
     assert row.ids.tolist() == plain.ids.tolist()
     found, other = score(MODEL, [row, plain], batch_size=2)
     logits = MODEL(mx.array([row.ids.tolist()]), cache=MODEL.make_cache(pack=TUNED), causal=True)[0]
