@@ -8,8 +8,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +23,11 @@ from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_enc
 from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import FLOATS, load, read_header, some
 from mlx_zip.errors import CodecError, ConversionError, DataError
-from mlx_zip.packs.chosen import Packs, check_tokenizers, read_packs
-from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, pack_in_folder
+from mlx_zip.packs.chosen import named, read_packs
+from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, PackLike, pack_in_folder
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-
-PackLike = Pack | str | PathLike[str]
 
 
 def convert(
@@ -158,19 +154,19 @@ def _quantize(prepared: Prepared, recipe: Recipe) -> None:
 # ---- the pack that a converted model begins with: given by the caller, or brought along by the source
 
 
-def _begin_with(prepared: Prepared, packs: Packs, trust_remote_code: bool) -> None:
-    """Makes every codebook of the model begin with the entries of these packs, merged.
+def _begin_with(prepared: Prepared, pack: Pack, trust_remote_code: bool) -> None:
+    """Makes every codebook of the model begin with the entries of this pack.
 
-    Raises `DataError` or `ConversionError` if they do not fit the model or its tokenizer.
+    Raises `DataError` or `ConversionError` if it does not fit the model or its tokenizer.
     """
-    check_tokenizers(packs, load_tokenizer(prepared.tokenizer, trust_remote_code))
+    pack.check_made_for(load_tokenizer(prepared.tokenizer, trust_remote_code))
     config: Any = prepared.model.config
     try:
-        params = replace(config.codec_params, start=packs.merged.entries)
+        params = config.codec_params.with_start(pack)
     except CodecError as error:
-        raise ConversionError(f"--pack {' '.join(packs.files)} does not fit the model: {error}") from error
+        raise ConversionError(f"{named(pack)} does not fit the model: {error}") from error
     prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
-    prepared.pack = None if packs.merged.rows is None else packs.merged
+    prepared.pack = None if pack.rows is None else pack
 
 
 def _keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
@@ -181,25 +177,24 @@ def _keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
     model: Any = prepared.model
     prepared.pack = pack = pack_in_folder(prepared.tokenizer, model.config.start)
     if pack is not None and pack.tokenizer is not None:
-        mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
-        pack.check_tokenizer(mark, str(prepared.tokenizer / IN_FOLDER))
+        pack.check_made_for(load_tokenizer(prepared.tokenizer, trust_remote_code), str(prepared.tokenizer / IN_FOLDER))
 
 
-def _check_rows(prepared: Prepared, packs: Packs | None) -> None:
+def _check_rows(prepared: Prepared, given: Pack | None) -> None:
     """Checks that the tuned rows of `prepared.pack` were tuned for the weights that will be written.
 
-    packs: the packs that the caller gave, None if `prepared.pack` is the source's own. If the rows were tuned for other
-    weights, given packs raise `ConversionError`, and the source's own pack is left out with a warning.
+    given: the pack that the caller gave, None if `prepared.pack` is the source's own. If the rows were tuned for other
+    weights, a given pack raises `ConversionError`, and the source's own pack is left out with a warning.
     """
     pack, model = prepared.pack, cast(Any, prepared.model)
     if pack is None or pack.rows is None:
         return
     if pack.rows.model == model.fingerprint:
-        model.check_pack(pack.start)
+        model.check_pack(pack)
         return
-    if packs is not None:
+    if given is not None:
         raise ConversionError(
-            f"--pack {' '.join(packs.files)}: its rows were tuned for other weights than those to be written; "
+            f"{named(given)}: its rows were tuned for other weights than those to be written; "
             "convert first, tune the pack for the new folder, then convert that one with it, or drop its rows "
             "(mlx_zip vocab pack merge --drop-rows)"
         )

@@ -149,3 +149,14 @@ def add_pack(add: Any, purpose: str = PACK) -> None:
     add: a parser's or group's `add_argument`. purpose: the help text.
     """
     add("--pack", help=purpose, metavar="FILE", action="append")
+
+
+def add_codebook(add: Any) -> None:
+    """Declares --pack and --codebook-size, of the commands that run models."""
+    add_pack(add)
+    add(
+        "--codebook-size",
+        type=int,
+        metavar="N",
+        help="maximum number of hypertokens, the pack's entries included (default: the model's)",
+    )

@@ -21,7 +21,7 @@ Words = Annotated[str, AfterValidator(_unicode)]
 Title = Annotated[Words, Field(max_length=500)]
 Folder = Annotated[Words, Field(max_length=100)]
 Name = Annotated[Words, Field(min_length=1, max_length=1000)]
-Packs = Annotated[Many[Name], Field(max_length=MOST_PACKS)]
+PackNames = Annotated[Many[Name], Field(max_length=MOST_PACKS)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Limit = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 
@@ -49,7 +49,7 @@ class ConversationBody(Body):
     title: Title | None = None
     model: Name | None = None
     system: Words | None = None
-    packs: Packs | None = None
+    packs: PackNames | None = None
     sampling: SamplingBody | None = None
 
     @property
@@ -71,7 +71,7 @@ class FitBody(Body):
     """A prompt that a pack may help. packs: those that its conversation has."""
 
     text: Annotated[Words, Field(min_length=1)]
-    packs: Packs = Field(default_factory=list)
+    packs: PackNames = Field(default_factory=list)
 
 
 class AnswerBody(Body):

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.bodies import Folder, Name, Packs, SamplingBody, Title, Words
+from mlx_zip.apps.chat.bodies import Folder, Name, PackNames, SamplingBody, Title, Words
 from mlx_zip.apps.chat.routes import PATH, found
 from mlx_zip.apps.chat.store import CUT, Store, new_id
 from mlx_zip.server.core import Core
@@ -87,7 +87,7 @@ class ImportedBody(Body):
     updated: Time
     model: Name | None = None
     system: Words = ""
-    packs: Packs = Field(default_factory=list)
+    packs: PackNames = Field(default_factory=list)
     sampling: SamplingBody = Field(default_factory=SamplingBody)
     draft: Words = ""
     leaf: Name | None = None

@@ -16,7 +16,7 @@ from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.core import Core, Packs
+from mlx_zip.server.core import Core, NamedPacks
 from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response
 from mlx_zip.text.prompts import encode_text
 
@@ -37,7 +37,7 @@ class Settings:
 def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
     """Returns the route of the app's state."""
     core = models.main
-    packs = Packs(core.options.packs, core.options.pack)
+    packs = NamedPacks(core.options.packs, core.options.pack)
 
     async def state(request: Request) -> Response:
         """Shows the app's models, packs, storage and defaults."""

@@ -133,7 +133,7 @@ def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
     from mlx_zip.models.loading import model_folder, read_config
 
     weights, quantization = dict(tree_flatten(loaded.parameters())), read_config(model_folder(name)).get("quantization")
-    pack = loaded.session.pack if is_zip(loaded) else None
+    pack = loaded.row_source.pack if is_zip(loaded) else None
 
     def make() -> Any:
         model = _with_weights(type(loaded)(loaded.args), weights, quantization)

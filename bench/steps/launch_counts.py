@@ -94,13 +94,13 @@ def _prepared(
     assert models.zipped is not None
     model = copy(models.zipped())
     model.eval()
-    model.session.store = None
+    model.row_source.store = None
     prompt, ids = zip_ids(model.make_cache()[-1].books[0], base_ids[:PROMPT], base_ids[PROMPT:])
     emitted = ids[:STEPS].tolist()
     if len(emitted) <= SKIPPED:
         return None
     if rows == "warm":
-        model.session.store = RowStore()
+        model.row_source.store = RowStore()
         _fill_store(model, prompt, emitted)
     cache = model.make_cache()
     _prefill(model, prompt, cache)
@@ -119,7 +119,7 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
     base_ids = np.arange(3, 3 + entries * size, dtype=np.uint32).reshape(entries, size)
     with gpu_forms():
         return sum(
-            launches(model.session.encode(model.side(side), base_ids, np.full(entries, size, np.uint32))).values()
+            launches(model.row_source.encode(model.side(side), base_ids, np.full(entries, size, np.uint32))).values()
         )
 
 
@@ -129,7 +129,7 @@ def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
     run = RunOptions(prefill_step_size=PROMPT, ahead=True)
     made = emit(model, prompt, model.make_cache(), sampler=sampler, run=run)
     deque(islice(made, len(ids)), maxlen=0)
-    model.session.store.flush()
+    model.row_source.store.flush()
 
 
 def _prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:

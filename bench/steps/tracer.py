@@ -48,7 +48,7 @@ def _result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _tables(args: tuple[Any, ...], result: Any) -> Any:
-    """The arrays that a call of `Session.fill_inputs(self, state, ...)` or `fill_outputs` made are in the tables."""
+    """The arrays that a call of `RowSource.fill_inputs(self, state, ...)` or `fill_outputs` made are in the tables."""
     return [table.array for table in (args[1].inputs, args[1].outputs)]
 
 
@@ -79,7 +79,7 @@ class Hook:
 
 MODEL, ROWS, AHEAD = (
     "mlx_zip.models.zip_model:Model",
-    "mlx_zip.models.session:Session",
+    "mlx_zip.models.session:RowSource",
     "mlx_zip.models.ahead:Ahead",
 )
 STATE = "mlx_zip.models.rows.zip_state:ZipState"

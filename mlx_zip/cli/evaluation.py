@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.cli import engine_choice, pack_flags, row_cache
+from mlx_zip.arguments import add_codebook, add_limit_bytes, add_separator
+from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.actions import DATA, writable
 from mlx_zip.errors import DataError
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="number of windows, conversations or task requests that one model call handles (default: 8)",
     )
-    pack_flags.add_flags(add)
+    add_codebook(add)
     row_cache.add_flags(add)
     add(
         "--seed",

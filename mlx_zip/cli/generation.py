@@ -8,19 +8,24 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from mlx_zip import named
 from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
-from mlx_zip.cli import pack_flags as packs
 from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_kv_size
 from mlx_zip.cli.serving.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs import chosen as chosen_packs
+
+if TYPE_CHECKING:
+    from mlx_zip.packs.pack import Pack
 
 __all__ = ["REFUSED", "add_arguments", "read_prompt", "run"]
 
@@ -88,7 +93,7 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
     """Loads the model on MLX. sampling: fields of `Sampling`. group: as in `_print_answer`."""
     from mlx_zip.engine.generate import load, stream_generate
 
-    chosen, saved = packs.read(args), _saved_cache(args)
+    chosen, saved = chosen_packs.read_packs(args.pack), _saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
     check_kv_size(args, name)
     with rows.open_store(args) as store:
@@ -104,7 +109,7 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
             **_pack_options(args, chosen, name),
         )
         if chosen is not None:
-            packs.check(chosen, model, tokenizer)
+            chosen_packs.check(chosen, model, tokenizer)
         if saved is not None:
             from mlx_zip.engine.sessions.mlx_caches import positions_of
 
@@ -114,12 +119,13 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
             model,
             tokenizer,
             prompt_cache=None if saved is None else saved.cache,
-            pack=None if chosen is None else chosen.merged.start,
+            # checked against the tokenizer above, whose fingerprint --extra-eos-token may have changed since
+            pack=None if chosen is None else replace(chosen, tokenizer=None),
             **sampling,
             **{name: getattr(args, name) for name in PASSED_ON},
         )
         hyper = is_zip(model)
-        record = packs.record(chosen, model)
+        record = chosen_packs.record(chosen, model)
         yield _Opened(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
 
 
@@ -132,8 +138,8 @@ def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_O
     from mlx_zip.text.prompts import encode_prompt
 
     Sampling.of(sampling)
-    chosen, folder = packs.read(args), model_folder(args.model, args.revision)
-    plain = packs.is_plain(str(folder))
+    chosen, folder = chosen_packs.read_packs(args.pack), model_folder(args.model, args.revision)
+    plain = is_plain(str(folder))
     with engines.open_torch(
         folder,
         args.engine,
@@ -155,12 +161,12 @@ def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_O
         yield _Opened(args.model, engine.tokenizer, hyper, answer, record if hyper else {})
 
 
-def _mark(chosen: packs.Packs | None, folder: Path) -> str | None:
+def _mark(chosen: Pack | None, folder: Path) -> str | None:
     """Returns the fingerprint of the chosen packs, else of the tuned pack in the model's folder, else None."""
     from mlx_zip.packs.pack import IN_FOLDER, load_pack
 
     if chosen is not None:
-        return chosen.merged.fingerprint
+        return chosen.fingerprint
     return load_pack(folder / IN_FOLDER).fingerprint if (folder / IN_FOLDER).exists() else None
 
 
@@ -205,17 +211,17 @@ def _saved_cache(args: argparse.Namespace) -> Any:
     return saved
 
 
-def _pack_options(args: argparse.Namespace, chosen: packs.Packs | None, model: str) -> dict[str, Any]:
+def _pack_options(args: argparse.Namespace, chosen: Pack | None, model: str) -> dict[str, Any]:
     """Returns the arguments `pack` and `codebook_size` of `load`. chosen: the packs of --pack.
 
     Raises `GenerationError` for --codebook-size with a plain model.
     """
-    plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(model, args.revision)
+    plain = (chosen is not None or args.codebook_size is not None) and is_plain(model, args.revision)
     if plain and args.codebook_size is not None:
         raise GenerationError(
             f"--codebook-size: {args.model or model} is a plain model, whose codebook is its pack or none"
         )
-    return packs.load_options(args, chosen, plain)
+    return chosen_packs.load_options(chosen, args.codebook_size, plain)
 
 
 def notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.cli import engine_choice, pack_flags, row_cache
+from mlx_zip.arguments import add_codebook
+from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.errors import GenerationError
+from mlx_zip.models.folders import is_plain
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
@@ -147,7 +149,7 @@ def _add_cache(add: Any) -> None:
         "--prompt-cache-file",
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
     )
-    pack_flags.add_flags(add)
+    add_codebook(add)
     add_kv_size(add)
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
     add(
@@ -202,7 +204,7 @@ def add_kv_size(add: Any) -> None:
 
 def check_kv_size(args: argparse.Namespace, model: str) -> None:
     """Raises `GenerationError` for --max-kv-size with a model of this name, if it has hypertokens."""
-    if args.max_kv_size is not None and not pack_flags.is_plain(model, getattr(args, "revision", None)):
+    if args.max_kv_size is not None and not is_plain(model, getattr(args, "revision", None)):
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
 
 

@@ -7,12 +7,14 @@ import sys
 import time
 
 from mlx_zip import named
-from mlx_zip.cli import pack_flags, row_cache
+from mlx_zip.arguments import add_codebook
+from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import MLX, NAMES, is_torch
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.generation_flags import add_kv_size, check_kv_size
 from mlx_zip.errors import GenerationError
 from mlx_zip.files import at_home, check_out
+from mlx_zip.packs.chosen import read_packs
 
 NO_FILES = "on PyTorch a prompt that was read is saved by a server, mlx_zip serve --session-files"
 
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eos-token", help="end-of-sequence token of the tokenizer (default: the tokenizer's own)")
     add("--prompt-cache-file", required=True, help="safetensors file to write; an existing file is replaced")
     add("--prompt", required=True, help="text to read, or - to read it from standard input as UTF-8")
-    pack_flags.add_flags(add)
+    add_codebook(add)
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
     add(
         "--kv-group-size",
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError("no model: --model is empty")
     file = at_home(args.prompt_cache_file)
     check_out(file)
-    prompt, chosen = read_prompt(args.prompt), pack_flags.read(args)
+    prompt, chosen = read_prompt(args.prompt), read_packs(args.pack)
     name = args.model or str(named.bundled_model(named.DEFAULT))
     check_kv_size(args, name)
 
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             revision=args.revision,
             trust_remote_code=args.trust_remote_code,
             row_store=store,
-            pack=None if chosen is None else chosen.merged,
+            pack=chosen,
             codebook_size=args.codebook_size,
         )
         kv = KvOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.max_kv_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
@@ -119,6 +119,15 @@ class CodecParams:
             if entry in seen:
                 raise CodecError(f"start entry {slot} {entry} occurs twice")
             seen.add(entry)
+
+    def with_start(self, start: Iterable[Sequence[int]] | None) -> CodecParams:
+        """Returns these parameters with other start entries; unchanged for None. Raises `CodecError`."""
+        return self if start is None else replace(self, start=start)
+
+    def same_but_start(self, other: CodecParams) -> bool:
+        """Returns whether both are equal except for their start entries. Asked at every step, so it is quick."""
+        names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id", "policy")
+        return self is other or all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def fill(self) -> int:

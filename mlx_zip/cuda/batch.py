@@ -22,9 +22,10 @@ from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.hyper_rows import Tables
 from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.sequence import Begin, PackOrEntries, SequenceState, Snapshot
+from mlx_zip.cuda.sequence import Begin, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
 from mlx_zip.errors import CodecError, ModelError
+from mlx_zip.packs.pack import PackOrEntries
 
 Chooser = Callable[[Head], torch.Tensor]
 

@@ -32,7 +32,6 @@ from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.generation.exclusions import excluded_after
 from mlx_zip.generation.sampling_options import Sampling
-from mlx_zip.packs.starts import with_starts
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -59,9 +58,7 @@ class CudaEngine(ThreadedEngine):
         closed = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if served.canonical:
             assert served.facts.params is not None
-            closed = excluded_after(
-                Codebook(with_starts(served.facts.params, [row.start])[0]), row.ids[:-1], row.breaks
-            )
+            closed = excluded_after(Codebook(served.facts.params.with_start(row.pack)), row.ids[:-1], row.breaks)
         return RowScorer(served.model).parts(row, closed, top=top)
 
     def _kv_bound(self, served: CudaServed) -> None:

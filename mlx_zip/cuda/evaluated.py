@@ -21,7 +21,6 @@ from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.responses import answers
 from mlx_zip.engine.scored import Compressed, Pairs, Scored
 from mlx_zip.packs.pack import Pack
-from mlx_zip.packs.tuned import AnyStart, TunedStart
 
 
 def load_evaluated(
@@ -49,7 +48,7 @@ class EvaluatedModel:
         self.is_plain = model.is_plain
         config = model.folder.config
         self.args = SimpleNamespace(config=config) if model.hypertokens else SimpleNamespace(**config)
-        self.session = SimpleNamespace(pack=model.pack)
+        self.row_source = SimpleNamespace(pack=model.pack)
         self._engine: CudaEngine | None = None
         self._most = 0  # prompts that the engine writes texts for at a time
         self._scorer = RowScorer(model)
@@ -82,12 +81,12 @@ class EvaluatedModel:
         prompts: Sequence[Sequence[int]],
         *,
         seed: int = 0,
-        pack: AnyStart | None = None,
+        pack: Pack | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Any]]:
         """Yields (index of the prompt, response) as `stream_batch` does. seed: of the first prompt; each adds one.
 
-        pack: entries that every codebook begins with. options: `max_tokens`, `stop` and sampling options.
+        pack: what every codebook begins with. options: `max_tokens`, `stop` and sampling options.
         """
         if self._engine is None or self._most < len(prompts):
             self.close()
@@ -95,11 +94,4 @@ class EvaluatedModel:
             self._engine = CudaEngine(lambda: (self._model, tokenizer), "evaluated", ServeOptions(self._most))
         limit, stop = options.pop("max_tokens"), options.pop("stop", ())
         samplings = [{**options, "seed": seed + at} for at in range(len(prompts))]
-        yield from answers(self._engine, prompts, samplings, _pack(pack), limit, stop)
-
-
-def _pack(start: AnyStart | None) -> Pack | None:
-    """Returns entries, with or without tuned rows, as the pack that a request takes."""
-    if start is None:
-        return None
-    return Pack(tuple(start), rows=start.rows if isinstance(start, TunedStart) else None)
+        yield from answers(self._engine, prompts, samplings, pack, limit, stop)

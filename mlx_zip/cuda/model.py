@@ -24,12 +24,10 @@ from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, cpu_head
 from mlx_zip.cuda.network.decoder import Decoder
 from mlx_zip.cuda.network.encoders import Weights, make_encoder
 from mlx_zip.cuda.network.linear import Half, Linear
-from mlx_zip.cuda.sequence import Begin, PackOrEntries, make_begin
+from mlx_zip.cuda.sequence import Begin, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
-from mlx_zip.packs.pack import pack_in_folder
-from mlx_zip.packs.starts import start_of
-from mlx_zip.packs.tuned import TunedStart
+from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, pack_of
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
@@ -61,7 +59,7 @@ def open_model(
     where = find_device(device)
     kernels = where.type == "cuda" if kernels is None else kernels
     folder = read_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
-    start = None if pack is None else start_of(pack)
+    start = None if pack is None else pack_of(pack)
     if folder.zip is None and (codebook_size is not None or start is not None):
         folder.zip = _plain_config(folder, codebook_size, start)
     if not hypertokens:
@@ -88,17 +86,12 @@ def _chosen(
     )
 
 
-def _plain_config(folder: Folder, size: int | None, start: Any) -> ZipConfig:
+def _plain_config(folder: Folder, size: int | None, start: Pack | None) -> ZipConfig:
     """Returns the config of a plain model that begins with a pack tuned for it. Raises `ModelError`, `ConfigError`."""
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
-    if not isinstance(start, TunedStart) or start.rows.plain is None:
-        kind = "has no rows" if not isinstance(start, TunedStart) else "was tuned for a zip2zip model"
-        raise ModelError(
-            f"the pack (--pack) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
-            "(mlx_zip vocab pack tune)"
-        )
-    return start.rows.plain.config(start.entries, folder.decoder.width)
+    assert start is not None  # else nothing asks for a config
+    return start.plain_codec().config(start.entries, folder.decoder.width)
 
 
 class CudaModel:
@@ -186,21 +179,21 @@ class CudaModel:
         return self.config is not None
 
     @property
-    def pack(self) -> TunedStart | None:
+    def pack(self) -> Pack | None:
         """The tuned pack that requests begin with, None if their start entries are encoded."""
-        start = self.begin.given
-        return start if isinstance(start, TunedStart) else None
+        given = self.begin.given
+        return given if isinstance(given, Pack) and given.rows is not None else None
 
     def take_pack(self, pack: PackOrEntries) -> None:
         """Makes requests begin with this pack unless they name another.
 
         Raises `ConfigError` for an entry that does not fit, and what `begin_with` raises.
         """
-        start = start_of(pack)
+        found = pack_of(pack)
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
-        config = replace(self.config, start=tuple(map(tuple, start)))
-        self.begin, self.config = self.begin_with(start), config
+        config = replace(self.config, start=found.entries)
+        self.begin, self.config = self.begin_with(found), config
 
     def take_own_pack(self) -> None:
         """Makes requests begin with the tuned pack in the model's folder, if there is one.
@@ -213,11 +206,9 @@ class CudaModel:
         if pack is None:
             return
         if pack.tokenizer is not None:
-            from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-
-            pack.check_tokenizer(tokenizer_fingerprint(self.tokenizer), str(pack.name))
+            pack.check_made_for(self.tokenizer, str(pack.name))
         try:
-            self.take_pack(pack.start)
+            self.take_pack(pack)
         except ModelError as error:
             raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
 

@@ -87,7 +87,7 @@ class RowScorer:
 
     def _columns(self, row: Compressed) -> Columns:
         """Returns the entries that the row's codebook has, with their rows."""
-        model, begin = self._model, self._model.begin_with(row.start) if self._model.hypertokens else self._model.begin
+        model, begin = self._model, self._model.begin_with(row.pack) if self._model.hypertokens else self._model.begin
         book, ids = Codebook(begin.params), row.ids.astype(np.int64)
         start, start_lengths = book.rows(0, begin.entries)
         new = book.push(row.ids[:-1])

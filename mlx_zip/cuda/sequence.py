@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,11 +10,7 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.packs.pack import PackLike
-from mlx_zip.packs.starts import start_of, with_starts
-from mlx_zip.packs.tuned import TunedStart, check_tuned
-
-PackOrEntries = PackLike | TunedStart | Sequence[Any]
+from mlx_zip.packs.pack import PackOrEntries, pack_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +44,12 @@ def make_begin(
     are one, else 2. like: a tensor [any, D] with the rows' width, dtype and device. Raises `CodecError` for an entry
     that does not fit, `ModelError` for rows of another model, `DataError`.
     """
-    start = start_of(pack)
-    own = with_starts(params, [start])[0]
-    if not isinstance(start, TunedStart):
+    found = pack_of(pack)
+    own, rows = params.with_start(found), found.rows
+    if rows is None:
         return Begin(own, None, pack)
-    check_tuned(start, model(), sides == 1, like.shape[1])
-    parts = (start.rows.output, start.rows.input)[:sides]
+    rows.check_model(model(), sides == 1, like.shape[1])
+    parts = (rows.output, rows.input)[:sides]
     return Begin(own, torch.from_numpy(np.stack(parts, axis=1)).to(like.device, like.dtype), pack)
 
 

@@ -33,7 +33,7 @@ from mlx_zip.engine.sessions.format import (
 )
 from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
 from mlx_zip.errors import ModelError
-from mlx_zip.packs.starts import tuned_fingerprint
+from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors calls the types

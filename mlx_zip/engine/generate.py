@@ -36,10 +36,8 @@ from mlx_zip.layout import is_zip
 from mlx_zip.models.loading import load
 from mlx_zip.models.machines import check_equal
 from mlx_zip.models.rows.zip_state import find_state
-from mlx_zip.packs.pack import PackLike, as_pack
-from mlx_zip.packs.starts import split_packs
+from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.text.tokenizers import as_tokenizer
-from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
@@ -79,7 +77,7 @@ def stream_generate(
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
-    pack: PackLike | Sequence[Sequence[int]] | None = None,
+    pack: PackOrEntries | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     max_kv_size: int | None = None,
     kv_bits: int | None = None,
@@ -356,7 +354,7 @@ def stream_batch(
     *,
     stop: str | Sequence[str] | None = None,
     sampler: Sampler | None = None,
-    pack: PackLike | Sequence[Any] | None = None,
+    pack: PackOrEntries | Sequence[PackOrEntries | None] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[tuple[int, GenerationResponse]]:
@@ -429,9 +427,8 @@ def _start_of(pack: Any, tokenizer: Any, model: Any) -> Any:
     if not isinstance(pack, PackLike):
         return pack
     found = as_pack(pack)
-    if found.tokenizer is not None:
-        found.check_tokenizer(tokenizer_fingerprint(tokenizer), found.name or "the pack (--pack)")
-    return found.start
+    found.check_made_for(tokenizer, found.name or "the pack (--pack)")
+    return found
 
 
 def _check_limit(max_tokens: Any) -> None:

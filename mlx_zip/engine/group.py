@@ -54,7 +54,7 @@ class Group:
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
             self._choice = choose(self.jobs, self._logits, end, pad_id, served.machines)
-            self._choice.start(*(served.model.session.submit_rows() if served.hyper else ()))
+            self._choice.start(*(served.model.row_source.submit_rows() if served.hyper else ()))
         self._logits = None
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class Group:
         assert self._choice is not None
         chosen = self._choice.read()
         if self.served.hyper:
-            self.served.model.session.settle_submitted()
+            self.served.model.row_source.settle_submitted()
         self.tokens = [one.id for one in chosen]
         for job, one in zip(self.jobs, chosen, strict=True):
             if one.failed and job.error is None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.packs.tuned import AnyStart
+from mlx_zip.packs.pack import Pack
 
 LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
 Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices of a row's ids, and ids that cannot follow there
@@ -21,13 +21,13 @@ Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices of a row's ids, a
 class Compressed:
     """A text as a model reads it: ids uint32 [n], and spans int64 [n], the number of base ids that each id stands for.
 
-    start: the entries that its codebook began with, None for the model's own pack. breaks: index of the last id of each
+    pack: what its codebook began with, None for the model's own pack. breaks: index of the last id of each
     part but the last; parts were compressed separately, so that id does not depend on what follows.
     """
 
     ids: Uint32s
     spans: NDArray[np.int64]
-    start: AnyStart | None = None
+    pack: Pack | None = None
     breaks: tuple[int, ...] = ()
 
     @property
@@ -36,11 +36,11 @@ class Compressed:
         return np.cumsum(self.spans)
 
 
-def compress_parts(params: CodecParams | None, *parts: Uint32s, start: AnyStart | None = None) -> Compressed:
+def compress_parts(params: CodecParams | None, *parts: Uint32s, pack: Pack | None = None) -> Compressed:
     """Returns parts of base ids as a model reads them; no id stands for base ids of two parts.
 
     Each part is compressed by `Codebook.compress`, as generation continues: no entry is used before an id has created
-    it. params: the codec, with the entries that the codebook begins with; None for a model without hypertokens. start:
+    it. params: the codec, with the entries that the codebook begins with; None for a model without hypertokens. pack:
     see `Compressed`.
     """
     if params is None:
@@ -51,7 +51,7 @@ def compress_parts(params: CodecParams | None, *parts: Uint32s, start: AnyStart 
         book.push(book.compress(part))
         marks.append(book.mark())
     breaks = tuple(mark - 1 for mark in marks[:-1] if mark)
-    return Compressed(book.ids, book.logged()[1].astype(np.int64), start, breaks)
+    return Compressed(book.ids, book.logged()[1].astype(np.int64), pack, breaks)
 
 
 @dataclass(frozen=True)

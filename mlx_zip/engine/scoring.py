@@ -7,7 +7,6 @@ after the row's end, which never merge. A model on another library than MLX scor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -24,7 +23,7 @@ from mlx_zip.engine.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.errors import CodecError, DataError, ModelError
 from mlx_zip.generation.canonical import excluded_after, unless_most
 from mlx_zip.layout import base_config, is_zip
-from mlx_zip.packs.tuned import AnyStart
+from mlx_zip.packs.pack import Pack
 
 
 def scores_itself(model: Any) -> bool:
@@ -37,31 +36,31 @@ def context_limit(model: Any) -> int | None:
     return base_config(model).get("max_position_embeddings")
 
 
-def compress_row(model: Any, *parts: Uint32s, start: AnyStart | None = None) -> Compressed:
+def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compressed:
     """Returns parts of base ids as the model reads them, see `compress_parts`.
 
-    start: entries of a pack in place of the model's own; a plain model ignores it. Raises `DataError` for an id that
+    pack: in place of the model's own; a plain model ignores it. Raises `DataError` for an id that
     the model does not have.
     """
     for part in parts:
         _check_ids(part, model.layout.vocab_size if is_zip(model) else base_config(model).get("vocab_size"))
-    return compress_parts(codec(model, start), *parts, start=start) if is_zip(model) else compress_parts(None, *parts)
+    return compress_parts(codec(model, pack), *parts, pack=pack) if is_zip(model) else compress_parts(None, *parts)
 
 
-def codec(model: Any, start: AnyStart | None = None) -> CodecParams:
-    """Returns a zip2zip model's codec parameters, with other starting entries if `start` is given.
+def codec(model: Any, pack: Pack | None = None) -> CodecParams:
+    """Returns a zip2zip model's codec parameters, beginning with `pack` if it is given.
 
     Raises `DataError` if the entries do not fit.
     """
     params = model.config.codec_params
-    return params if start is None else _with_start(params, start)
+    return params if pack is None else _with_pack(params, pack)
 
 
 @lru_cache(maxsize=4)
-def _with_start(params: CodecParams, start: AnyStart) -> CodecParams:
+def _with_pack(params: CodecParams, pack: Pack) -> CodecParams:
     """Returns the codec parameters with other starting entries; cached, because checking many entries takes time."""
     try:
-        return replace(params, start=start)
+        return params.with_start(pack)
     except CodecError as error:
         raise DataError(f"the pack (--pack) does not fit the model: {error}") from error
 
@@ -177,16 +176,16 @@ def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64]
     """
     if not is_zip(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
-    found = [excluded_after(Codebook(codec(model, row.start)), row.ids[:-1], row.breaks) for row in rows]
+    found = [excluded_after(Codebook(codec(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
 
 
 def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
-    """Returns a new cache for a batch of rows, whose codebooks begin with each row's `start`."""
+    """Returns a new cache for a batch of rows, whose codebooks begin with each row's `pack`."""
     if not is_zip(model):
         return make_prompt_cache(model)
-    return model.make_cache(left_padding=[0] * len(rows), pack=[row.start for row in rows])
+    return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
 
 
 def _calls(

@@ -118,7 +118,7 @@ class Served:
     def settle(self) -> None:
         """Has the store of hyper rows keep what the last call encoded, which only the calling thread can evaluate."""
         if self.hyper:
-            self.model.session.settle()
+            self.model.row_source.settle()
 
 
 class ServedByEngine(Served):

@@ -285,7 +285,7 @@ def _as_json(checked: Checked) -> dict[str, Any]:
         "sampling": sampling,
         "top_logprobs": submission.top_logprobs,
         "constrained": submission.constraint is not None,
-        "pack": checked.start,
+        "pack": None if checked.start is None else checked.start.entries,
         "keep": submission.keep,
     }
 

@@ -19,8 +19,6 @@ from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, 
 from mlx_zip.files import at_home
 from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.packs.pack import Pack, as_pack
-from mlx_zip.packs.starts import with_starts
-from mlx_zip.packs.tuned import TunedStart, check_tuned
 
 PACKS_KEPT = 16
 UNLIMITED_IDS = 2048  # ids of answer that room is kept for when a request names no limit
@@ -53,8 +51,8 @@ def start_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], 
     """
 
     def check(start: Any) -> None:
-        if isinstance(start, TunedStart):
-            check_tuned(start, model, sides_are_one, width)
+        if start.rows is not None:
+            start.rows.check_model(model, sides_are_one, width)
 
     return check
 
@@ -120,7 +118,7 @@ class Checks:
     def _ids(self, base_ids: Uint32s, start: Any) -> int:
         """Returns how many ids the codec makes of base ids."""
         params = self.facts.params
-        return len(base_ids) if params is None else len(compress(with_starts(params, [start])[0], base_ids)[0])
+        return len(base_ids) if params is None else len(compress(params.with_start(start), base_ids)[0])
 
     def _prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt's base ids. Raises `GenerationError` for an empty prompt and for what is no base id."""
@@ -143,7 +141,7 @@ class Checks:
             return
         if params is None or self.facts.by_base:
             raise context_error(len(base_ids), context - 1, context)
-        params = with_starts(params, [start])[0]
+        params = params.with_start(start)
         ids, _ = compress(params, base_ids)
         if len(ids) >= context:
             raise context_error(len(base_ids), tokens_of(Codebook(params), ids[: context - 1]), context)
@@ -243,10 +241,10 @@ class _Packs:
 
         def checked() -> Any:
             pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")
-            self._facts.check_start(pack.start)
+            self._facts.check_start(pack)
             assert self._facts.params is not None
-            with_starts(self._facts.params, [pack.start])
-            return pack.start
+            self._facts.params.with_start(pack)
+            return pack
 
         return _kept(self._checked, pack.fingerprint, checked)
 

@@ -41,8 +41,7 @@ from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
-from mlx_zip.packs.starts import with_starts
-from mlx_zip.packs.tuned import AnyStart
+from mlx_zip.packs.pack import Pack
 
 Load = Callable[[], Any]
 MakeStore = Callable[[Any], Any]
@@ -358,13 +357,13 @@ def _bounded(info: EngineInfo, options: ServeOptions) -> EngineInfo:
     return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
 
 
-def _read_as(params: CodecParams | None, base_ids: Uint32s, start: AnyStart | None) -> Compressed:
+def _read_as(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -> Compressed:
     """Returns base ids as a model reads them. The first one is read alone, so that all others have a probability.
 
-    params: None for a model without hypertokens. start: see `Compressed`.
+    params: None for a model without hypertokens. pack: see `Compressed`.
     """
-    begun = None if params is None else with_starts(params, [start])[0]
-    return compress_parts(begun, base_ids[:1], base_ids[1:], start=start)
+    begun = None if params is None else params.with_start(pack)
+    return compress_parts(begun, base_ids[:1], base_ids[1:], pack=pack)
 
 
 def _prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Scored]) -> Iterator[PromptId]:
@@ -372,7 +371,7 @@ def _prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Sco
 
     params: as in `_read_as`. parts: the scores of its second to its last id.
     """
-    book = None if params is None else Codebook(with_starts(params, [row.start])[0])
+    book = None if params is None else Codebook(params.with_start(row.pack))
 
     def expanded(ids: np.ndarray) -> tuple[int, ...]:
         return tuple(map(int, ids if book is None else book.expand(ids)))

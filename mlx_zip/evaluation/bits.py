@@ -30,7 +30,7 @@ from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.errors import DataError
 from mlx_zip.layout import is_zip
-from mlx_zip.packs.tuned import AnyStart
+from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 
@@ -195,12 +195,12 @@ def measure_bits(
     windows: Windows,
     batch_size: int = 8,
     availability: str = "causal",
-    start: AnyStart | None = None,
+    pack: Pack | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Bits:
     """Scores every window with a zip2zip or a plain mlx-lm model and returns the figures.
 
-    batch_size: windows per model call. availability: see `score`; start: see `compress_row`. progress: called with the
+    batch_size: windows per model call. availability: see `score`; pack: see `compress_row`. progress: called with the
     number of windows just scored.
     Raises `DataError` if a window has more base ids than the model has positions.
     """
@@ -209,7 +209,7 @@ def measure_bits(
     if not scores_itself(model):
         mx.reset_peak_memory()
     begun = time.perf_counter()
-    rows = [compress_row(model, prefix, window.base_ids, start=start) for window in windows.windows]
+    rows = [compress_row(model, prefix, window.base_ids, pack=pack) for window in windows.windows]
     scored = score(model, rows, batch_size, availability, progress)
     seconds = time.perf_counter() - begun
     bits = [window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)]

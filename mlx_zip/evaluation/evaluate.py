@@ -30,7 +30,7 @@ from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.rows.fingerprints import model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
-from mlx_zip.packs.chosen import Packs
+from mlx_zip.packs.pack import Pack
 from mlx_zip.progress import ProgressBar, counted
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
@@ -143,7 +143,7 @@ class _Inputs:
     """
 
     folders: dict[str, Path]
-    packs: Packs | None
+    pack: Pack | None
     corpus: Corpus | None
     context: int
     task_context: int | None
@@ -174,8 +174,8 @@ def evaluate(
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
     _check_codebook_size(codebook_size)
-    packs = chosen_packs.read_packs(pack)
-    inputs = _prepare(models, what, packs, codebook_size)
+    chosen = chosen_packs.read_packs(pack)
+    inputs = _prepare(models, what, chosen, codebook_size)
     runner = Runner("mlx", mx.default_device().type.name, load) if runner is None else runner
     announce(_header(models, what, inputs, runner))
     records = []
@@ -183,8 +183,8 @@ def evaluate(
         records.append(_measure(name, what, inputs, codebook_size, row_store, progress, runner))
         gc.collect()  # the model's memory, before the next one is loaded
     settings = {**what.record(), "context": inputs.context, "codebook_size": codebook_size, "engine": runner.name}
-    settings |= {"pack": None if packs is None else list(packs.files)}
-    settings |= {"codebook_fingerprint": None if packs is None else packs.merged.fingerprint}
+    settings |= {"pack": None if chosen is None else list(chosen.by_name)}
+    settings |= {"codebook_fingerprint": None if chosen is None else chosen.fingerprint}
     data = None
     if inputs.corpus is not None and inputs.windows is not None:
         data = {**inputs.corpus.record(), "altered_documents": inputs.windows.altered}
@@ -194,26 +194,26 @@ def evaluate(
 # ---- before the first model is loaded
 
 
-def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None, codebook_size: int | None) -> _Inputs:
+def _prepare(models: Sequence[str], what: Evaluation, pack: Pack | None, codebook_size: int | None) -> _Inputs:
     """Reads and checks all inputs of an evaluation, with every model's config and tokenizer but without its weights."""
     corpus = read_corpus(what.data, what.separator, what.limit_bytes) if what.data else None
     prompts = None if what.prompts is None else read_prompts(what.prompts)
     manager = benchmark.check_tasks(what.tasks, what.include_path, what.num_shots, what.limit, what.seed)
     folders = {name: model_folder(name) for name in models}
     context = what.context if what.context is not None else _window_of(read_config(folders[models[0]]))
-    inputs = _Inputs(folders, packs, corpus, context, what.context, manager=manager)
+    inputs = _Inputs(folders, pack, corpus, context, what.context, manager=manager)
     for number, name in enumerate(models):
         tokenizer = load_tokenizer(folders[name], what.trust_remote_code)
-        if packs is not None:
-            chosen_packs.check_tokenizers(packs, tokenizer)
-        _check_model(folders[name], codebook_size, packs)
+        if pack is not None:
+            pack.check_made_for(tokenizer)
+        _check_model(folders[name], codebook_size, pack)
         if corpus is not None:
             _check_windows(inputs, corpus, tokenizer, name, models[0], what.fill_windows)
         if number == 0 and what.generate is not None:
             if prompts is None and corpus is not None:
                 prompts = openings(tokenizer, corpus.documents, what.opening)
             inputs.conversations = make_conversations(prompts or [], what.generate, what.turns, repeat=what.temp > 0)
-        check_prompts(folders[name], tokenizer, inputs.conversations, codebook_size, packs)
+        check_prompts(folders[name], tokenizer, inputs.conversations, codebook_size, pack)
     return inputs
 
 
@@ -272,15 +272,15 @@ def _measure(
     runner: Runner,
 ) -> dict[str, Any]:
     """Loads a model, measures all that was asked for, and returns its part of the record."""
-    model, tokenizer = _load(inputs.folders[name], what, inputs.packs, codebook_size, row_store, runner)
-    if inputs.packs is not None and is_zip(model):
-        chosen_packs.check(inputs.packs, model, tokenizer)
+    model, tokenizer = _load(inputs.folders[name], what, inputs.pack, codebook_size, row_store, runner)
+    if inputs.pack is not None and is_zip(model):
+        chosen_packs.check(inputs.pack, model, tokenizer)
     if inputs.task_context is None:
         inputs.task_context = context_limit(model) or CONTEXT
     record: dict[str, Any] = {"model": name, "kind": "plain"}
     if is_zip(model):
         record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
-        record |= {"canonical": model.config.canonical, **chosen_packs.record(inputs.packs, model)}
+        record |= {"canonical": model.config.canonical, **chosen_packs.record(inputs.pack, model)}
     if inputs.windows is not None:
         record["text"] = _bits(name, model, what, inputs, progress)
     if what.generate is not None:
@@ -295,7 +295,7 @@ def _measure(
 def _load(
     folder: Path,
     what: Evaluation,
-    packs: Packs | None,
+    pack: Pack | None,
     codebook_size: int | None,
     row_store: RowStore | None,
     runner: Runner,
@@ -307,7 +307,7 @@ def _load(
         "row_store": row_store,
     }
     plain = is_plain(str(folder))
-    chosen = chosen_packs.load_options(packs, codebook_size, plain)
+    chosen = chosen_packs.load_options(pack, codebook_size, plain)
     if not plain:
         return runner.load(folder, **options, **chosen)
     loaded = runner.load(folder, **options)
@@ -318,16 +318,16 @@ def _load(
     return runner.load(folder, **options, **chosen) if rows.model == own else loaded
 
 
-def _start(inputs: _Inputs) -> Any:
-    """Returns the entries of the given packs, merged; None without packs, for each model's own."""
-    return None if inputs.packs is None else inputs.packs.merged.start
+def _pack(inputs: _Inputs) -> Pack | None:
+    """Returns the given pack, whose tokenizer need not be checked at every request; None for each model's own."""
+    return None if inputs.pack is None else replace(inputs.pack, tokenizer=None)
 
 
 def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
     """Returns the figures of a model's bits per byte, for later models with the differences from the first."""
     assert inputs.windows is not None
     with ProgressBar(len(inputs.windows.windows), "window", name, shown=progress) as step:
-        bits = measure_bits(model, inputs.windows, what.batch_size, what.availability, _start(inputs), step)
+        bits = measure_bits(model, inputs.windows, what.batch_size, what.availability, _pack(inputs), step)
     if inputs.baseline is None:
         inputs.baseline = bits
         return bits.record()
@@ -337,7 +337,7 @@ def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: bo
 def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
     names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
     options = {option: getattr(what, option) for option in names}
-    settings = Settings(**options, stop=tuple(what.stop), start=_start(inputs))
+    settings = Settings(**options, stop=tuple(what.stop), pack=_pack(inputs))
     with ProgressBar(len(inputs.conversations) * what.turns, "turn", name, shown=progress) as step:
         return measure_rates(model, tokenizer, inputs.conversations, settings, step).record()
 
@@ -345,7 +345,7 @@ def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inp
 def _tasks(model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs) -> dict[str, Any]:
     names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
     options = {name: getattr(what, name) for name in (*names, "batch_size", "border")}
-    options |= {"manager": inputs.manager, "start": _start(inputs), "context": inputs.task_context}
+    options |= {"manager": inputs.manager, "pack": _pack(inputs), "context": inputs.task_context}
     return benchmark.run_tasks(model, tokenizer, what.tasks, **options)
 
 
@@ -358,14 +358,14 @@ def _check_codebook_size(size: int | None) -> None:
         raise DataError(f"--codebook-size must be from 0 to {_LARGEST_CODEBOOK}, got {size}")
 
 
-def _check_model(folder: Path, codebook_size: int | None, packs: Packs | None) -> None:
+def _check_model(folder: Path, codebook_size: int | None, pack: Pack | None) -> None:
     """Raises `ModelError`, `ConfigError` or `GenerationError` if a model's config or weights cannot be read.
 
-    codebook_size, packs: those asked for; they must fit a zip2zip model's config.
+    codebook_size, pack: those asked for; they must fit a zip2zip model's config.
     """
     section = _zip_config(folder, codebook_size)
-    if section is not None and packs is not None:
-        chosen_packs.check_codec(packs, section)
+    if section is not None and pack is not None:
+        chosen_packs.check_codec(pack, section)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no weights (model*.safetensors)")
@@ -401,12 +401,12 @@ def check_prompts(
     tokenizer: Any,
     conversations: Sequence[Sequence[Prompt]],
     codebook_size: int | None,
-    packs: Packs | None,
+    pack: Pack | None,
 ) -> None:
     """Raises `GenerationError` naming the first conversation whose first prompt a model cannot answer.
 
     The chat template must render the prompt, and the prompt must leave room in the model's context. Later turns are not
-    checked, because their length depends on the answers. codebook_size, packs: as in `_check_model`.
+    checked, because their length depends on the answers. codebook_size, pack: as in `_check_model`.
     """
     context = read_config(folder).get("max_position_embeddings")
     for number, prompts in enumerate(conversations, start=1):
@@ -415,7 +415,7 @@ def check_prompts(
         except GenerationError as error:
             raise GenerationError(f"prompt {number}: {error}") from error
         if isinstance(context, int) and len(base_ids) >= context:
-            used = _positions(folder, base_ids, codebook_size, packs)
+            used = _positions(folder, base_ids, codebook_size, pack)
             if used >= context:
                 raise GenerationError(
                     f"prompt {number} takes {used} positions, {folder.name}'s context has {context} and generation "
@@ -423,14 +423,12 @@ def check_prompts(
                 )
 
 
-def _positions(folder: Path, base_ids: Sequence[int], codebook_size: int | None, packs: Packs | None) -> int:
+def _positions(folder: Path, base_ids: Sequence[int], codebook_size: int | None, pack: Pack | None) -> int:
     """Returns how many positions the base ids of a new request take; a lower bound for a plain model with a pack."""
     section = _zip_config(folder, codebook_size)
     if section is None:
-        longest = 1 if packs is None else max(map(len, packs.merged.entries), default=1)
+        longest = 1 if pack is None else max(map(len, pack), default=1)
         return -(-len(base_ids) // longest)
     if section.position_mode == "base_token_end":
         return len(base_ids)
-    params = section.codec_params
-    params = params if packs is None else replace(params, start=packs.merged.entries)
-    return len(compress_next(Codebook(params), np.array(base_ids, np.uint32)))
+    return len(compress_next(Codebook(section.codec_params.with_start(pack)), np.array(base_ids, np.uint32)))

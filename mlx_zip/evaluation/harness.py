@@ -27,7 +27,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits, prefix_id
 from mlx_zip.evaluation.rates import can_batch, stream
 from mlx_zip.layout import is_zip
-from mlx_zip.packs.tuned import AnyStart
+from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import render_chat
 
@@ -41,7 +41,7 @@ class ZipLM(TemplateLM):
 
     context: maximum number of base ids per request, None for the model's positions, or 2048 if its config does not
     limit them. batch_size: requests per model call. border: "whole" or "split", see the module. max_gen_toks: maximum
-    number of base tokens to generate for a task that does not say. start: entries of a pack that every codebook begins
+    number of base tokens to generate for a task that does not say. pack: what every codebook begins
     with, None for the model's own. seed: seed of the first batch of sampled texts; each later batch adds one.
 
     The attribute `truncated` counts the requests whose beginning was cut off. Raises `DataError` for bad arguments.
@@ -56,13 +56,13 @@ class ZipLM(TemplateLM):
         batch_size: int = 8,
         border: str = "whole",
         max_gen_toks: int = MAX_GEN_TOKS,
-        start: AnyStart | None = None,
+        pack: Pack | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         if border not in BORDERS:
             raise DataError(f"border (--border) {border!r} is not one of {', '.join(BORDERS)}")
-        self.model, self.tokenizer, self.border, self.start = model, tokenizer, border, start
+        self.model, self.tokenizer, self.border, self.pack = model, tokenizer, border, pack
         if batch_size < 1:
             raise DataError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
         self.max_length = _max_length(model, context)
@@ -147,10 +147,10 @@ class ZipLM(TemplateLM):
         border = len(parts[0])
         if self.border == "whole":
             parts = [np.concatenate(parts)]
-        row = compress_row(self.model, *parts, start=self.start)
+        row = compress_row(self.model, *parts, pack=self.pack)
         first = int(np.searchsorted(row.ends, border, side="right"))
         if first == 0:  # one entry of the pack stands for the whole context, and no id comes before it
-            row = compress_row(self.model, np.array([self.prefix_token_id], np.uint32), *parts, start=self.start)
+            row = compress_row(self.model, np.array([self.prefix_token_id], np.uint32), *parts, pack=self.pack)
             border += 1
             first = int(np.searchsorted(row.ends, border, side="right"))
         if row.ends[first - 1] == border:  # no id stands for text on both sides, so generation would begin here
@@ -181,7 +181,7 @@ class ZipLM(TemplateLM):
             total = 0.0
             if text:
                 windows = cut_windows(self.tokenizer, [Document(text, "a document")], self.max_length)
-                bits = measure_bits(self.model, windows, self.batch_size, start=self.start)
+                bits = measure_bits(self.model, windows, self.batch_size, pack=self.pack)
                 total = float(-bits.bits.sum() * math.log(2))
             totals.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
@@ -216,7 +216,7 @@ class ZipLM(TemplateLM):
 
     def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
         """Returns the text generated after each prompt, in one batch. options: those of `stream_generate`."""
-        options = {**options, "seed": seed, "pack": self.start if is_zip(self.model) else None}
+        options = {**options, "seed": seed, "pack": self.pack if is_zip(self.model) else None}
         texts = [""] * len(prompts)
         for row, response in stream(self.model, self.tokenizer, prompts, **options):
             texts[row] += response.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from mlx_zip.engine.scoring import codec, scores_itself
 from mlx_zip.errors import DataError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.rows.zip_state import find_state
-from mlx_zip.packs.tuned import AnyStart
+from mlx_zip.packs.pack import Pack
 from mlx_zip.text.conversations import Conversation, Prompt
 
 GRAM = 4
@@ -31,8 +31,7 @@ class Settings:
 
     max_tokens: maximum number of base tokens per turn. temp, top_p, seed: as in `stream_generate`; the index of a
     batch's first conversation is added to the seed. batch_size: conversations per model call. stop: strings that end a
-    turn. keep_cache: see `measure_rates`. start: entries of a pack that every codebook begins with, None for the
-    model's own.
+    turn. keep_cache: see `measure_rates`. pack: what every codebook begins with, None for the model's own.
     """
 
     max_tokens: int = 256
@@ -42,7 +41,7 @@ class Settings:
     batch_size: int = 16
     stop: tuple[str, ...] = ()
     keep_cache: bool = False
-    start: AnyStart | None = None
+    pack: Pack | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -50,7 +49,9 @@ class Settings:
 
     def record(self) -> dict[str, Any]:
         """Returns the settings by name; of the pack's entries only their number."""
-        return {**asdict(self), "start": len(self.start or ())}
+        found = {**vars(self), "start": 0 if self.pack is None else len(self.pack)}
+        del found["pack"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,14 @@ def _run(
     model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: Settings, seed: int, progress: Callable
 ) -> list[list[Story]]:
     """Generates some conversations in one batch; returns stories as [conversation][turn]."""
-    cache = model.make_cache(pack=settings.start) if _keeps_cache(model, settings) else None
+    cache = model.make_cache(pack=settings.pack) if _keeps_cache(model, settings) else None
     stories: list[list[Story]] = [[] for _ in rows]
     for number in range(len(rows[0].prompts)):
         turns = [_Turn(row.next_prompt()) for row in rows]
         for i, response in _responses(model, tokenizer, turns, cache, settings, seed + (number << 32)):
             turns[i].take(response)
         for row, turn, done in zip(rows, turns, stories, strict=True):
-            done.append(_measure(model, turn, settings.start))
+            done.append(_measure(model, turn, settings.pack))
             row.answer(turn.text, turn.base_ids)
         progress(len(rows))
     return stories
@@ -161,7 +162,7 @@ def _responses(
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
     if cache is None and is_zip(model):
-        options["pack"] = settings.start
+        options["pack"] = settings.pack
     if cache is None:
         yield from stream(model, tokenizer, [turn.prompt for turn in turns], **options)
         return
@@ -194,12 +195,12 @@ def _codebook(cache: Sequence[Any]) -> Codebook:
     return state.books[0].copy()
 
 
-def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
-    """Returns the counts of a finished turn. start: entries of a pack, None for the model's own."""
+def _measure(model: Any, turn: _Turn, pack: Pack | None) -> Story:
+    """Returns the counts of a finished turn. pack: None for the model's own."""
     grams, repeated = repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
     if is_zip(model):
-        book = Codebook(codec(model, start)) if turn.context is None else turn.context
+        book = Codebook(codec(model, pack)) if turn.context is None else turn.context
         canonical = canonical_steps(book, turn.prompt, turn.base_ids)
         invalid = count_invalid(book, turn.tokens)
         hypertokens = sum(model.layout.is_hyper(token) for token in turn.tokens)

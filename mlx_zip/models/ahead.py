@@ -90,7 +90,7 @@ class Ahead:
         if len(places) >= (1 if self.model.sides_are_one else INPUTS_TOGETHER):
             self.model.fill_outputs(state)
             state.read_in_turns()
-            self.model.session.fill_inputs(state, self.model.input_side, places)
+            self.model.row_source.fill_inputs(state, self.model.input_side, places)
 
     def _had_rows(self, state: ZipState, ids: HostIds) -> bool:
         """Returns whether the body had the input row of every hypertoken among ids [B, 1], which the state is yet to

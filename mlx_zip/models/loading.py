@@ -6,8 +6,7 @@ Also counts the bytes of a model's weights that a step reads, and the share that
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -25,8 +24,7 @@ from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, packed_config,
 from mlx_zip.models.machines import Group, check_equal, check_sharding, split, together
 from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.packs.pack import IN_FOLDER, Pack, as_pack, pack_in_folder
-from mlx_zip.packs.tuned import TunedStart
+from mlx_zip.packs.pack import IN_FOLDER, Pack, PackLike, as_pack, pack_in_folder
 from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -42,7 +40,7 @@ def load(
     trust_remote_code: bool = False,
     canonical: bool | None = None,
     row_store: RowStore | None = None,
-    pack: Pack | str | os.PathLike[str] | None = None,
+    pack: PackLike | None = None,
     codebook_size: int | None = None,
     group: Group | None = None,
 ) -> tuple[Any, Any]:
@@ -95,7 +93,7 @@ def _load(
     trust_remote_code: bool,
     canonical: bool | None,
     row_store: RowStore | None,
-    pack: Pack | str | os.PathLike[str] | None,
+    pack: PackLike | None,
     codebook_size: int | None,
     group: Group | None,
 ) -> tuple[Any, Any, str]:
@@ -108,7 +106,7 @@ def _load(
         if adapter_path is not None:
             raise ModelError("an adapter (--adapter-path) cannot be loaded on several machines: merge it first")
     pack = None if pack is None else as_pack(pack)
-    changes = codebook_changes(config, codebook_size, None if pack is None else pack.start)
+    changes = codebook_changes(config, codebook_size, pack)
     try:
         with quiet_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
@@ -126,17 +124,17 @@ def _load(
         raise ModelError(f"cannot load {folder}: {damaged_json(folder) or first_line(error)}") from error
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
-    if pack is not None and pack.tokenizer is not None:
-        pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--pack)")
+    if pack is not None:
+        pack.check_made_for(loaded[1], "the pack (--pack)")
     if is_zip(model):
         if fingerprint:
-            model.session.keep_fingerprint(model, fingerprint)
+            model.row_source.keep_fingerprint(model, fingerprint)
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
-            model.session.config = replace(model.config, canonical=canonical)
-        model.session.store = RowStore() if row_store is None else row_store
+            model.row_source.config = replace(model.config, canonical=canonical)
+        model.row_source.store = RowStore() if row_store is None else row_store
         if pack is not None:
-            model.take_pack(pack.start)
+            model.take_pack(pack)
         elif adapter_path is None:
             _take_own_pack(folder, model, loaded[1])
     return model, loaded[1], fingerprint
@@ -174,38 +172,29 @@ def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:
     pack, path = pack_in_folder(folder, model.config.start), folder / IN_FOLDER
     if pack is None:
         return
-    if pack.tokenizer is not None:
-        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
+    pack.check_made_for(tokenizer, str(path))
     try:
-        model.take_pack(pack.start)
+        model.take_pack(pack)
     except ModelError as error:
         raise ModelError(f"{path}: {error}, or delete it to begin without tuned rows") from error
 
 
-def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequence[Any] | None) -> dict[str, Any]:
+def codebook_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
     """Returns the keys of config.json that change so that a model has the codebook that the caller asks for.
 
-    size: number of slots, None for what the config says. start: entries that requests begin with, or None. Raises
-    `ModelError` if a plain model is given a size, or entries without tuned rows.
+    size: number of slots, None for what the config says. pack: what requests begin with, or None. Raises `ModelError`
+    if a plain model is given a size, or a pack without tuned rows.
     """
     if config["model_type"] == MODEL_TYPE:
         section = config.get("zip2zip")
         sizes = section.get("compression") if isinstance(section, Mapping) else None
         if size is None or not isinstance(section, Mapping) or not isinstance(sizes, Mapping):
             return {}
-        own = {key: value for key, value in section.items() if key != "start" or start is None}
+        own = {key: value for key, value in section.items() if key != "start" or pack is None}
         return {"zip2zip": {**own, "compression": {**sizes, "max_codebook_size": size}}}
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
-    if start is None:
-        return {}
-    if not isinstance(start, TunedStart) or start.rows.plain is None:
-        kind = "has no rows" if not isinstance(start, TunedStart) else "was tuned for a zip2zip model"
-        raise ModelError(
-            f"the pack (--pack) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
-            "(mlx_zip vocab pack tune)"
-        )
-    return packed_config(config, start.rows.plain, start.entries)
+    return {} if pack is None else packed_config(config, pack.plain_codec(), pack.entries)
 
 
 def load_failures() -> tuple[type[Exception], ...]:

@@ -46,7 +46,7 @@ class Refill:
         model, state = self._model, self._state
         embeddings = self._h
         if embeddings is None:
-            model.session.settle_unsubmitted()
+            model.row_source.settle_unsubmitted()
             model.bind_tuned(state)
             model.fill_outputs(state)  # input rows may be the same ones
             self._log = state.log(model.config.pad_id)

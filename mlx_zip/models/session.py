@@ -1,4 +1,4 @@
-"""`Session`: the choices made when a model is loaded, and the methods that fill a request's row tables."""
+"""`RowSource`: where a model takes hypertokens' rows from, as was chosen when it was loaded, and fills tables with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_zip.models.rows.fingerprints import ModelName
 from mlx_zip.models.rows.row_store import RowKind, RowKinds, RowStore
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.zip_state import ZipState
-from mlx_zip.packs.tuned import TunedStart
+from mlx_zip.packs.pack import Pack
 
 
 class Side(NamedTuple):
@@ -33,39 +33,39 @@ class Side(NamedTuple):
     training: bool
 
 
-class Session:
-    """The choices made when a model is loaded. Every model has a session; `mlx_zip.load` fills it.
+class RowSource:
+    """Where a model takes rows from, as was chosen when it was loaded. Every model has one; `mlx_zip.load` fills it.
 
     config: the model's `ZipConfig`, with the start entries and the canonical decoding that `load` was asked for.
-    store: the `RowStore` that keeps rows from one request to the next, or None; it never changes a result. pack: the
-    tuned rows of `config.start`, or None when the start entries' rows are encoded.
+    store: the `RowStore` that keeps rows from one request to the next, or None; it never changes a result. pack: that
+    of `config.start` with its tuned rows, or None when the start entries' rows are encoded.
     """
 
     def __init__(
-        self, config: ZipConfig, fingerprints: Any, store: RowStore | None = None, pack: TunedStart | None = None
+        self, config: ZipConfig, fingerprints: Any, store: RowStore | None = None, pack: Pack | None = None
     ) -> None:
         self.config, self.store, self.pack = config, store, pack
         self._kinds = RowKinds(fingerprints, config.merge_size, config.pad_id)
         self._name = ModelName()
 
-    def for_copy(self) -> Session:
-        """Returns a session for a copy of the model, with this session's config, store and pack.
+    def for_copy(self) -> RowSource:
+        """Returns a row source for a copy of the model, with this one's config, store and pack.
 
         In the store, the copy never shares rows with the original, because the copy's weights may be changed before
         any fingerprint of them is taken.
         """
-        return Session(self.config, None, self.store, self.pack)
+        return RowSource(self.config, None, self.store, self.pack)
 
     def __repr__(self) -> str:
         pack = "none" if self.pack is None else f"{len(self.pack)} entries"
-        return f"<Session: store {self.store!r}, tuned pack {pack}, canonical {self.config.canonical}>"
+        return f"<RowSource: store {self.store!r}, tuned pack {pack}, canonical {self.config.canonical}>"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowSource:
         return self.for_copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the session without its store, which holds memory and open files of this process."""
-        return Session, (self.config, None, None, self.pack)
+        """Pickles the row source without its store, which holds memory and open files of this process."""
+        return RowSource, (self.config, None, None, self.pack)
 
     # ---- the weights that rows depend on
 
@@ -175,18 +175,18 @@ class Session:
 
     # ---- tuned rows
 
-    def find_packs(self, state: ZipState) -> list[TunedStart]:
+    def find_packs(self, state: ZipState) -> list[Pack]:
         """Returns the distinct packs with tuned rows that the sequences of a request began with.
 
-        A saved state names a pack by its fingerprint only; the name is replaced by this session's `pack`. Raises
+        A saved state names a pack by its fingerprint only; the name is replaced by this source's `pack`. Raises
         `ModelError` if that is not the pack named.
         """
         state.tuned = [self._pack_of(mark) if isinstance(mark, str) else mark for mark in state.tuned]
-        return list({id(one): one for one in state.tuned if isinstance(one, TunedStart)}.values())
+        return list({id(one): one for one in state.tuned if isinstance(one, Pack)}.values())
 
-    def _pack_of(self, fingerprint: str) -> TunedStart:
-        """Returns this session's pack. Raises `ModelError` unless the pack has this fingerprint."""
-        if self.pack is None or self.pack.fingerprint != fingerprint:
+    def _pack_of(self, fingerprint: str) -> Pack:
+        """Returns this source's pack. Raises `ModelError` unless the pack has this fingerprint."""
+        if self.pack is None or self.pack.tuned_fingerprint != fingerprint:
             raise ModelError(
                 f"the cache was begun with a pack of tuned rows ({fingerprint[:12]}) that is not loaded: give that "
                 "pack again (--pack, or pack= of load), or make a new cache"
@@ -200,7 +200,7 @@ class Session:
         input rows are copied from it when they are read.
         """
         for b, pack in enumerate(state.tuned):
-            if isinstance(pack, TunedStart) and not state.bound[b]:
+            if isinstance(pack, Pack) and not state.bound[b]:
                 rows = {side.name: self._tuned_rows(pack, side) for side, _ in sides}
                 if state.places is not None:
                     state.share_tuned_rows(b, rows["output"], rows.get("input"))
@@ -209,7 +209,8 @@ class Session:
                     table.put_run(0, rows[side.name], self.config.codebook_size)
                 state.mark_tuned_rows(list(rows))
 
-    def _tuned_rows(self, pack: TunedStart, side: Side) -> mx.array:
+    def _tuned_rows(self, pack: Pack, side: Side) -> mx.array:
         """Returns a pack's tuned rows [P, D] of one side, in the type of encoded rows."""
+        assert pack.rows is not None
         rows = pack.rows.output if side.name == "output" else pack.rows.input
         return mx.array(rows).astype(self._kind(side).dtype)

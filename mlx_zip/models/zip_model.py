@@ -37,10 +37,8 @@ from mlx_zip.models.rows.encoders import encode_entries, make_encoder
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.sequence_rows import Evicted
 from mlx_zip.models.rows.zip_state import Advance, HostIds, ZipState
-from mlx_zip.models.session import Session, Side
-from mlx_zip.packs.pack import PackLike
-from mlx_zip.packs.starts import split_packs, start_of, with_starts
-from mlx_zip.packs.tuned import TunedStart, check_tuned
+from mlx_zip.models.session import RowSource, Side
+from mlx_zip.packs.pack import Pack, PackOrEntries, pack_of, split_packs
 
 
 class Body(nn.Module):
@@ -57,7 +55,7 @@ class Model(nn.Module):
     """A causal model whose vocabulary grows: `model(ids, cache=cache) -> logits`.
 
     Built by mlx-lm's loader from `ModelArgs`. Holds weights only. What a request changes lives in the cache that
-    `make_cache` makes. What is chosen at load (row store, pack, start entries, canonical decoding) lives in `session`,
+    `make_cache` makes. What is chosen at load (row store, pack, start entries, canonical decoding) is in `row_source`,
     which is no parameter: mlx's functions for modules do not see it. Raises `ConfigError` when the config is not
     supported or contradicts itself.
     """
@@ -74,7 +72,7 @@ class Model(nn.Module):
                 f"the model's are {config['hidden_size']}"
             )
         self.sides_are_one = zip_config.encoder.tie_encoders and self.traits.tied  # an entry's two rows are one
-        self.session = Session(zip_config, args.config["zip2zip"].get("fingerprint"))
+        self.row_source = RowSource(zip_config, args.config["zip2zip"].get("fingerprint"))
         self.model_type = args.config.get("model_type")
         self.model = Body(config, layers, norm)
         if not self.traits.tied:
@@ -88,13 +86,13 @@ class Model(nn.Module):
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         dict.update(twin, self)
-        twin.session = self.session.for_copy()
+        twin.row_source = self.row_source.for_copy()
         return twin
 
     @property
     def config(self) -> ZipConfig:
         """The `zip2zip` section of config.json, with the start entries and canonical decoding chosen at load."""
-        return self.session.config
+        return self.row_source.config
 
     def __call__(
         self,
@@ -117,7 +115,7 @@ class Model(nn.Module):
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
         host_ids, before = read_ids(ids, state), state.offset
-        self.session.settle_unsubmitted()
+        self.row_source.settle_unsubmitted()
         self.bind_tuned(state)
         try:
             advance = state.advance(host_ids)
@@ -132,7 +130,7 @@ class Model(nn.Module):
     def make_cache(
         self,
         left_padding: Sequence[int] | None = None,
-        pack: PackLike | Sequence[Any] | None = None,
+        pack: PackOrEntries | Sequence[PackOrEntries | None] | None = None,
     ) -> list[Any]:
         """Returns the cache of a new request: one KV cache per layer, then the `ZipState`.
 
@@ -151,39 +149,40 @@ class Model(nn.Module):
         padding = [0] if left_padding is None else [int(n) for n in left_padding]
         if not padding or min(padding) < 0:
             raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")
-        starts = [self._checked_pack(one) for one in split_packs(pack, len(padding))]
-        tuned = [one if isinstance(one, TunedStart) else None for one in starts]
-        state = ZipState(with_starts(self.config.codec_params, starts), padding, tuned)
+        packs = [self._checked_pack(one) for one in split_packs(pack, len(padding))]
+        codecs = {id(one): self.config.codec_params.with_start(one) for one in packs}
+        tuned = [None if one is None or one.rows is None else one for one in packs]
+        state = ZipState([codecs[id(one)] for one in packs], padding, tuned)
         if padding == [0]:
             return [*(KVCache() for _ in self.layers), state]
         return [*(BatchKVCache(padding) for _ in self.layers), state]
 
-    def _checked_pack(self, start: Any) -> Any:
-        """Returns what a sequence begins with: `start`, or for None the session's pack.
+    def _checked_pack(self, pack: Pack | None) -> Pack | None:
+        """Returns what a sequence begins with: `pack`, or for None the model's own.
 
         Raises `ModelError` for tuned rows of another model, and for entries without rows if the model has no encoder.
         """
-        start = self.session.pack if start is None else start
-        if isinstance(start, TunedStart):
-            self.check_pack(start)
+        pack = self.row_source.pack if pack is None else pack
+        if pack is not None and pack.rows is not None:
+            self.check_pack(pack)
         elif self.is_plain:
             raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
-        return start
+        return pack
 
-    def check_pack(self, pack: TunedStart) -> None:
-        """Raises `ModelError` unless the pack's rows were tuned for this model as it is now."""
-        check_tuned(pack, self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
+    def check_pack(self, pack: Pack) -> None:
+        """Raises `ModelError` if the pack has rows that were not tuned for this model as it is now."""
+        if pack.rows is not None:
+            pack.rows.check_model(self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
 
-    def take_pack(self, pack: PackLike | Sequence[Any]) -> None:
+    def take_pack(self, pack: PackOrEntries) -> None:
         """Makes requests begin with this pack from now on, unless they name another; pack as in `make_cache`.
 
         Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
         """
-        start = start_of(pack)
-        config = replace(self.config, start=tuple(map(tuple, start)))
-        if isinstance(start, TunedStart):
-            self.check_pack(start)
-        self.session.config, self.session.pack = config, start if isinstance(start, TunedStart) else None
+        found = pack_of(pack)
+        config = replace(self.config, start=found.entries)
+        self.check_pack(found)
+        self.row_source.config, self.row_source.pack = config, None if found.rows is None else found
 
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
         """Returns a request's KV caches and its `ZipState`.
@@ -222,10 +221,10 @@ class Model(nn.Module):
         """
         if state.tuned_bound:
             return
-        for pack in self.session.find_packs(state):
+        for pack in self.row_source.find_packs(state):
             self.check_pack(pack)
         sides = [(self.side("output"), state.outputs), (self.side("input"), state.inputs)]
-        self.session.put_tuned(state, sides[:1] if self.sides_are_one else sides)
+        self.row_source.put_tuned(state, sides[:1] if self.sides_are_one else sides)
 
     # ---- from ids to the body's output
 
@@ -266,7 +265,7 @@ class Model(nn.Module):
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
         """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
         if not self.sides_are_one:
-            self.session.fill_inputs(state, self.input_side, state.missing_inputs(slots))
+            self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
         rows = self.read_table(state).take(mx.array(places))
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
@@ -278,7 +277,7 @@ class Model(nn.Module):
         """
         sequence, column, *entries = state.evicted_since_read(ids)
         if len(column):
-            rows = self.session.rows(self.side("input"), *entries)
+            rows = self.row_source.rows(self.side("input"), *entries)
             h[mx.array(sequence), mx.array(column)] = rows.astype(h.dtype)
             slots[sequence, column] = -1
         return h
@@ -291,7 +290,7 @@ class Model(nn.Module):
             return h
         slot = self.layout.slot(one)
         if not self.sides_are_one and not state.encoded_inputs[0, slot]:
-            self.session.fill_inputs(state, self.input_side, np.array([slot]))
+            self.row_source.fill_inputs(state, self.input_side, np.array([slot]))
         rows = self.read_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
@@ -306,7 +305,7 @@ class Model(nn.Module):
     def fill_outputs(self, state: ZipState) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if not state.outputs_encoded():
-            self.session.fill_outputs(state, self.side("output"))
+            self.row_source.fill_outputs(state, self.side("output"))
 
     @property
     def input_side(self) -> Side:
@@ -381,7 +380,7 @@ class Model(nn.Module):
         where a slot held an entry that was evicted later in the call, the logit becomes that entry's.
         """
         base_ids, lengths = np.stack([one.base_ids for one in evicted]), np.array([one.length for one in evicted])
-        rows = self.session.rows(self.side("output"), base_ids, lengths)
+        rows = self.row_source.rows(self.side("output"), base_ids, lengths)
         number = np.repeat(np.arange(len(evicted)), [one.end - one.begin for one in evicted])
         column = np.concatenate([np.arange(one.begin, one.end) for one in evicted])
         sequence = np.array([one.sequence for one in evicted])[number]
@@ -441,7 +440,7 @@ class Model(nn.Module):
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now; a pack records it with the rows tuned for this model."""
-        return self.session.fingerprint(self)
+        return self.row_source.fingerprint(self)
 
     def weights_changed(self) -> None:
         """Stops using rows that were encoded with the weights as they were before.
@@ -449,7 +448,7 @@ class Model(nn.Module):
         Call it after changing weights in place (`w *= 2`). A tensor that is replaced by another is noticed without
         this call.
         """
-        self.session.weights_changed()
+        self.row_source.weights_changed()
 
     # ---- what mlx-lm's loader and converter ask for
 

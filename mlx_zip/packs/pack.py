@@ -1,6 +1,6 @@
-"""Codebook packs: learned entries that a codebook begins with, and facts about them.
+"""`Pack`: learned entries that a codebook begins with, and facts about them; read, written, merged and resolved here.
 
-A pack's .npz file holds the arrays of `mlx_zip.codec.pack` (`entries`, `lengths`) and `about`, a JSON text: the
+A pack's .npz file holds the arrays of `mlx_zip.packs.entries` (`entries`, `lengths`) and `about`, a JSON text: the
 tokenizer's fingerprint, the texts that the entries were learned from, and their rates. A tuned pack also holds rows of
 its entries for one model (`mlx_zip.packs.tuned`).
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -23,33 +23,56 @@ from numpy.typing import NDArray
 
 from mlx_zip import files
 from mlx_zip.codec.arrays import read_npz
-from mlx_zip.codec.pack import checked_entries, read_pack
-from mlx_zip.errors import DataError, ModelError
-from mlx_zip.packs.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
+from mlx_zip.errors import CodecError, DataError, ModelError
+from mlx_zip.packs.entries import Entry, checked_entries, padded, read_entries
+from mlx_zip.packs.tuned import PlainCodec, TunedRows, rows_from_arrays, rows_to_arrays
 
 VERSION = 1
 SUFFIX = ".npz"
 IN_FOLDER = "pack.npz"  # in a model's folder: the model's own pack, tuned for it
 IN_ADAPTER = "zip2zip_pack_rows.safetensors"  # beside an adapter: rows of its pack, for the model that it makes
 ROWS = ("input_rows", "output_rows")
-Entry = tuple[int, ...]
 
 
-@dataclass(frozen=True, repr=False)
-class Pack:
+@dataclass(frozen=True, eq=False, repr=False)
+class Pack(Sequence[Entry]):
     """Learned entries of base ids, best first; slot i of a codebook that begins with the pack holds entry i.
 
-    tokenizer: fingerprint of the tokenizer whose ids the entries hold, None if unknown. about: other facts from the
-    file, such as the texts the pack was learned from. rows: tuned rows of the entries in the same order, None for a
-    pack that was not tuned. name: the file that the pack was read from, for messages; packs that differ only in their
-    name are equal.
+    A pack is an immutable sequence of its entries, which the codec takes as `start`. Packs of equal fingerprints are
+    equal. tokenizer: fingerprint of the tokenizer whose ids the entries hold, None if unknown. about: other facts from
+    the file, such as the texts the pack was learned from. rows: tuned rows of the entries in the same order, None for a
+    pack that was not tuned. name: the file that the pack was read from, for messages. parts: the packs that it was
+    merged from. Raises `DataError` unless there is a row for each entry.
     """
 
     entries: tuple[Entry, ...]
     tokenizer: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     rows: TunedRows | None = None
-    name: str | None = field(default=None, compare=False)
+    name: str | None = None
+    parts: tuple[Pack, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and len(self.rows.output) != len(self.entries):
+            raise DataError(f"there are {len(self.rows.output)} tuned rows for {len(self.entries)} entries")
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entries[index]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __eq__(self, other: object) -> bool:
+        return self.fingerprint == other.fingerprint if isinstance(other, Pack) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pack:
+        return self
 
     def __repr__(self) -> str:
         named = "" if self.name is None else f"{self.name}: "
@@ -64,14 +87,31 @@ class Pack:
         return sha256(json.dumps(facts).encode()).hexdigest()
 
     @cached_property
-    def start(self) -> AnyStart:
-        """The entries, with their tuned rows if the pack has any: what the codec's `start` takes."""
-        return self.entries if self.rows is None else TunedStart(self.entries, self.rows, self.fingerprint)
+    def tuned_fingerprint(self) -> str | None:
+        """Hex digest of entries and rows, by which saved caches know the pack; None for a pack without rows."""
+        if self.rows is None:
+            return None
+        return sha256(json.dumps([self.entries, self.rows.fingerprint]).encode()).hexdigest()
+
+    @property
+    def by_name(self) -> dict[str, Pack]:
+        """The packs that this one was merged from, or itself, by the names of their files."""
+        return {one.name or f"pack {number}": one for number, one in enumerate(self.parts or (self,), start=1)}
 
     @property
     def merge_size(self) -> int:
         """Number of base ids of the longest entry; 2 for a pack without entries."""
         return max(map(len, self.entries), default=2)
+
+    def plain_codec(self) -> PlainCodec:
+        """Returns the codec of the plain model that the pack was tuned for. Raises `ModelError` if it was not."""
+        if self.rows is None or self.rows.plain is None:
+            kind = "has no rows" if self.rows is None else "was tuned for a zip2zip model"
+            raise ModelError(
+                f"the pack (--pack) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
+                "(mlx_zip vocab pack tune)"
+            )
+        return self.rows.plain
 
     def check_tokenizer(self, fingerprint: str, name: str) -> None:
         """Raises `DataError` if the pack was learned with another tokenizer. name: the pack's, for the message."""
@@ -81,11 +121,103 @@ class Pack:
                 "ids mean something else here; learn a pack with this one"
             )
 
+    def check_made_for(self, tokenizer: Any, name: str | None = None) -> None:
+        """Raises `DataError` if the pack was learned with another tokenizer.
+
+        tokenizer: one of transformers, or mlx-lm's wrapper of it. name: the pack's, for the message. None: each of its
+        parts is checked by its own name, because a merged pack has a tokenizer only if all of its parts have it.
+        """
+        packs = self.by_name if name is None else {name: self}
+        if any(pack.tokenizer is not None for pack in packs.values()):
+            from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+
+            mark = tokenizer_fingerprint(tokenizer)
+            for file, pack in packs.items():
+                pack.check_tokenizer(mark, file)
+
+
+# ---- what arguments named `pack` accept
+
+PackLike = Pack | str | PathLike  # a pack, or the path of a pack file
+PackOrEntries = PackLike | Sequence[Sequence[int]]  # a request also takes entries, each a sequence of base ids
+
+
+def as_pack(pack: PackLike) -> Pack:
+    """Returns `pack` if it is a `Pack`, else reads the pack file at that path.
+
+    Raises `DataError` naming the file, or the type of a value that is neither.
+    """
+    if isinstance(pack, Pack):
+        return pack
+    if isinstance(pack, str | PathLike):
+        return load_pack(pack)
+    raise DataError(f"pack must be the path of a pack file or a Pack (mlx_zip.load_pack), not {type(pack).__name__}")
+
+
+def pack_of(pack: PackOrEntries) -> Pack:
+    """Returns the pack that a request begins with.
+
+    Raises `DataError` for a file that is no pack, `CodecError` for something else that is none.
+    """
+    if isinstance(pack, PackLike):
+        return as_pack(pack)
+    try:
+        return Pack(tuple(tuple(int(x) if isinstance(x, np.integer) else x for x in entry) for entry in pack))
+    except TypeError as error:
+        raise CodecError("a pack must be a sequence of entries, each a sequence of base ids") from error
+
+
+def split_packs(pack: Any, batch: int) -> list[Pack | None]:
+    """Returns what each of `batch` sequences begins with, given one pack for all of them or a list of one pack each.
+
+    A pack is one of those that `pack_of` takes, or None for the model's own. Raises `ModelError` for something else and
+    for another number of packs than sequences, `DataError` for a file that is no pack.
+    """
+    if pack is None or _is_one_pack(pack):
+        return [None if pack is None else pack_of(pack)] * batch
+    if len(pack) != batch:
+        raise ModelError(f"there are {len(pack)} packs for {batch} sequence(s)")
+    found = {id(one): pack_of(one) for one in pack if one is not None}  # one that several sequences share is read once
+    return [found.get(id(one)) for one in pack]
+
+
+def _is_one_pack(pack: Any) -> bool:
+    """Returns whether `pack` is one pack, not a list of packs. Raises `ModelError` if it is neither."""
+    if isinstance(pack, PackLike):
+        return True
+    if not isinstance(pack, Sequence | np.ndarray):
+        raise ModelError(
+            f"pack must be a path, a Pack, entries of base ids, or a list of one pack per sequence, "
+            f"not {type(pack).__name__}"
+        )
+    return len(pack) == 0 or any(_is_entry(item) for item in pack)
+
+
+def _is_entry(item: Any) -> bool:
+    """Returns whether `item` is one entry, a sequence of base ids."""
+    return isinstance(item, Sequence | np.ndarray) and len(item) > 0 and isinstance(item[0], int | np.integer)
+
+
+Tuned = Pack | str | None  # a pack with tuned rows; its `tuned_fingerprint`, after loading a saved state; or none
+
+
+def tuned_fingerprint(begun: Any) -> str | None:
+    """Returns the fingerprint of the tuned rows that a sequence began with, None without them.
+
+    begun: the pack or entries that it began with, or the fingerprint itself.
+    """
+    if isinstance(begun, Pack):
+        return begun.tuned_fingerprint
+    return begun if isinstance(begun, str) else None
+
+
+# ---- files
+
 
 def load_pack(path: str | PathLike[str]) -> Pack:
     """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
     path = files.at_home(path)
-    entries = read_pack(path)
+    entries = read_entries(path)
     if path.suffix != SUFFIX:
         return Pack(entries, name=str(path))
     about, arrays = _read_about_and_rows(path)
@@ -102,21 +234,6 @@ def load_pack(path: str | PathLike[str]) -> Pack:
     if made is not None and made != pack.fingerprint:
         raise DataError(f"{path} is damaged: its fingerprint does not match its entries and rows")
     return pack
-
-
-PackLike = Pack | str | PathLike  # what every argument `pack=` accepts: a pack, or the path of a pack file
-
-
-def as_pack(pack: PackLike) -> Pack:
-    """Returns `pack` if it is a `Pack`, else reads the pack file at that path; for arguments named `pack`.
-
-    Raises `DataError` naming the file, or the type of a value that is neither.
-    """
-    if isinstance(pack, Pack):
-        return pack
-    if isinstance(pack, str | PathLike):
-        return load_pack(pack)
-    raise DataError(f"pack must be the path of a pack file or a Pack (mlx_zip.load_pack), not {type(pack).__name__}")
 
 
 def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
@@ -159,16 +276,17 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     path = Path(path)
     files.check_out(path, "a pack", SUFFIX)
     entries = checked_entries(path, pack.entries)
-    padded = np.zeros((len(entries), pack.merge_size), np.uint32)
-    for row, entry in zip(padded, entries, strict=True):
-        row[: len(entry)] = entry
+    ids, lengths = padded(entries, pack.merge_size)
     facts = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
     rows: dict[str, Any] = {}
     if pack.rows is not None:
         rows, facts["rows"] = rows_to_arrays(pack.rows)
     about = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     with files.whole_file(path) as partial, open(partial, "wb") as file:
-        np.savez(file, entries=padded, lengths=np.array([len(e) for e in entries], np.int64), about=about, **rows)
+        np.savez(file, entries=ids, lengths=lengths, about=about, **rows)
+
+
+# ---- merging
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
@@ -195,7 +313,8 @@ def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool 
     entries = tuple(places)[:size]
     tokenizer = packs[0].tokenizer if all(pack.tokenizer is not None for pack in packs) else None
     about = {"merged": [pack.fingerprint for pack in packs]}
-    return Pack(entries, tokenizer, about, None if drop_rows else _merged_rows(packs, [places[e] for e in entries]))
+    rows = None if drop_rows else _merged_rows(packs, [places[entry] for entry in entries])
+    return Pack(entries, tokenizer, about, rows, parts=tuple(packs))
 
 
 def _check_same_model(packs: Sequence[Pack]) -> None:

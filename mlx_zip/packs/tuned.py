@@ -12,7 +12,7 @@ refuses any other pack: grown entries would have rows that nobody trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.codec.pack import Start
 from mlx_zip.config import EncoderConfig, ZipConfig
 from mlx_zip.errors import DataError, ModelError
 
@@ -111,57 +110,21 @@ class TunedRows:
         """Returns whether both are tuned for the same model."""
         return (self.model, self.plain, self.one) == (other.model, other.plain, other.one)
 
+    def check_model(self, model: str, one: bool, width: int) -> None:
+        """Raises `ModelError` unless the rows were tuned for the model with this fingerprint and fit it.
 
-class TunedStart(Sequence[tuple[int, ...]]):
-    """Start entries with their tuned rows: an immutable sequence of entries that can be passed as `start`.
-
-    pack: fingerprint of the pack, None if unknown. Two objects are equal only if they are the same object, so that a
-    dictionary with `TunedStart` keys never compares thousands of entries.
-    """
-
-    def __init__(self, entries: Start, rows: TunedRows, pack: str | None = None) -> None:
-        if len(entries) != len(rows.output):
-            raise DataError(f"there are {len(rows.output)} tuned rows for {len(entries)} entries")
-        self.entries, self.rows, self.pack = entries, rows, pack
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hex digest of entries and rows."""
-        return sha256(json.dumps([self.entries, self.rows.fingerprint]).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.entries[index]
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return iter(self.entries)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TunedStart:
-        return self
-
-
-AnyStart = Start | TunedStart
-
-
-def check_tuned(pack: TunedStart, model: str, one: bool, width: int) -> None:
-    """Raises `ModelError` unless a pack's rows were tuned for the model with this fingerprint and fit it.
-
-    model: the model's fingerprint. one: whether the model has one row per entry, used as input row and as output row.
-    width: values per row.
-    """
-    rows = pack.rows
-    if rows.model != model:
-        raise ModelError(
-            f"the pack's rows were tuned for another model ({rows.model[:12]}) than this one ({model[:12]}): use the "
-            "pack with that model, or tune it for this one (mlx_zip vocab pack tune)"
-        )
-    if rows.one != one:
-        wanted = "one array" if one else "two arrays"
-        raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
-    if (found := rows.output.shape[1]) != width:
-        raise ModelError(f"the pack's rows have {found} values, the model's have {width}: tune the pack again")
+        one: whether the model has one row per entry, used as input row and as output row. width: values per row.
+        """
+        if self.model != model:
+            raise ModelError(
+                f"the pack's rows were tuned for another model ({self.model[:12]}) than this one ({model[:12]}): use "
+                "the pack with that model, or tune it for this one (mlx_zip vocab pack tune)"
+            )
+        if self.one != one:
+            wanted = "one array" if one else "two arrays"
+            raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
+        if (found := self.output.shape[1]) != width:
+            raise ModelError(f"the pack's rows have {found} values, the model's have {width}: tune the pack again")
 
 
 def rows_to_arrays(rows: TunedRows) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

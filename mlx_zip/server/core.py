@@ -1,6 +1,6 @@
 """The core of the server: a `Turn` is asked, `Delta`s answer it, whatever dialect the client speaks.
 
-`Cores` are those of a main model and of the models that it is compared with; `Packs` is what requests can choose.
+`Cores` are those of a main model and of the models that it is compared with; `NamedPacks` is what requests can choose.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Core:
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self.tokens = TokenTexts(engine.tokenizer)
         self._reported: set[str] = set()
-        self._packs = Packs(self.options.packs, self.options.pack)
+        self._packs = NamedPacks(self.options.packs, self.options.pack)
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
@@ -387,7 +387,7 @@ class PackInfo:
     reason: str | None = None
 
 
-class Packs:
+class NamedPacks:
     """Packs by name, for any thread. packs: name -> pack, a path or a `Pack`. default: for requests that name none."""
 
     def __init__(self, packs: Mapping[str, Any], default: Any = None) -> None:

@@ -55,8 +55,12 @@ def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote
     """
     folder = model_folder(name)
     if read_config(folder)["model_type"] == MODEL_TYPE:
-        pack = Pack(params.start or ())
-        model = load(folder, pack=pack, codebook_size=params.codebook_size, trust_remote_code=trust_remote_code)[0]
+        model = load(
+            folder,
+            pack=Pack(params.start or ()),
+            codebook_size=params.codebook_size,
+            trust_remote_code=trust_remote_code,
+        )[0]
     else:
         encoder = EncoderOptions("averaging", tie_encoders=True, position_mode=position_mode)
         model: Any = start_model(folder, None, params, encoder)[0]

@@ -26,14 +26,16 @@ from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import learn, recurring_runs
 
-from .settings import Packs
+from .settings import PackSettings
 from .texts import laid_out
 
 Entry = tuple[int, ...]
 BATCH = 4  # windows that the base reads together
 
 
-def mixed_pack(model: Path, files: Mapping[str, Sequence[Path]], packs: Packs, say: Callable[[str], object]) -> Pack:
+def mixed_pack(
+    model: Path, files: Mapping[str, Sequence[Path]], packs: PackSettings, say: Callable[[str], object]
+) -> Pack:
     """Learns the mixed pack. files: training texts of each domain. say: is given lines of progress.
 
     Raises `DataError` for a domain without a whole window of text.

@@ -110,7 +110,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Packs:
+class PackSettings:
     """Packs. size: most entries of each. most_ids: base ids of each domain that a pack is learned from. merge_size,
     codebook_size: of the model, entries of a pack included. window: base ids that are compressed separately.
     mixed: domains of the mixed pack and their shares. chosen: how that one's entries are chosen, None for by use alone.
@@ -201,7 +201,7 @@ class Settings:
 
     texts: TextSizes = TextSizes()
     talk: Talk = Talk()
-    packs: Packs = Packs()
+    packs: PackSettings = PackSettings()
     legs: tuple[Leg, ...] = (FIRST_LEG, SECOND_LEG)
     measure: Measure = Measure()
     frontier: Frontier = Frontier()
@@ -226,7 +226,7 @@ _SECOND = Leg(
     ),
 )
 SECOND = Settings(
-    packs=Packs(codebook_size=3104, mixed=_SHARES, chosen=Chosen(3072, 1_500_000, 2, 180_000, 2.5, 30)),
+    packs=PackSettings(codebook_size=3104, mixed=_SHARES, chosen=Chosen(3072, 1_500_000, 2, 180_000, 2.5, 30)),
     legs=(
         _SECOND,
         replace(
@@ -237,7 +237,7 @@ SECOND = Settings(
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
     Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200, exact=True),
-    Packs(
+    PackSettings(
         size=16,
         most_ids=4000,
         codebook_size=64,

@@ -16,7 +16,7 @@ from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
 from mlx_zip.training.checkpoints import checkpoints
 
-from .settings import Leg, Packs
+from .settings import Leg, PackSettings
 
 ZIP, CONTROL, PLAIN = "zip", "control", "plain"
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's variables
@@ -29,7 +29,7 @@ def prepare_data(
     data: Path,
     pack: Path,
     out: Path,
-    packs: Packs,
+    packs: PackSettings,
     leg: Leg,
     call: Callable[[str, Sequence[str], Path], int],
 ) -> None:

@@ -105,7 +105,7 @@ def test_tuned_rows_go_along_and_are_used(tuned: Path) -> None:
     pack = load_pack(tuned / "pack.npz")
     assert (pack.entries, pack.about["note"]) == (ENTRIES, "kept")
     model = load(str(tuned))[0]
-    assert model.session.pack.rows.fingerprint == pack.rows.fingerprint
+    assert model.row_source.pack.rows.fingerprint == pack.rows.fingerprint
     assert model.config.start == ENTRIES
     given = load(str(tuned.parent / "quantized"), pack=load_pack(tuned.parent / "tuned.npz"))[0]
     ids = mx.array([[10, 11, 12]])
@@ -120,10 +120,10 @@ def test_other_commands_do_without_the_rows(tuned: Path, tmp_path: Path) -> None
     assert not (other / "pack.npz").exists()
     assert load(str(other))[0].config.start == ENTRIES
     same = convert(tuned, tmp_path / "same", canonical=True)  # the same weights
-    assert load(str(same))[0].session.pack.rows.fingerprint == load(str(tuned))[0].session.pack.rows.fingerprint
+    assert load(str(same))[0].row_source.pack.rows.fingerprint == load(str(tuned))[0].row_source.pack.rows.fingerprint
     save_pack(tmp_path / "plain.npz", Pack(((30, 31),)))
     plain = convert(tuned, tmp_path / "plain", pack=[tmp_path / "plain.npz"])
-    assert load(str(plain))[0].session.pack is None
+    assert load(str(plain))[0].row_source.pack is None
 
 
 def test_a_pack_that_is_not_the_configs_is_an_error(tuned: Path, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_bench_runs_a_model_with_the_pack_in_its_folder(tuned: Path) -> None
     ids = mx.array([[10, 11, 12]])
     made, loaded = from_folders(str(tuned), None).zipped(), load(str(tuned))[0]
     assert mx.array_equal(made(ids, cache=made.make_cache()), loaded(ids, cache=loaded.make_cache()))
-    assert made.session.pack is loaded.session.pack or made.session.pack.fingerprint == loaded.session.pack.fingerprint
+    assert made.row_source.pack == loaded.row_source.pack
 
 
 def test_adapting_says_that_the_rows_are_left_behind(tuned: Path, tmp_path: Path, capsys: Any) -> None:

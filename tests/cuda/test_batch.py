@@ -22,7 +22,8 @@ from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.errors import CodecError, ModelError  # noqa: E402
-from mlx_zip.packs.tuned import TunedRows, TunedStart  # noqa: E402
+from mlx_zip.packs.pack import Pack  # noqa: E402
+from mlx_zip.packs.tuned import TunedRows  # noqa: E402
 
 STEPS, CAPACITY = 24, 128
 CASES = {
@@ -519,7 +520,7 @@ def test_each_sequence_begins_with_its_own_pack(tmp_path):
     mlx = tiny_model("llama", "res_latent_attn", start=[[3, 4], [6, 7, 8]])
     model = open_model(save(mlx, tmp_path / "m"), "cpu")
     rows = np.random.default_rng(3).normal(0, 0.3, (2, 2, 64)).astype(np.float32)
-    tuned = TunedStart(((5, 6, 7), (9, 10)), TunedRows(rows[0], rows[1], mlx.fingerprint))
+    tuned = Pack(((5, 6, 7), (9, 10)), rows=TunedRows(rows[0], rows[1], mlx.fingerprint))
     packs = [None, (), [PROMPTS[1][2:5]], tuned]
     batch, expected = Batch(model, 4, CAPACITY), []
     for pack in packs:

@@ -22,7 +22,8 @@ from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.errors import ConfigError, GenerationError, ModelError  # noqa: E402
-from mlx_zip.packs.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
+from mlx_zip.packs.pack import Pack  # noqa: E402
+from mlx_zip.packs.tuned import PlainCodec, TunedRows  # noqa: E402
 from support.slow_cases import slow_but  # noqa: E402
 
 NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
@@ -112,7 +113,7 @@ def test_its_tokenizer_ends_and_pack_are_those_that_mlx_has(stories):
     mlx, tokenizer, model = stories
     assert model.fingerprint == mlx.fingerprint
     assert model.eos_ids == frozenset(tokenizer.eos_token_ids)
-    assert model.pack.fingerprint == mlx.session.pack.fingerprint
+    assert model.pack.fingerprint == mlx.row_source.pack.fingerprint
     assert model.tokenizer.encode(PROMPTS["code"]) == tokenizer.encode(PROMPTS["code"])
 
 
@@ -246,12 +247,12 @@ def test_a_packed_model_emits_the_ids_that_mlx_emits(bits, own, kernels, tmp_pat
 # ---- packs
 
 
-def tuned_pack(mlx, entries, plain=None) -> TunedStart:
+def tuned_pack(mlx, entries, plain=None) -> Pack:
     """A pack of these entries with random rows for this model."""
     rng = np.random.default_rng(3)
     one = mlx.sides_are_one
     rows = rng.normal(0, 0.3, (1 if one else 2, len(entries), 64)).astype(np.float32)
-    return TunedStart(entries, TunedRows(rows[-1] if not one else rows[0], rows[0], mlx.fingerprint, plain))
+    return Pack(entries, rows=TunedRows(rows[-1] if not one else rows[0], rows[0], mlx.fingerprint, plain))
 
 
 @pytest.mark.parametrize("tied", [False, True])

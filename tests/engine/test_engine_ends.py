@@ -312,7 +312,7 @@ def test_rows_of_a_prompt_whose_reading_is_cut_off_are_kept_when_the_engine_clos
     store = RowStore()
 
     def with_store(model):
-        model.session.store = store
+        model.row_source.store = store
 
     engine = tiny_engine(
         change=with_store, run={"prefill_step_size": 4}, model={"fingerprint": {"input": "1" * 64, "output": "2" * 64}}

@@ -30,7 +30,7 @@ def twin(family="llama"):
 
 
 def canonical(model):
-    model.session.config = replace(model.config, canonical=True)
+    model.row_source.config = replace(model.config, canonical=True)
 
 
 # ---- the ids

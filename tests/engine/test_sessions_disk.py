@@ -20,13 +20,14 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 from mlx_zip.cli import main
 from mlx_zip.engine.sessions import folder as session_folder
 from mlx_zip.engine.sessions import format as session_format
-from mlx_zip.engine.sessions.files import Snapshot
+from mlx_zip.engine.sessions.files import SessionBytes
 from mlx_zip.engine.sessions.folder import purge
 from mlx_zip.engine.sessions.kept import Slot
 from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
 from mlx_zip.models.rows.zip_state import find_state
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
 from support import keeping, tiny
 from support.keeping import OWN
 from support.serving import NEEDS_TORCH
@@ -211,7 +212,7 @@ def tuned_start(seed):
     """A pack of two entries with rows of its own, tuned for the tiny model."""
     model, rng = keeping.model("zip"), np.random.default_rng(seed)
     rows = [rng.normal(0, 0.3, (2, 64)).astype(np.float32) for _ in range(2)]
-    return TunedStart(((27, 36), (21, 25)), TunedRows(*rows, model.fingerprint))
+    return Pack(((27, 36), (21, 25)), rows=TunedRows(*rows, model.fingerprint))
 
 
 def test_stored_responses_in_a_folder_of_sessions_are_purged_too(folder):
@@ -239,7 +240,7 @@ def test_a_conversation_that_began_with_a_tuned_pack_goes_on_with_it_after_a_res
 def test_a_conversation_that_began_with_another_pack_of_the_model_is_not_found(folder, monkeypatch):
     held, model = saved_with_own_pack(folder), keeping.model("zip")
     assert keeping.store(folder=folder).checkout(held + NEXT, "").base_tokens == len(held)
-    monkeypatch.setattr(model.session, "pack", tuned_start(1))
+    monkeypatch.setattr(model.row_source, "pack", tuned_start(1))
     assert keeping.store(folder=folder).checkout(held + NEXT, "") is None
 
 
@@ -453,7 +454,7 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
     ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
     kept = store._named(store.put(cache, pack_key=OWN, **ids))
-    snapshots = [Snapshot(kept, store.caches, {}) for _ in range(2)]
+    snapshots = [SessionBytes(kept, store.caches, {}) for _ in range(2)]
     snapshots[0].write(tmp_path / "before", {})
     del snapshots[0]
     for _ in range(3):

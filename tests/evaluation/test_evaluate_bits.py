@@ -12,6 +12,7 @@ from mlx_zip.engine import scoring
 from mlx_zip.engine.scoring import compress_row, score
 from mlx_zip.errors import DataError, ModelError
 from mlx_zip.evaluation.bits import Bits, Window, Windows, compare_bits, measure_bits, ratio_error
+from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.evaluating import BOS, windows
 from support.slow_cases import slow_but
@@ -87,14 +88,14 @@ def test_a_models_own_starting_codebook_counts_from_the_first_id_on():
 
 def test_a_starting_codebook_can_be_given_in_place_of_the_models_own():
     with_own, found = tiny.tiny_model(start=START), windows(30, 40)
-    given = measure_bits(LLAMA, found, start=START)
+    given = measure_bits(LLAMA, found, pack=Pack(START))
     assert_equal_bits(given, measure_bits(with_own, found).bits)
     assert given.ids < measure_bits(LLAMA, found).ids
 
 
 def test_a_starting_codebook_that_does_not_fit_is_an_error():
     with pytest.raises(DataError, match=r"--pack.*entry 0"):
-        measure_bits(LLAMA, windows(5), start=((5, 99),))
+        measure_bits(LLAMA, windows(5), pack=Pack(((5, 99),)))
 
 
 @pytest.mark.parametrize("make", [plain_llama, plain_gemma3])

@@ -21,6 +21,7 @@ from mlx_zip.evaluation.rates import (
     repeated_grams,
     summary,
 )
+from mlx_zip.packs.pack import Pack
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
@@ -128,10 +129,10 @@ def test_repeated_grams_are_those_seen_before():
 
 @pytest.mark.slow
 def test_a_starting_codebook_compresses_the_canonical_text_and_is_generated_with():
-    words = tuple(tuple(TOKENIZER.encode(word, add_special_tokens=False)) for word in ("on", "ti", "cat"))
-    settings = Settings(max_tokens=24, batch_size=4, start=words)
+    words = Pack(tuple(tuple(TOKENIZER.encode(word, add_special_tokens=False)) for word in ("on", "ti", "cat")))
+    settings = Settings(max_tokens=24, batch_size=4, pack=words)
     for batch_size in (1, 4):
-        rates = measured(alone(), Settings(max_tokens=24, batch_size=batch_size, start=words))
+        rates = measured(alone(), Settings(max_tokens=24, batch_size=batch_size, pack=words))
         expected = ["".join(response.text for response in responses(text, pack=words)) for text in TEXTS]
         assert [story.text for story in rates.turns[0]] == expected
     assert (rates.record()["invalid_ids"], settings.record()["start"]) == (0, 3)

@@ -18,6 +18,7 @@ from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.tasks import figures, run_tasks
 from mlx_zip.generation.canonical import CanonicalDecoding
+from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 
@@ -170,7 +171,7 @@ def test_a_start_entry_that_begins_with_the_context_is_scored_after_the_prefix()
     model = tiny.tiny_model(start=start)
     expected = slow_scores(model, [BOS, tiny.VOCAB], 1)
     assert_same(loglikelihood(ZipLM(model, TOKENIZER), [("a", "b")]), [expected])
-    assert_same(loglikelihood(ZipLM(MODEL, TOKENIZER, start=start), [("a", "b")]), [expected])
+    assert_same(loglikelihood(ZipLM(MODEL, TOKENIZER, pack=Pack(start)), [("a", "b")]), [expected])
 
 
 @pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["zip", "plain"])

@@ -17,6 +17,7 @@ from mlx_zip.engine.scoring import compress_row, score  # noqa: E402
 from mlx_zip.errors import DataError  # noqa: E402
 from mlx_zip.evaluation.bits import measure_bits  # noqa: E402
 from mlx_zip.evaluation.rates import Settings, measure_rates  # noqa: E402
+from mlx_zip.packs.pack import Pack  # noqa: E402
 from mlx_zip.text.conversations import Prompt  # noqa: E402
 from support import tiny, tiny_text  # noqa: E402
 from support.evaluating import windows  # noqa: E402
@@ -63,7 +64,7 @@ def test_bits_are_those_of_mlx(case, tmp_path):
 def test_a_pack_may_be_given_and_all_entries_may_be_open_at_once(availability, tmp_path):
     model, other = both("llama", tmp_path / "m")
     # one row at a time: among others MLX also opens the entry of the last id of a row that is padded
-    assert_equal_scores(model, other, windows(40, 50), start=START, availability=availability, batch_size=1)
+    assert_equal_scores(model, other, windows(40, 50), pack=Pack(START), availability=availability, batch_size=1)
 
 
 def test_a_plain_model_s_bits_are_those_of_mlx(tmp_path):
@@ -124,7 +125,7 @@ def test_rates_of_greedy_texts_are_those_of_mlx(tmp_path):
 def test_a_seed_gives_sampled_texts_again_and_each_conversation_has_its_own(tmp_path):
     _, other = both("llama", tmp_path / "m")
     same = [[Prompt("once upon a time")]] * 3
-    settings = Settings(max_tokens=24, batch_size=2, temp=1.0, seed=5, start=START)
+    settings = Settings(max_tokens=24, batch_size=2, temp=1.0, seed=5, pack=Pack(START))
     first, second = (measure_rates(other, TOKENIZER, same, settings).record()["texts"] for _ in range(2))
     assert first == second
     assert len(set(first)) == 3

@@ -60,7 +60,7 @@ def batch(model):
 @pytest.mark.parametrize("loop", [single, batch])
 def test_no_row_is_read_before_the_body_that_encodes_it_has_ended(loop, store):
     model = tiny.tiny_model().eval()
-    model.session.store = store
+    model.row_source.store = store
     loop(model)
     assert len([age for age in store.ages if age <= store.begun]) > STEPS // INPUTS_TOGETHER
     assert min(store.ages) >= 1
@@ -69,7 +69,7 @@ def test_no_row_is_read_before_the_body_that_encodes_it_has_ended(loop, store):
 @pytest.mark.parametrize("running", [1, 3])
 def test_no_step_of_the_engine_reads_a_row_of_a_running_body(running, store):
     def with_store(model):
-        model.session.store = store
+        model.row_source.store = store
 
     with tiny_engine(change=with_store, run={"ahead": True}) as engine:
         prompts = [tiny.base_ids(n, seed) for seed, n in enumerate(LENGTHS[:running])]
@@ -83,10 +83,10 @@ def test_no_step_of_the_engine_reads_a_row_of_a_running_body(running, store):
 def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
     model, run_layers = tiny.tiny_model().eval(), Model.run_layers
     single(model)  # makes the encoders of single entries, which takes one wait per model
-    model.session.store, slow = RowStore(), mx.random.normal((1100, 1100))
+    model.row_source.store, slow = RowStore(), mx.random.normal((1100, 1100))
     cache = model.make_cache()
     y = mx.argmax(model(mx.array(prompts_of(model)[0].astype(np.int32))[None], cache=cache)[:, -1], axis=-1)
-    mx.eval(y, *model.session.submit_rows())
+    mx.eval(y, *model.row_source.submit_rows())
     assert len(cache[-1].missing_installed_inputs()) >= INPUTS_TOGETHER
 
     def with_a_slow_end(self, *args):
@@ -94,13 +94,14 @@ def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
         return h + 0 * (slow @ (slow + h.sum())).sum()
 
     monkeypatch.setattr(Model, "run_layers", with_a_slow_end)
-    ahead, ended, before = Ahead(model, cache), threading.Event(), model.session.store.encoded
+    ahead, ended, before = Ahead(model, cache), threading.Event(), model.row_source.store.encoded
     h = ahead.run(y)
     mx.async_eval(h)
     waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
     waiter.start()
     ahead.follow(h, y)
-    model.session.settle_submitted()
+    model.row_source.settle_submitted()
     assert not ended.is_set()
-    assert model.session.store.encoded > before + INPUTS_TOGETHER  # the input rows of `run`, the output row of `follow`
+    encoded = model.row_source.store.encoded - before
+    assert encoded > INPUTS_TOGETHER  # the input rows of `run`, the output row of `follow`
     waiter.join()

@@ -15,7 +15,7 @@ from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.models.session import Session
+from mlx_zip.models.session import RowSource
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.early_reads import steps_without_row
@@ -129,11 +129,11 @@ def test_rows_from_a_store_change_nothing(ahead):
     model = tiny.tiny_model()
     expected = list(waiting(model))
     model.eval()
-    model.session.store = RowStore()
+    model.row_source.store = RowStore()
     assert_equal(decode(model, ahead=ahead), expected)
-    encoded = model.session.store.encoded
+    encoded = model.row_source.store.encoded
     assert_equal(decode(model, ahead=ahead), expected)
-    assert model.session.store.encoded == encoded > 0
+    assert model.row_source.store.encoded == encoded > 0
 
 
 @pytest.mark.parametrize("mode", slow_but(["compressed", "base_token_end"], "compressed"))
@@ -382,8 +382,8 @@ def test_a_row_that_exists_is_not_encoded_again(ahead, monkeypatch):
     with those that follow; else one per hypertoken read.
     """
     model, encoded = tiny.tiny_model(), []
-    encode = Session.encode
-    monkeypatch.setattr(Session, "encode", lambda self, *args: encoded.append(len(args[-1])) or encode(self, *args))
+    encode = RowSource.encode
+    monkeypatch.setattr(RowSource, "encode", lambda self, *args: encoded.append(len(args[-1])) or encode(self, *args))
     cache = model.make_cache()
     list(decode(model, cache, ahead=ahead))
     book = cache[-1].books[0]

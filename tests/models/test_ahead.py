@@ -78,7 +78,7 @@ def counted(model, warm, canonical=False):
     steps whose body runs twice.
     """
     model.eval()
-    model.session.store = RowStore() if warm else None
+    model.row_source.store = RowStore() if warm else None
     emitted = [
         token
         for token, _ in decode_steps(
@@ -92,7 +92,7 @@ def counted(model, warm, canonical=False):
         )
     ]
     if warm:
-        model.session.store.flush()
+        model.row_source.store.flush()
     cache, _ = read(model)
     mx.eval(Ahead(model, cache).run(mx.array([5])))  # the prompt's entries have input rows from here on
     cache[0].trim(1), [entry.trim(1) for entry in cache[1:-1]]

@@ -26,7 +26,7 @@ def model_of(policy, size, family="llama", long_context=None, **changes):
     model = tiny.tiny_model(family, compression=compression, **changes).eval()
     if long_context is not None:
         model.traits = type(model.traits)(**{**vars(model.traits), "long_context": long_context})
-    model.session.store = RowStore()
+    model.row_source.store = RowStore()
     return model
 
 

@@ -45,7 +45,7 @@ def model_of(kind, store=False):
     model = tiny.tiny_model(family, **changes).eval()
     model.traits = type(model.traits)(**{**vars(model.traits), "long_context": None})
     if store:
-        model.session.store = RowStore()
+        model.row_source.store = RowStore()
     return model
 
 

@@ -7,12 +7,12 @@ import pytest
 from mlx_zip import DataError, ModelError, RowStore
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.pack import Pack, save_pack
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.tuned import TunedRows
 from support.starting import MODEL, OTHER, START
 from support.tiny import PAD, SLOTS, VOCAB, tiny_model
 
 ROWS = np.random.default_rng(0).normal(0, 0.3, (len(START), 64)).astype(np.float32)
-TUNED = TunedStart(START, TunedRows(ROWS, -ROWS, MODEL.fingerprint))
+TUNED = Pack(START, rows=TunedRows(ROWS, -ROWS, MODEL.fingerprint))
 
 
 def state_of(**options):
@@ -34,8 +34,8 @@ def test_a_pack_is_a_path_a_pack_entries_or_tuned_entries(path):
 
 
 def test_a_path_and_a_tuned_pack_bring_their_rows(path):
-    for pack in (path, Pack(START, None, {}, TUNED.rows), TUNED):
-        assert isinstance(state_of(pack=pack).tuned[0], TunedStart)
+    for pack in (path, TUNED):
+        assert state_of(pack=pack).tuned == [TUNED]
     assert state_of(pack=Pack(START)).tuned == [None]
 
 
@@ -58,14 +58,14 @@ def test_a_model_takes_a_pack_from_a_file(path):
     model = tiny_model()
     model.take_pack(path)
     assert model.make_cache()[-1].params.start == model.config.start == START
-    assert model.session.pack.fingerprint == TunedStart(START, TUNED.rows, model.session.pack.pack).fingerprint
+    assert model.row_source.pack == TUNED
 
 
 def test_a_saved_state_takes_its_rows_from_a_path(path):
     state = ZipState.from_state(state_of(pack=path).state)
     assert isinstance(state.tuned[0], str)
     state.begun_with([path])
-    assert isinstance(state.tuned[0], TunedStart)
+    assert state.tuned == [TUNED]
 
 
 def test_objects_of_a_request_print_in_one_short_line(tmp_path):
@@ -77,7 +77,7 @@ def test_objects_of_a_request_print_in_one_short_line(tmp_path):
     assert repr(batch[-1]) == "<ZipState of 2 sequences: [2, 1] ids, [1, 0] entries, [2, 1] base tokens>"
     with RowStore(tmp_path) as store:
         assert repr(store).startswith(f"<RowStore: 0 bytes in memory, folder {tmp_path}; rows by origin: 0 encoded")
-    for shown in (cache[-1], batch[-1], cache[-1].outputs, RowStore(), MODEL.session, MODEL.config, MODEL.layout):
+    for shown in (cache[-1], batch[-1], cache[-1].outputs, RowStore(), MODEL.row_source, MODEL.config, MODEL.layout):
         assert len(repr(shown)) < 700
         assert "\n" not in repr(shown)
         assert "array" not in repr(shown)

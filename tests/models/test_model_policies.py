@@ -192,7 +192,7 @@ def test_rows_from_a_store_change_nothing():
     model = turning()
     ids = sampled(model)
     without = steps(model, ids, model.make_cache())
-    model.session.store = RowStore()
+    model.row_source.store = RowStore()
     for _ in range(2):
         np.testing.assert_allclose(steps(model, ids, model.make_cache()), without, atol=1e-5)
     np.testing.assert_allclose(last_logits(model, ids, model.make_cache()), without[-1], atol=2e-4)

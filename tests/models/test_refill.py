@@ -14,7 +14,8 @@ from mlx_zip.models.refill import Refill
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.zip_model import Model
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
 from support import tiny
 from support.steps import read_again
 
@@ -162,15 +163,15 @@ def test_an_interrupt_between_two_layers_of_a_finished_refill_changes_neither():
 
 def test_rows_of_refills_that_are_given_up_do_not_pile_up():
     model = model_of()
-    model.session.store, ids, cache = RowStore(), ids_of(model), model.make_cache()
+    model.row_source.store, ids, cache = RowStore(), ids_of(model), model.make_cache()
     model(mx.array(ids[None, : below(model, ids)]), cache=cache)
-    model.session.settle()
+    model.row_source.settle()
     for seed in range(1, 6):  # other ids each time, so that their rows are not there
         ids, cache = ids_of(model, seed=seed), model.make_cache()
         cache[-1].advance(ids[None, :20].astype(np.uint32))
         Refill(model, cache[:-1], cache[-1], True).read(CHUNK)
-    assert len(model.session.store._fresh) <= 2  # of the last one, on both sides
-    assert model.session.store.submit()
+    assert len(model.row_source.store._fresh) <= 2  # of the last one, on both sides
+    assert model.row_source.store.submit()
 
 
 def loaded(cache):
@@ -188,8 +189,8 @@ def test_a_loaded_cache_is_read_again_with_the_rows_that_it_had(tied):
     if not tied:
         rows = np.random.default_rng(0).normal(0, 0.3, (2, 2, 32)).astype(np.float32)
         start = ((5, 6), (7, 8, 9))
-        found = TunedStart(start, TunedRows(rows[0], rows[1], model.fingerprint))
-        model.session.config, model.session.pack = replace(model.config, start=start), found
+        found = Pack(start, rows=TunedRows(rows[0], rows[1], model.fingerprint))
+        model.row_source.config, model.row_source.pack = replace(model.config, start=start), found
     ids, cache = ids_of(model), model.make_cache()
     short = below(model, ids)
     if not tied:

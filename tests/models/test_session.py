@@ -1,4 +1,4 @@
-"""The model holds weights only: what is chosen at load lives in its session, which mlx's functions do not see."""
+"""The model holds weights only: what is chosen at load lives in its row source, which mlx's functions do not see."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ def loaded():
     """A model as `load` gives it, with a store and start entries of its own."""
     model = tiny_model()
     model.eval()
-    model.session.store = RowStore()
+    model.row_source.store = RowStore()
     model.take_pack(START)
     return model
 
@@ -28,7 +28,7 @@ def names(model):
     return [name for name, _ in tree_flatten(model.parameters())]
 
 
-def test_a_session_is_in_no_tree_of_the_module():
+def test_a_row_source_is_in_no_tree_of_the_module():
     model, bare = loaded(), tiny_model()
     assert names(model) == names(bare)
     assert model.keys() == bare.keys()
@@ -37,14 +37,14 @@ def test_a_session_is_in_no_tree_of_the_module():
 
 
 def test_what_a_module_holds_besides_weights_never_changes():
-    """Calls, caches, stores and packs leave every attribute but the session as it was built."""
+    """Calls, caches, stores and packs leave every attribute but the row source as it was built."""
     model = Model(ModelArgs.from_dict(tiny_config()))
     model.eval()
-    before = {name: value for name, value in vars(model).items() if name != "session"}
-    model.session.store = RowStore()
+    before = {name: value for name, value in vars(model).items() if name != "row_source"}
+    model.row_source.store = RowStore()
     model.take_pack(START)
     last_logits(model, base_ids(40), model.make_cache())
-    after = {name: value for name, value in vars(model).items() if name != "session"}
+    after = {name: value for name, value in vars(model).items() if name != "row_source"}
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
 
@@ -52,8 +52,8 @@ def test_what_a_module_holds_besides_weights_never_changes():
 def test_copies_share_store_and_pack_and_each_chooses_on_its_own():
     model = loaded()
     for twin in (copy.copy(model), copy.deepcopy(model)):
-        assert twin.session is not model.session
-        assert twin.session.store is model.session.store
+        assert twin.row_source is not model.row_source
+        assert twin.row_source.store is model.row_source.store
         assert twin.make_cache()[-1].params.start == START
         twin.take_pack(())
         assert model.make_cache()[-1].params.start == START
@@ -64,15 +64,15 @@ def test_a_pickled_model_keeps_its_start_and_leaves_the_store_behind():
     ids = base_ids(30)
     expected = last_logits(model, ids, model.make_cache())
     twin = pickle.loads(pickle.dumps(model))
-    assert twin.session.store is None
+    assert twin.row_source.store is None
     np.testing.assert_allclose(last_logits(twin, ids, twin.make_cache()), expected, atol=1e-5)
 
 
-def test_quantizing_and_casting_keep_the_session():
+def test_quantizing_and_casting_keep_the_row_source():
     model = loaded()
-    store = model.session.store
+    store = model.row_source.store
     nn.quantize(model, group_size=32, bits=8, class_predicate=lambda path, module: path == "lm_head")
     model.set_dtype(mx.float32)
     model.load_weights(list(tree_flatten(model.parameters())))
-    assert model.session.store is store
+    assert model.row_source.store is store
     assert model.make_cache()[-1].params.start == START

@@ -9,7 +9,8 @@ import pytest
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.pack import Pack
+from mlx_zip.packs.tuned import TunedRows
 from support import tiny
 
 PACK = [[5, 6], [7, 8, 9], [5, 6, 7]]
@@ -44,13 +45,13 @@ def test_entries_that_several_sequences_have_take_one_place():
 
 def test_a_row_is_encoded_once_for_all_sequences_of_a_batch():
     model = tiny.tiny_model().eval()
-    model.session.store = RowStore()
+    model.row_source.store = RowStore()
     batch = model.make_cache(left_padding=[0] * 4, pack=PACK)
     model(mx.array([IDS] * 4), cache=batch)
-    model.session.settle()
+    model.row_source.settle()
     read_before = len({one for one in IDS if one >= tiny.VOCAB})
-    assert model.session.store.encoded == len(batch[-1].books[0]) + read_before
-    assert model.session.store.from_memory == 0
+    assert model.row_source.store.encoded == len(batch[-1].books[0]) + read_before
+    assert model.row_source.store.from_memory == 0
 
 
 def test_a_sequence_that_joins_copies_no_rows_that_are_there():
@@ -86,7 +87,7 @@ def test_tuned_rows_of_one_sequence_are_not_those_of_another(one):
     model = tiny.tiny_model("gemma" if one else "llama", tie_encoders=one)
     rng = np.random.default_rng(3)
     rows = [rng.normal(0, 0.3, (len(PACK), 64)).astype(np.float32) for _ in range(2)]
-    tuned = TunedStart(PACK, TunedRows(rows[0], rows[0 if one else 1], model.fingerprint))
+    tuned = Pack(PACK, rows=TunedRows(rows[0], rows[0 if one else 1], model.fingerprint))
     packs = [PACK, tuned, tuned, PACK]
     caches = [read(model, IDS[: 4 + n], pack) for n, pack in enumerate(packs)]
     alone = [stepped(model, copy.deepcopy(cache), [tiny.VOCAB + 2])[0] for cache in caches]

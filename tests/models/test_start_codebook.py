@@ -12,9 +12,9 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, t
 
 from mlx_zip import CodecError, DataError, GenerationError, ModelError, ZipState, cli
 from mlx_zip.codec import CodecParams, twin
-from mlx_zip.codec.pack import write_pack
 from mlx_zip.engine.generate import batch_generate, load, stream_batch
 from mlx_zip.models.layers import Positions
+from mlx_zip.packs.entries import write_entries
 from support import tiny_text
 from support.generating import ENDLESS, plain_model
 from support.starting import MODEL, OTHER, START, TEXT, assert_close, codec, compressed, run
@@ -276,14 +276,14 @@ def command(capsys, pack, *flags):
 def test_the_command_generates_with_a_pack(capsys, tmp_path):
     model, tokenizer = load(tiny_text.converted("llama_transformer_tied_lora"))
     ids = tokenizer.encode("The cat sat on the mat.")
-    write_pack(tmp_path / "pack.json", [ids[-4:-2], ids[-2:]], model.config.merge_size)
+    write_entries(tmp_path / "pack.json", [ids[-4:-2], ids[-2:]], model.config.merge_size)
     status, out, _ = command(capsys, tmp_path / "pack.json")
     assert (status, json.loads(out)["prompt_ids"]) == (0, json.loads(out)["prompt_tokens"] - 2)
 
 
 def test_a_pack_that_cannot_be_used_is_one_line_that_names_it(capsys, tmp_path):
     (tmp_path / "torn.json").write_text("[[4, ")
-    write_pack(tmp_path / "foreign.json", [(40, 41), (100_000, 40)], 2)
+    write_entries(tmp_path / "foreign.json", [(40, 41), (100_000, 40)], 2)
     for name, culprit in (("none.json", "No such file"), ("torn.json", "cannot be read"), ("foreign.json", "entry 1")):
         status, out, err = command(capsys, tmp_path / name)
         assert (status, out, err.count("\n")) == (2, "", 1)

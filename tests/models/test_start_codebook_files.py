@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_zip.codec.pack import read_pack, write_pack
 from mlx_zip.config import ZipConfig
 from mlx_zip.converters import convert
 from mlx_zip.errors import ConfigError, DataError
 from mlx_zip.models.folders import ModelArgs
+from mlx_zip.packs.entries import read_entries, write_entries
 from support.checkpoints import write_checkpoint
 from support.tiny import tiny_config
 
@@ -27,12 +27,12 @@ SUFFIXES = ["json", "npz", "npy"]
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("entries", [ENTRIES, ()], ids=["three", "none"])
 def test_a_pack_reads_back_as_it_was_written(suffix: str, entries: Any, tmp_path: Path) -> None:
-    write_pack(tmp_path / f"pack.{suffix}", entries, merge_size=4, pad_id=2)
-    assert read_pack(tmp_path / f"pack.{suffix}") == entries
+    write_entries(tmp_path / f"pack.{suffix}", entries, merge_size=4, pad_id=2)
+    assert read_entries(tmp_path / f"pack.{suffix}") == entries
 
 
 def test_rows_of_a_pack_are_padded_with_the_pad_id(tmp_path: Path) -> None:
-    write_pack(tmp_path / "pack.npy", ENTRIES, merge_size=4, pad_id=2)
+    write_entries(tmp_path / "pack.npy", ENTRIES, merge_size=4, pad_id=2)
     rows, lengths = np.load(tmp_path / "pack.npy"), np.load(tmp_path / "pack.lengths.npy")
     assert (rows.dtype, lengths.dtype) == (np.uint32, np.int64)
     assert rows.tolist() == [[5, 6, 2, 2], [7, 8, 9, 10], [6, 5, 5, 2]]
@@ -55,7 +55,7 @@ def test_an_entry_that_cannot_be_is_named_and_nothing_is_written(
     suffix: str, entries: Any, culprit: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=culprit):
-        write_pack(tmp_path / f"pack.{suffix}", entries, merge_size=4)
+        write_entries(tmp_path / f"pack.{suffix}", entries, merge_size=4)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,7 +74,7 @@ def test_an_entry_that_cannot_be_is_named_and_nothing_is_written(
 def test_json_that_is_no_pack_is_one_error_naming_file_and_entry(text: str, culprit: str, tmp_path: Path) -> None:
     (tmp_path / "pack.json").write_text(text)
     with pytest.raises(DataError, match=rf"pack\.json.*{culprit}"):
-        read_pack(tmp_path / "pack.json")
+        read_entries(tmp_path / "pack.json")
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_json_that_is_no_pack_is_one_error_naming_file_and_entry(text: str, culp
 def test_arrays_that_are_no_pack_are_named(arrays: dict[str, Any], culprit: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "pack.npz", **arrays)
     with pytest.raises(DataError, match=rf"pack\.npz.*{culprit}"):
-        read_pack(tmp_path / "pack.npz")
+        read_entries(tmp_path / "pack.npz")
 
 
 def test_a_file_that_is_missing_torn_or_of_another_kind_is_named(tmp_path: Path) -> None:
-    write_pack(tmp_path / "alone.npy", ENTRIES, merge_size=4)
+    write_entries(tmp_path / "alone.npy", ENTRIES, merge_size=4)
     (tmp_path / "alone.lengths.npy").unlink()
-    write_pack(tmp_path / "torn.npz", ENTRIES, merge_size=4)
+    write_entries(tmp_path / "torn.npz", ENTRIES, merge_size=4)
     (tmp_path / "torn.npz").write_bytes((tmp_path / "torn.npz").read_bytes()[:100])
     np.savez_compressed(tmp_path / "spoilt.npz", entries=np.zeros((90, 4), np.uint32), lengths=np.ones(90, np.int64))
     content = bytearray((tmp_path / "spoilt.npz").read_bytes())
@@ -107,7 +107,7 @@ def test_a_file_that_is_missing_torn_or_of_another_kind_is_named(tmp_path: Path)
     (tmp_path / "spoilt.npz").write_bytes(content)
     for name in ("none.json", "alone.npy", "torn.npz", "spoilt.npz", "pack.txt"):
         with pytest.raises(DataError, match=name.replace(".", r"\.")):
-            read_pack(tmp_path / name)
+            read_entries(tmp_path / name)
 
 
 # ---- a model's own

@@ -9,7 +9,7 @@ from mlx_zip.engine.generate import load
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, save_pack
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.text.documents import read_corpus
 from support import tiny_bench, tiny_text
 from support.places import GOLDEN_MODELS
@@ -38,9 +38,9 @@ def test_a_line_per_start_holds_what_scoring_gives(flags, tmp_path, capsys):
     (model, tokenizer), (base, _) = load(str(flags[1])), load(str(flags[3]))
     windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
     control = measure_bits(base, windows).bits_per_byte
-    empty = measure_bits(model, windows, start=()).bits_per_byte
-    for line, start in zip(lines, ((), ((FIRST, FIRST + 1), (FIRST, FIRST + 2))), strict=True):
-        bits = measure_bits(model, windows, start=start)
+    empty = measure_bits(model, windows, pack=Pack(())).bits_per_byte
+    for line, entries in zip(lines, ((), ((FIRST, FIRST + 1), (FIRST, FIRST + 2))), strict=True):
+        bits = measure_bits(model, windows, pack=Pack(entries))
         assert line["documents"] == 2
         assert line["bits_per_byte"] == pytest.approx(bits.bits_per_byte, rel=1e-6)
         assert line["base_ids_per_id"] == bits.base_ids / bits.ids
@@ -56,8 +56,8 @@ def test_a_tuned_pack_is_measured_with_its_rows(flags, tmp_path, capsys):
     assert tiny_bench.run("pack_quality", *flags, "--pack", f"own={tmp_path / 'tuned.npz'}") == 0
     line = json.loads(capsys.readouterr().out.splitlines()[1])
     windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
-    starts = TunedStart(entries, tuned), entries
-    found, untuned = (measure_bits(model, windows, start=start).bits_per_byte for start in starts)
+    packs = Pack(entries, rows=tuned), Pack(entries)
+    found, untuned = (measure_bits(model, windows, pack=pack).bits_per_byte for pack in packs)
     assert line["bits_per_byte"] == pytest.approx(found, rel=1e-6)
     assert line["bits_per_byte"] != pytest.approx(untuned, rel=1e-3)
 

@@ -68,12 +68,12 @@ def test_a_line_per_start_holds_what_the_library_measures(flags, tmp_path, capsy
     assert learned
     windows = cut_windows(tokenizer, held_out, 1024)
     control = measure_bits(base, windows).bits_per_byte
-    for line, start in zip(lines, ((), learned, own), strict=True):
-        bits = measure_bits(model, windows, start=start)
+    for line, entries in zip(lines, ((), learned, own), strict=True):
+        bits = measure_bits(model, windows, pack=Pack(entries))
         assert line["bits_per_byte"] == pytest.approx(bits.bits_per_byte, rel=1e-6)
         assert line["over_base"] == pytest.approx(bits.bits_per_byte / control - 1, abs=1e-6)
         assert line["base_ids_per_id"] == bits.base_ids / bits.ids
-        written = [told(model, tokenizer, one.text, start) for one in held_out]
+        written = [told(model, tokenizer, one.text, entries) for one in held_out]
         steps, base_tokens, canonical, theirs = np.sum(written, axis=0)
         greedy = line["greedy"]
         assert (greedy["steps"], greedy["base_tokens"]) == (steps, base_tokens)
@@ -84,13 +84,13 @@ def test_a_line_per_start_holds_what_the_library_measures(flags, tmp_path, capsy
             assert greedy[name] == pytest.approx(share)
 
 
-def told(model, tokenizer, text, start):
+def told(model, tokenizer, text, entries):
     """Of one story: steps and base tokens that the model writes, and canonical ids of those and of the text's own."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt = encode_prompt(tokenizer, tokenizer.decode(ids[:OPENING]))
-    made = list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, pack=start))
+    made = list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, pack=entries))
     base_ids = [one for response in made for one in response.base_ids]
-    book = Codebook(model.make_cache(pack=start)[-1].books[0].params)
+    book = Codebook(model.make_cache(pack=entries)[-1].books[0].params)
     book.push(compress(book.params, np.array(prompt, np.uint32))[0])
     both = (len(book.compress(np.array(x, np.uint32))) for x in (base_ids, ids[OPENING : OPENING + TOKENS]))
     return len(made), len(base_ids), *both

@@ -183,7 +183,7 @@ def test_most_of_what_is_asked_for_stands_in_the_stories():
 @there
 def test_the_bundled_model_begins_with_its_pack_whose_rows_are_at_hand():
     model = load("stories")[0]
-    assert len(model.make_cache()[-1].books[0]) == len(model.session.pack.rows.output) == 1536
+    assert len(model.make_cache()[-1].books[0]) == len(model.row_source.pack.rows.output) == 1536
 
 
 @there

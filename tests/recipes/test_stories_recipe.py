@@ -152,7 +152,7 @@ def test_the_bundled_model_begins_with_its_own_pack_and_brings_tuned_rows_of_it(
     assert bundled.config.start == own.entries
     assert trained.config.start is None
     assert bundled.config.merge_size == trained.config.merge_size == 4
-    assert bundled.session.pack.rows.fingerprint == load_pack(out / "packs/own-tuned.npz").rows.fingerprint
+    assert bundled.row_source.pack.rows.fingerprint == load_pack(out / "packs/own-tuned.npz").rows.fingerprint
 
 
 def test_a_file_is_read_as_often_as_the_settings_say(made):

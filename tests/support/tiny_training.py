@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
 from mlx_zip import Codebook, CodecParams
-from mlx_zip.codec.pack import Start
 from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.zip_model import Model
+from mlx_zip.packs.entries import Entry
 from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import RunOptions
 from mlx_zip.training.run_metrics import read_metrics
@@ -43,7 +43,7 @@ def random_model(config: dict[str, Any], seed: int = 0, **encoder: Any) -> Model
 
 
 def make_sample(
-    params: CodecParams, ids: Sequence[int], start: Start | None = None, masked: Sequence[int] = ()
+    params: CodecParams, ids: Sequence[int], start: tuple[Entry, ...] | None = None, masked: Sequence[int] = ()
 ) -> Sample:
     """A sample of base ids; the loss does not count the positions in `masked`."""
     own = params if start is None else replace(params, start=start)

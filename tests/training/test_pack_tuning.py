@@ -13,7 +13,7 @@ from mlx_zip import CodecParams, DataError, TrainingError
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.engine.scoring import score
 from mlx_zip.packs.pack import Pack
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.pack_tuning import tune
 from mlx_zip.training.prepare.text_windows import Texts
@@ -94,7 +94,7 @@ def test_the_loss_is_what_generation_gives_the_ids_with_these_rows(family, tied,
     rows, data = random_rows(model), texts(params, samples=6)
     got = sums_of(PackTrainee(model, *rows), data)
     output = np.array(rows[1])
-    start = TunedStart(WORDS, TunedRows(output if tied else np.array(rows[0]), output, model.fingerprint))
+    start = Pack(WORDS, rows=TunedRows(output if tied else np.array(rows[0]), output, model.fingerprint))
     spans = [np.ones(len(sample.ids), np.int64) for sample in data.samples]
     scored = score(model, [Compressed(s.ids, n, start) for s, n in zip(data.samples, spans, strict=True)])
     np.testing.assert_allclose(got["nats"], -sum(one.logprobs.sum() for one in scored), rtol=1e-5)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mlx_zip.codec import Codebook
-from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
+from mlx_zip.packs.entries import write_entries
 from support import tiny_text
 from support.prepared import (
     BOS,
@@ -139,7 +139,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path, data):
 
 
 def test_a_fixed_starting_codebook_is_there_before_the_first_id(tmp_path, data):
-    write_pack(tmp_path / "pack.json", entries_of(*PACK), 3)
+    write_entries(tmp_path / "pack.json", entries_of(*PACK), 3)
     shards = prepared(tmp_path / "out", data, pack=tmp_path / "pack.json")
     assert shards.params.start == entries_of(*PACK)
     assert expanded(shards) == expanded(prepared(tmp_path / "plain", data))
@@ -148,7 +148,7 @@ def test_a_fixed_starting_codebook_is_there_before_the_first_id(tmp_path, data):
 
 
 def test_drawn_starting_codebooks_differ_by_sample_and_come_from_the_seed(tmp_path, data):
-    write_pack(tmp_path / "pack.json", entries_of(*PACK), 3)
+    write_entries(tmp_path / "pack.json", entries_of(*PACK), 3)
     options = {"pack": tmp_path / "pack.json", "start_draw": 3}
     shards = prepared(tmp_path / "a", data, **options)
     drawn = [shards[i].start for i in range(len(shards))]
@@ -171,6 +171,6 @@ def test_drawn_starting_codebooks_differ_by_sample_and_come_from_the_seed(tmp_pa
     ],
 )
 def test_a_pack_that_does_not_fit_is_refused(tmp_path, data, pack, options, words):
-    write_pack(tmp_path / "pack.json", pack, 4)
+    write_entries(tmp_path / "pack.json", pack, 4)
     with pytest.raises(DataError, match=words):
         prepared(tmp_path / "out", data, pack=tmp_path / "pack.json", **options)

@@ -5,8 +5,8 @@ import errno
 import numpy as np
 import pytest
 
-from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
+from mlx_zip.packs.entries import write_entries
 from mlx_zip.training.prepare import sharding
 from mlx_zip.training.prepare.shards import Shards
 from support.prepared import (
@@ -30,7 +30,7 @@ def test_the_folder_does_not_depend_on_the_number_of_workers(tmp_path, data):
 
 @pytest.mark.parametrize("stage", ["make", "write_json"])
 def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path, data, monkeypatch, stage):
-    write_pack(tmp_path / "pack.json", entries_of(*PACK), 3)
+    write_entries(tmp_path / "pack.json", entries_of(*PACK), 3)
     options = {"shard_samples": 4, "limit": 60, "pack": tmp_path / "pack.json", "start_draw": 2}
     prepared(tmp_path / "whole", data, **options)
     place = sharding.ShardMaker if stage == "make" else sharding

@@ -16,9 +16,9 @@ import pytest
 
 from mlx_zip import CodecParams
 from mlx_zip.cli import main
-from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import ConfigError, DataError, TrainingError
 from mlx_zip.files import sole_user
+from mlx_zip.packs.entries import write_entries
 from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.prepare.shards import Shards, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import train
@@ -202,7 +202,7 @@ def test_a_starting_entry_that_is_not_in_the_pool_is_named(row, tmp_path):
     writer = ShardWriter(tmp_path, "shard-00000", 2)
     sample = make_sample(params, text_ids(30, 0), start=(pool[0], pool[1]))
     writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes, np.array([0, row], np.int32))
-    write_pack(tmp_path / "pool.npy", pool, 3, 2)
+    write_entries(tmp_path / "pool.npy", pool, 3, 2)
     index = {"codec": codec_record(params), "context": 64, "shards": [writer.close()], "pool": "pool.npy"}
     write_index(tmp_path, index)
     with pytest.raises(DataError, match="sample 0 starts with an entry that is not in the pool"):

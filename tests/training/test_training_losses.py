@@ -15,6 +15,7 @@ from mlx_zip.engine.scored import Compressed
 from mlx_zip.engine.scoring import score
 from mlx_zip.errors import DataError
 from mlx_zip.generation.canonical import excluded_after
+from mlx_zip.packs.pack import Pack
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.steps.batches import bucket, make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee, samples_of
@@ -252,7 +253,7 @@ def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(sta
     samples = [make_sample(model.config.codec_params, base_ids(n, seed=i), start) for i, n in enumerate((60, 41, 50))]
     batch = make_batch(samples, model.config.codec_params, canonical=True)
     found = Trainee(model, LossWeights()).losses(to_device(batch))
-    rows = [Compressed(sample.ids, np.ones(len(sample.ids), np.int64), sample.start) for sample in samples]
+    rows = [Compressed(sample.ids, np.ones(len(sample.ids), np.int64), start and Pack(start)) for sample in samples]
     nats, free = (-sum(float(one.logprobs.sum()) for one in score(m, rows)) for m in (model, base))
     assert float(found["nats"].item()) == pytest.approx(nats, rel=2e-5)
     assert nats < free

@@ -14,8 +14,8 @@ from mlx_zip import CodecParams, load
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.engine.scoring import score
 from mlx_zip.errors import ConversionError, TrainingError
-from mlx_zip.packs.pack import IN_ADAPTER, load_pack
-from mlx_zip.packs.tuned import TunedRows, TunedStart
+from mlx_zip.packs.pack import IN_ADAPTER, Pack, load_pack
+from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import make_stepper, train
@@ -98,7 +98,7 @@ def test_the_loss_is_what_generation_gives_the_ids_with_the_saved_rows(family, t
     nats = float(trainee.losses(to_device(batch_of(trainee)))["nats"])
     rows = {name: np.array(value) for name, value in trainee.pack_rows(START, TINY).items()}
     tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
-    start = TunedStart(START, tuned)
+    start = Pack(START, rows=tuned)
     scored = score(model, [Compressed(one.ids, np.ones(len(one.ids), np.int64), start) for one in samples_of()])
     np.testing.assert_allclose(nats, -sum(one.logprobs.sum() for one in scored), rtol=1e-5)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mlx_zip import CodecParams
-from mlx_zip.codec.pack import read_pack
 from mlx_zip.errors import DataError
+from mlx_zip.packs.entries import read_entries
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.vocab.adaptbpe.adapted import _digest, adapted, read_adapted, words_of
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
@@ -98,7 +98,7 @@ def test_one_array_is_no_archive_and_an_archive_no_array(tmp_path):
         np.savez(file, lengths=np.array([2]))
     told = r"other\.lengths\.npy cannot be read as the lengths of other\.npy: it is an archive"
     with pytest.raises(DataError, match=told):
-        read_pack(tmp_path / "other.npy")
+        read_entries(tmp_path / "other.npy")
 
 
 def test_what_a_pack_says_of_itself_may_be_nested_without_end(tmp_path):
@@ -112,7 +112,7 @@ def test_what_a_pack_says_of_itself_may_be_nested_without_end(tmp_path):
 def test_a_pipe_is_no_pack_and_is_not_waited_for(tmp_path, suffix):
     os.mkfifo(path := tmp_path / f"pipe{suffix}")
     with pytest.raises(DataError, match="is a folder or device, not a file"):
-        read_pack(path)
+        read_entries(path)
 
 
 @pytest.mark.parametrize("read", [PatchTable.load, Dictionary.load, read_adapted, open_tokenizer])

@@ -1,5 +1,6 @@
 """Codebook packs: what is learned, and what a file of one must be."""
 
+import copy
 import json
 import pickle
 from dataclasses import replace
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecParams, compress
-from mlx_zip.codec.pack import read_pack, write_pack
 from mlx_zip.errors import CodecError, DataError
+from mlx_zip.packs.entries import read_entries, write_entries
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.vocab.learner import learn
 
@@ -144,16 +145,34 @@ def test_a_pack_reads_back_as_it_was_written(tmp_path):
     save_pack(tmp_path / "p.npz", pack)
     back = load_pack(tmp_path / "p.npz")
     assert back == pack
-    assert back.fingerprint == pack.fingerprint
-    assert read_pack(tmp_path / "p.npz") == ENTRIES  # wherever a starting codebook is taken
+    assert (back.fingerprint, back.about) == (pack.fingerprint, pack.about)
+    assert read_entries(tmp_path / "p.npz") == ENTRIES  # wherever a starting codebook is taken
 
 
 @pytest.mark.parametrize("suffix", ["json", "npy", "npz"])
 def test_a_file_of_entries_alone_is_a_pack_of_an_unknown_tokenizer(suffix, tmp_path):
-    write_pack(tmp_path / f"p.{suffix}", ENTRIES, merge_size=4)
+    write_entries(tmp_path / f"p.{suffix}", ENTRIES, merge_size=4)
     pack = load_pack(tmp_path / f"p.{suffix}")
     assert (pack.entries, pack.tokenizer, pack.about) == (ENTRIES, None, {})
     pack.check_tokenizer("cd" * 32, "p")
+
+
+def test_a_pack_is_an_immutable_sequence_of_its_entries():
+    pack, other = Pack(ENTRIES, "ab"), Pack(ENTRIES, "ab", {"x": 1}, name="p.npz")
+    assert (tuple(pack), len(pack), pack[0], pack[1:]) == (ENTRIES, len(ENTRIES), ENTRIES[0], ENTRIES[1:])
+    assert CodecParams(100, 8, 4, start=pack) == CodecParams(100, 8, 4, start=ENTRIES)
+    assert pack == other
+    assert pack not in (ENTRIES, Pack(ENTRIES))
+    assert {pack: 1}[other] == 1
+    assert copy.deepcopy(pack) is pack
+    assert pickle.loads(pickle.dumps(pack)) == pack
+
+
+def test_a_merged_pack_names_its_parts():
+    a, b = Pack(((1, 2),), name="a.npz"), Pack(((3, 4),))
+    merged = merge_packs([a, b])
+    assert merged.by_name == {"a.npz": a, "pack 2": b}
+    assert (a.by_name, b.by_name) == ({"a.npz": a}, {"pack 1": b})
 
 
 def test_packs_that_differ_have_other_fingerprints():

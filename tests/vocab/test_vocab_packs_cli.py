@@ -7,9 +7,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_zip.cli.vocab.packs import _shown_in
-from mlx_zip.codec.pack import write_pack
 from mlx_zip.engine.generate import load
 from mlx_zip.errors import DataError
+from mlx_zip.packs.entries import write_entries
 from mlx_zip.packs.pack import Pack, load_pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
 from support import tiny_text
@@ -89,7 +89,7 @@ def test_entries_are_shown_as_text_without_a_tokenizer(run, learn):
     ]
     assert shown[0] == shown[1]
     assert all(one["text"] in TEXT for one in shown[0])
-    write_pack("b.json", [(5, 7)], merge_size=4)
+    write_entries("b.json", [(5, 7)], merge_size=4)
     assert json.loads(run("vocab", "pack", "show", "b.json", "--json")[1])["best"][0]["text"] == "5 7"
 
 
@@ -184,8 +184,8 @@ def test_a_model_takes_a_pack_of_its_tokenizer_and_begins_with_it(run, learn, tm
     plain, packed = (json.loads(run(*prompt, *flags)[1]) for flags in ((), ("--pack", "a.npz")))
     assert packed["prompt_ids"] < plain["prompt_ids"]
     entries = load_pack("a.npz").entries
-    write_pack("one.json", entries[:4], merge_size=4)
-    write_pack("two.json", entries[4:], merge_size=4)
+    write_entries("one.json", entries[:4], merge_size=4)
+    write_entries("two.json", entries[4:], merge_size=4)
     both = json.loads(run(*prompt, "--pack", "one.json", "--pack", "two.json")[1])
     assert both["prompt_ids"] == packed["prompt_ids"]
 
@@ -224,7 +224,7 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
             "other.npz",
         ),
     }[command]
-    write_pack("any.json", [(5, 7)], merge_size=4)
+    write_entries("any.json", [(5, 7)], merge_size=4)
     status, _, err = run(*flags)
     assert status == 2
     assert "other.npz was learned with another tokenizer" in err

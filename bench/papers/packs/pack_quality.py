@@ -20,7 +20,6 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.text.documents import read_corpus
-from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 from .tables import picture
 
@@ -99,7 +98,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not windows.same_as(cut_windows(base_tokenizer, corpus.documents, CONTEXT)):
         raise MlxZipError(f"{args.base} has another tokenizer than {args.model}: their windows are not the same text")
     control = measure_bits(base, windows, args.batch_size)
-    empty = measure_bits(model, windows, args.batch_size, start=())
+    empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))
     fixed = {
         "bench": "pack_quality",
         **names_of(args),
@@ -107,7 +106,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "base_bits_per_byte": control.bits_per_byte,
     }
     for curve, file, pack in [("empty", None, None), *packs]:
-        bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.start)
+        bits = empty if pack is None else measure_bits(model, windows, args.batch_size, pack=pack)
         entries = 0 if pack is None else len(pack.entries)
         print(f"{curve} {entries}: {bits.bits_per_byte:.4f} bits/byte", file=sys.stderr)
         yield {
@@ -151,7 +150,7 @@ def _split(word: str) -> tuple[str, str]:
 def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
     """Raises `DataError` or `CodecError` for a pack of another tokenizer or one that does not fit the model."""
     for _, file, pack in packs:
-        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
+        pack.check_made_for(tokenizer, file)
         model.make_cache(pack=pack)  # refuses what does not fit
 
 

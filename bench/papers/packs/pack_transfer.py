@@ -23,7 +23,6 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
 from mlx_zip.packs.pack import Pack, merge_packs
-from mlx_zip.packs.tuned import AnyStart
 from mlx_zip.text.conversations import Prompt, openings
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
@@ -128,7 +127,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     read = _first_documents(held_out, args.limit_bytes)
     windows = cut_windows(tokenizer, read, CONTEXT)
     control = measure_bits(base, windows, args.batch_size)
-    empty = measure_bits(model, windows, args.batch_size, start=())
+    empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))
     fixed = {
         "bench": "pack_transfer",
         **names_of(args),
@@ -143,9 +142,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "base_bits_per_byte": control.bits_per_byte,
     }
     for curve, file, pack in [("empty", None, Pack(())), *packs]:
-        bits = measure_bits(model, windows, args.batch_size, start=pack.start) if pack.entries else empty
+        bits = measure_bits(model, windows, args.batch_size, pack=pack) if len(pack) else empty
         line = {"curve": curve, "pack": file or None, "entries": len(pack.entries), **scored(bits, control, empty)}
-        line |= writing(model, tokenizer, opened, pack.start, args)
+        line |= writing(model, tokenizer, opened, pack, args)
         rates = ", ".join(f"{name} {line[name]['base_tokens_per_step']:.3f}" for name in TEMPERATURES)
         print(f"{curve} {line['entries']}: {bits.bits_per_byte:.4f} bits/byte; {rates}", file=sys.stderr)
         yield {**fixed, **line, **surroundings("mlx")}
@@ -204,22 +203,22 @@ def openings_of(tokenizer: Any, documents: Sequence[Document], args: argparse.Na
 
 
 def writing(
-    model: Any, tokenizer: Any, opened: Sequence[Opened], start: AnyStart, args: argparse.Namespace
+    model: Any, tokenizer: Any, opened: Sequence[Opened], pack: Pack, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Continues the openings with a pack; returns base tokens per step and shares of the possible gain, by temperature.
 
-    start: the pack's entries. of_gain: what the model gains over one base token per step, as a share of what canonical
+    of_gain: what the model gains over one base token per step, as a share of what canonical
     ids of the written text would gain. of_own_gain: as a share of what canonical ids of the documents' own continuation
     would gain. A share is None where no gain was possible.
     """
     own = sum(
-        canonical_steps(Codebook(codec(model, start)), encode_prompt(tokenizer, prompt.content), ids)
+        canonical_steps(Codebook(codec(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
         for prompt, ids in opened
     )
     own_rate = sum(len(ids) for _, ids in opened) / own
     line: dict[str, Any] = {"own_base_tokens_per_step": own_rate}
     for name, temp in TEMPERATURES.items():
-        settings = Settings(max_tokens=args.tokens, temp=temp, batch_size=args.batch_size, start=start)
+        settings = Settings(max_tokens=args.tokens, temp=temp, batch_size=args.batch_size, pack=pack)
         record = measure_rates(model, tokenizer, [[prompt] for prompt, _ in opened], settings).record()
         names = (
             "stories",

@@ -8,11 +8,13 @@ from importlib import import_module
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import colours, engine_choice, pack_flags, row_cache
+from mlx_zip.arguments import add_codebook, check_at_least
+from mlx_zip.cli import colours, engine_choice, row_cache
 from mlx_zip.cli.generation_flags import NUMBERS, add_kv_size, check_kv_size
 from mlx_zip.cli.serving.serving_flags import add_kv, add_model, add_sessions, add_wired, check_wired
 from mlx_zip.errors import GenerationError, missing_library
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs.chosen import read_packs
 
 _NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
 MAX_TOKENS = 256
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
     add_wired(add)
     add_sessions(add)
-    pack_flags.add_flags(add)
+    add_codebook(add)
     add_kv_size(add)
     add_kv(add)
     row_cache.add_flags(add)
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """Chats until the user ends it; returns 0. Raises `MlxZipError`."""
     _check(args)
     front = _front(args)
-    name, chosen = named.DEFAULT if args.model is None else args.model, pack_flags.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     check_kv_size(args, name)
 
     from mlx_zip.cli.serving.opening import engine_options, opened, request_pack
@@ -91,10 +93,7 @@ def run(args: argparse.Namespace) -> int:
         )
         program.check_system(args.system_prompt)
         if chosen is not None:
-            program.pack, program.pack_names = (
-                request_pack(chosen, pack_flags.is_plain(name), engine),
-                list(chosen.files),
-            )
+            program.pack, program.pack_names = request_pack(chosen, is_plain(name), engine), list(chosen.by_name)
             program.own_pack = program.pack is None
         with front:
             front.greet(name, engine.info)

@@ -12,7 +12,7 @@ from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.engine import Counts, Engine, Submission
 from mlx_zip.errors import GenerationError
-from mlx_zip.packs.chosen import check_tokenizers, read_packs
+from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
 from mlx_zip.text.prompts import check_system
 
@@ -103,10 +103,10 @@ class Program:
             return
         chosen = read_packs(list(names))
         assert chosen is not None
-        check_tokenizers(chosen, self.engine.tokenizer)
-        if (count := len(chosen.merged.entries)) > (room := self.engine.info.codebook_size):
+        chosen.check_made_for(self.engine.tokenizer)
+        if (count := len(chosen)) > (room := self.engine.info.codebook_size):
             raise GenerationError(f"/pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
-        self.pack, self.pack_names = chosen.merged, list(chosen.files)
+        self.pack, self.pack_names = chosen, list(chosen.by_name)
 
     def pack_line(self) -> str:
         """Returns in words what codebooks begin with."""
@@ -115,9 +115,9 @@ class Program:
         if self.pack is None:
             files = f" with {', '.join(self.pack_names)}" if self.pack_names else ""
             return f"codebooks begin as the model's own{files}"
-        if not self.pack.entries:
+        if not len(self.pack):
             return "codebooks begin empty"
-        return f"codebooks begin with {len(self.pack.entries):,} entries of {', '.join(self.pack_names)}"
+        return f"codebooks begin with {len(self.pack):,} entries of {', '.join(self.pack_names)}"
 
     def _submission(self, question: str, temp: float | None) -> Submission:
         """Returns what the engine is asked. Raises `GenerationError`."""

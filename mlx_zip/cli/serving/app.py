@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import pack_flags, row_cache
+from mlx_zip.arguments import add_codebook, check_at_least
+from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose, open_row_store
-from mlx_zip.cli.serving.opening import engine_options, json_map, opened, request_pack
+from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server_packs
 from mlx_zip.cli.serving.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
 
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
     for name, (kind, default, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
-    pack_flags.add_flags(add)
+    add_codebook(add)
     add_wired(add)
     add_kv(add)
     row_cache.add_flags(add)
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
-    name, chosen = named.DEFAULT if args.model is None else args.model, pack_flags.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
     choose(args, name)
     with (
@@ -105,12 +107,12 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         from mlx_zip.engine.engines import Engines, other_models
 
         rival, open_model = args.race_against, partial(_other, asked)
-        options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
+        options = _options(args, name, running.new_token(), server_packs(chosen, is_plain(name), engine))
         ceiling = engine.ceiling()
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         kept = None if args.no_history or not args.window else _window_folder()
         showing = running.Showing(browser=not args.no_open, window=args.window, kept=kept)
-        hypertokens = {} if rival is None else {rival: not pack_flags.is_plain(rival)}
+        hypertokens = {} if rival is None else {rival: not is_plain(rival)}
         engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
@@ -208,11 +210,3 @@ def _options(args: argparse.Namespace, name: str, token: str, more: dict[str, An
         drain_s=2.0,
         **more,
     )
-
-
-def _packs(chosen: pack_flags.Packs | None, name: str, engine: Any) -> dict[str, Any]:
-    plain = pack_flags.is_plain(name)
-    pack = request_pack(chosen, plain, engine)
-    if chosen is None or plain:
-        return {}
-    return {"packs": {Path(file).stem: one for file, one in chosen.files.items()}, "pack": pack}

@@ -6,13 +6,17 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_zip.cli import engine_choice, pack_flags, row_cache
+from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, reason
 from mlx_zip.files import at_home, check_in
-from mlx_zip.packs.chosen import check_slots, check_tokenizers, named
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs.chosen import check_slots, load_options, named
+
+if TYPE_CHECKING:
+    from mlx_zip.packs.pack import Pack
 
 
 def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
@@ -31,7 +35,7 @@ def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: An
     return open_split_engine(group, name, **options)
 
 
-def engine_options(args: argparse.Namespace, name: str, chosen: pack_flags.Packs | None) -> dict[str, Any]:
+def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
     """Returns the arguments of `opened`. chosen: the packs of --pack.
 
     Raises `GenerationError` for flags that cannot be used together.
@@ -39,7 +43,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: pack_flags.Packs
     from mlx_zip.engine.sessions.store import SessionOptions
 
     engine_choice.check_flags(args)
-    plain = (chosen is not None or args.codebook_size is not None) and pack_flags.is_plain(name)
+    plain = (chosen is not None or args.codebook_size is not None) and is_plain(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
     template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
@@ -59,7 +63,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: pack_flags.Packs
         "prefill_step_size": args.prefill_step_size,
         "keep_wired_s": args.keep_wired,
         "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
-        **pack_flags.load_options(args, chosen, plain),
+        **load_options(chosen, args.codebook_size, plain),
     }
 
 
@@ -69,15 +73,15 @@ def session_folder(args: argparse.Namespace) -> Path | None:
     return None if given in (row_cache.OFF, "") else at_home(given)
 
 
-def request_pack(chosen: pack_flags.Packs | None, plain: bool, engine: Any) -> Any:
+def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     """Returns what a request's codebook begins with: the packs of --pack, None for what the model was loaded with.
 
     plain: whether the model has no hypertokens of its own. Raises `MlxZipError` for packs that do not fit the model.
     """
     if chosen is None:
         return None
-    check_tokenizers(chosen, engine.tokenizer)
-    if chosen.merged.rows is not None:
+    chosen.check_made_for(engine.tokenizer)
+    if chosen.rows is not None:
         return None
     name = named(chosen)
     if plain:
@@ -87,10 +91,10 @@ def request_pack(chosen: pack_flags.Packs | None, plain: bool, engine: Any) -> A
         )
     check_slots(chosen, engine.info.codebook_size)
     try:
-        engine.check_pack(chosen.merged)
+        engine.check_pack(chosen)
     except GenerationError as error:
         raise GenerationError(f"{name} does not fit the model: {error.__cause__ or error}") from error
-    return chosen.merged
+    return chosen
 
 
 def _template(given: str) -> str:
@@ -112,3 +116,11 @@ def json_map(flag: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
     return value
+
+
+def server_packs(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
+    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
+    pack = request_pack(chosen, plain, engine)
+    if chosen is None or plain:
+        return {}
+    return {"packs": {Path(file).stem: one for file, one in chosen.by_name.items()}, "pack": pack}

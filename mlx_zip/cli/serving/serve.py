@@ -14,11 +14,13 @@ from typing import Any
 
 from mlx_zip import named
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import engine_choice, pack_flags
-from mlx_zip.cli.serving.opening import engine_options, json_map, opened, request_pack, session_folder
+from mlx_zip.cli import engine_choice
+from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server_packs, session_folder
 from mlx_zip.cli.serving.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
+from mlx_zip.models.folders import is_plain
+from mlx_zip.packs.chosen import read_packs
 
 __all__ = ["REFUSED", "add_arguments", "run"]
 
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
-    name, chosen = named.DEFAULT if args.model is None else args.model, pack_flags.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     options = _options(args, name)
     with _bound(running, args.host, args.port, options["api_key"]) as listener:
         engine_choice.choose(args, name, group=group)
@@ -56,7 +58,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
             engine_choice.open_row_store(args) as store,
             opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
         ):
-            options |= _pack_options(chosen, pack_flags.is_plain(name), engine)
+            options |= server_packs(chosen, is_plain(name), engine)
             served = _server_module("options").Options(**options)
             fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:
@@ -70,7 +72,7 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name, chosen = named.DEFAULT if args.model is None else args.model, pack_flags.read(args)
+    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     engine_choice.choose(args, name, group=group)
     with (
         engine_choice.open_row_store(args) as store,
@@ -162,16 +164,6 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
     if not args.host.startswith(LOOPBACK):
         return None
     return _server_module("options").LOOPBACK | {args.host.lower()}
-
-
-def _pack_options(chosen: pack_flags.Packs | None, plain: bool, engine: Any) -> dict[str, Any]:
-    if chosen is None:
-        return {}
-    pack = request_pack(chosen, plain, engine)
-    if plain:
-        return {}
-    named = {Path(file).stem: pack for file, pack in chosen.files.items()}
-    return {"packs": named, "pack": pack}
 
 
 def _folder(flag: str, given: str) -> Path:

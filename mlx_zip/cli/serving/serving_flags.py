@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.cli import engine_choice, pack_flags, row_cache
+from mlx_zip.arguments import add_codebook
+from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_wired(add)
     add_sessions(add)
     add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
-    pack_flags.add_flags(add)
+    add_codebook(add)
     add_kv(add)
     row_cache.add_flags(add)
     for name, kind in (

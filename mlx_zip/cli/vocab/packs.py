@@ -241,7 +241,7 @@ def _show(args: argparse.Namespace) -> int:
     entries = pack.entries[: args.show]
     if args.tokenizer is not None:
         tokenizer = _tokenizer(args.tokenizer)
-        _check_tokenizer(pack, tokenizer, args.file)
+        pack.check_made_for(tokenizer, args.file)
         if wrong := [i for entry in entries for i in entry if i >= len(tokenizer)]:
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
@@ -313,8 +313,6 @@ def _check_flags(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Prints what a pack holds if the model can use it; returns the exit status 0. Raises `DataError` if it cannot."""
-    from dataclasses import replace
-
     from mlx_zip.errors import CodecError
     from mlx_zip.models.loading import read_config
     from mlx_zip.packs.pack import load_pack
@@ -325,10 +323,10 @@ def _check(args: argparse.Namespace) -> int:
     codec = own_codec(read_config(folder))
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
-    _check_tokenizer(pack, _tokenizer(args.model), args.file)
+    pack.check_made_for(_tokenizer(args.model), args.file)
     try:
         if codec is not None:
-            replace(codec, start=pack.entries)
+            codec.with_start(pack)
     except CodecError as error:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
     if pack.rows is not None:
@@ -354,12 +352,6 @@ def _tokenizer(name: str) -> Any:
     from mlx_zip.text.tokenizers import load_tokenizer
 
     return load_tokenizer(name)
-
-
-def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
-    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-
-    pack.check_tokenizer(tokenizer_fingerprint(tokenizer), name)
 
 
 # ---- what a pack holds, in words

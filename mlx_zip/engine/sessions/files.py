@@ -26,7 +26,7 @@ from mlx_zip.errors import EngineError, MlxZipError, first_line, reason
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
 
 
-class Snapshot:
+class SessionBytes:
     """A session as bytes, ready to be written by any thread. Make it, and let go of it, in the engine's thread.
 
     It does not change when the session goes on. about: further facts for the file, "model" and "tokenizer_config" as

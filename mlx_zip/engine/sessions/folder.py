@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip.engine.sessions.files import Snapshot, found_in, session_paths
+from mlx_zip.engine.sessions.files import SessionBytes, found_in, session_paths
 from mlx_zip.engine.sessions.kept import Caches, Kept, Slot, new_name, stamp_of
 from mlx_zip.errors import EngineError, reason
 from mlx_zip.files import begin_use, make_private
@@ -31,7 +31,7 @@ log = logging.getLogger("mlx_zip")
 
 
 class SessionFolder:
-    """Sessions in a folder. most_bytes: a session that takes more is not written. about: see `Snapshot`."""
+    """Sessions in a folder. most_bytes: a session that takes more is not written. about: see `SessionBytes`."""
 
     def __init__(self, folder: Path, most_bytes: int, caches: Caches, about: Mapping[str, str]) -> None:
         self.folder, self.most_bytes, self.caches, self.about = folder, most_bytes, caches, about
@@ -156,7 +156,7 @@ class SessionFolder:
         if kept.cache is None:
             return
         kept.slot = kept.slot or Slot(self.folder / f"{kept.name}.safetensors")
-        snapshot = Snapshot(kept, self.caches, self.about)
+        snapshot = SessionBytes(kept, self.caches, self.about)
         if snapshot.bytes > self.most_bytes:
             self._warn("large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written")
             return
@@ -257,7 +257,7 @@ class _Job:
 
     kept: Kept
     slot: Slot
-    snapshot: Snapshot
+    snapshot: SessionBytes
     notes: int = -1
     error: BaseException | None = None
 

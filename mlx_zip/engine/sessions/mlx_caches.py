@@ -39,7 +39,6 @@ from mlx_zip.errors import EngineError
 from mlx_zip.layout import base_config, is_zip
 from mlx_zip.models.rows.fingerprints import name_of
 from mlx_zip.models.rows.zip_state import ZipState, find_state
-from mlx_zip.packs.starts import same_but_start
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
@@ -79,8 +78,8 @@ class MlxCaches:
     def own_pack(self) -> str:
         if not is_zip(self.model):
             return ""
-        pack = self.model.session.pack
-        return own_pack_key(self.model.config.codec_params.start, None if pack is None else pack.fingerprint)
+        pack = self.model.row_source.pack
+        return own_pack_key(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
 
     def held(self, cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
         held = _held_ids(cache)
@@ -366,7 +365,7 @@ class _CacheChecks:
         if name != ZipState.__name__:
             raise BadFileError(f"its cache has a {name!r:.40} where this model has its codebook")
         params = params_from_json(parts[1])
-        if not isinstance(params, CodecParams) or not same_but_start(params, own):
+        if not isinstance(params, CodecParams) or not params.same_but_start(own):
             raise BadFileError("its codebook has other codec parameters than the loaded model's")
         state = ZipState.from_state(parts)
         if state.left_padding != [0] or state.offset != ids:

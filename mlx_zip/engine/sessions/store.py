@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mlx_zip.engine.interface import Differing, SessionInfo
-from mlx_zip.engine.sessions.files import Snapshot, read_session
+from mlx_zip.engine.sessions.files import SessionBytes, read_session
 from mlx_zip.engine.sessions.folder import SessionFolder
 from mlx_zip.engine.sessions.kept import Caches, Kept, Noted, Slot, answers_within, new_name, stamp_of
 from mlx_zip.engine.sessions.list import SessionList
@@ -209,7 +209,7 @@ class SessionStore:
         if not self._room.is_in_memory(kept):
             raise EngineError(f"the file of session {name} cannot be read any more")
         try:
-            Snapshot(kept, self.caches, self.options.about).write(file, kept.answers)
+            SessionBytes(kept, self.caches, self.options.about).write(file, kept.answers)
         except OSError as error:
             raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
         self._room.make_room()

@@ -21,7 +21,7 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, Installed
 from mlx_zip.models.rows.row_tables import CAPACITY_STEP, HeadTable, RowTable, TurningTable
-from mlx_zip.packs.starts import Tuned, tuned_fingerprint
+from mlx_zip.packs.pack import Tuned, tuned_fingerprint
 
 
 class SequenceRows:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.codec import CodecParams
+from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.params_json import params_from_json, params_to_json
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.models.rows.sequence_rows import Evicted, SequenceRows, differ, evicted_in_call
-from mlx_zip.packs.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
+from mlx_zip.packs.pack import Pack, Tuned, pack_of, tuned_fingerprint
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 
@@ -63,7 +63,7 @@ class ZipState(SequenceRows):
         tuned: Sequence[Tuned] | None = None,
     ) -> None:
         self.left_padding = [int(n) for n in left_padding]
-        self.books = books_of(params, len(self.left_padding))
+        self.books = _books_of(params, len(self.left_padding))
         self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
         self.offset = 0
         self.long_rope = False
@@ -91,7 +91,7 @@ class ZipState(SequenceRows):
 
     def fits(self, params: CodecParams) -> bool:
         """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
-        if params is not self._fitting and same_but_start(self.books[0].params, params):
+        if params is not self._fitting and self.books[0].params.same_but_start(params):
             self._fitting = params  # every step asks about the same codec again
         return params is self._fitting
 
@@ -119,8 +119,8 @@ class ZipState(SequenceRows):
         packs: one per sequence, None to change nothing. Raises `ModelError` for a pack that a sequence did not begin
         with, `DataError` for a file that is no pack.
         """
-        starts = [start_of(pack) for pack in packs]
-        self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
+        given = [None if pack is None else pack_of(pack) for pack in packs]
+        self.tuned = [_checked_tuned(*one) for one in zip(self.books, self.tuned, given, strict=True)]
 
     # ---- one model call
 
@@ -283,7 +283,7 @@ class ZipState(SequenceRows):
         expected = np.maximum(0, int(offset) - padding)
         if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
             raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
-        books = books_of(params_from_json(params), len(padding))
+        books = _books_of(params_from_json(params), len(padding))
         tuned: list[Tuned] = [*_tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
@@ -418,7 +418,7 @@ class ZipState(SequenceRows):
 
     def _check_joins(self, other: ZipState) -> None:
         """Raises `ModelError` if the sequences of another state cannot join this one's."""
-        if not same_but_start(self.books[0].params, other.books[0].params):
+        if not self.books[0].params.same_but_start(other.books[0].params):
             raise ModelError("the caches to merge were made with different codec parameters")
         if self.long_rope != other.long_rope:
             raise ModelError("the caches to merge were filled with different factors of LongRoPE, short and long")
@@ -448,6 +448,43 @@ class ZipState(SequenceRows):
 
     def __copy__(self) -> ZipState:
         return copy.deepcopy(self)  # a shallow copy would share codebooks
+
+
+def _books_of(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
+    """Returns a new codebook per sequence. params: one codec for all, or one per sequence.
+
+    Raises `ModelError` for another number of codecs, or codecs that differ in more than their start entries.
+    """
+    codecs = [params] * batch if isinstance(params, CodecParams) else list(params)
+    if len(codecs) != batch:
+        raise ModelError(f"there are {len(codecs)} codecs for {batch} sequence(s)")
+    if not all(codecs[0].same_but_start(codec) for codec in codecs):
+        raise ModelError("the sequences of one cache may differ in their start entries only, not in other parameters")
+    return [Codebook(codec) for codec in codecs]
+
+
+def _checked_tuned(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
+    """Returns the tuned rows of a sequence, taken from the pack that the caller says it was begun with.
+
+    book: the sequence's codebook. tuned: what is known of its tuned rows so far, returned if `pack` is None. Raises
+    `ModelError` if the sequence was begun with other entries or rows than the pack's.
+    """
+    if pack is None:
+        return tuned
+    own = book.params.start or ()
+    mark, given = tuned_fingerprint(tuned), pack.tuned_fingerprint
+    if own != pack.entries or mark != given:
+        raise ModelError(
+            f"the cache was begun with another pack ({_described(own, mark)}) than the one given "
+            f"({_described(pack.entries, given)}): give the pack that it was begun with, or make a new cache"
+        )
+    return tuned if pack.rows is None else pack
+
+
+def _described(entries: Sequence[Any], mark: str | None) -> str:
+    """Returns a pack in a few words, for messages. mark: the fingerprint of its tuned rows, None without them."""
+    rows = "" if mark is None else f", tuned rows {mark[:12]}"
+    return f"{len(entries)} entries{rows}" if len(entries) else "no entries"
 
 
 def _keep_lazy(*arrays: mx.array) -> None:
@@ -490,7 +527,7 @@ def _tuned_to_json(tuned: Sequence[Tuned]) -> str | None:
     """Returns the fingerprints of tuned packs as JSON, one or null per sequence; None if no sequence has one."""
     if all(one is None for one in tuned):
         return None
-    return json.dumps([one if one is None or isinstance(one, str) else one.fingerprint for one in tuned])
+    return json.dumps([tuned_fingerprint(one) for one in tuned])
 
 
 def _tuned_from_json(text: str, batch: int) -> list[str | None]:

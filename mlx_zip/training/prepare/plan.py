@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import at_home
 from mlx_zip.models.loading import read_config
+from mlx_zip.packs.entries import Entry
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.formats import is_tokenizer_file
 from mlx_zip.text.sources import Source, files_of
@@ -209,15 +209,14 @@ def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
     return found
 
 
-def _pack(path: Path, tokenizer: Any) -> Start:
+def _pack(path: Path, tokenizer: Any) -> tuple[Entry, ...]:
     """Returns the entries of a pack file. Raises `DataError` if it was made for another tokenizer."""
     pack = load_pack(path)
-    if pack.tokenizer is not None:
-        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
+    pack.check_made_for(tokenizer, str(path))
     return pack.entries
 
 
-def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> Start:
+def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> tuple[Entry, ...]:
     """Returns the entries of --pack, from which --start-draw draws. Raises `DataError` if they do not fit the codec."""
     path, draw = options.pack, options.start_draw or 0
     assert path is not None

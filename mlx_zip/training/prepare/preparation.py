@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mlx_zip
-from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError, reason
+from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
 from mlx_zip.training.prepare.mixture import kept_samples, next_sources
@@ -53,7 +53,7 @@ def prepare(
                 return index
             try:
                 if plan.pool is not None:
-                    write_pack(plan.out / POOL, plan.pool, plan.params.merge_size, plan.params.pad_id)
+                    write_entries(plan.out / POOL, plan.pool, plan.params.merge_size, plan.params.pad_id)
                 run = _Run(options, plan, folder, progress, report)
                 with _workers(plan, tokenizer, workers) as make:
                     run.make_shards(make)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.codec.pack import Start
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
+from mlx_zip.packs.entries import Entry
 from mlx_zip.text.sources import Item, Record, Skipped, parse
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.encoding import Encoder, Piece, compress_window, cut
@@ -39,7 +39,7 @@ class Plan:
     train_on: str
     columns: tuple[Mapping[str, str], ...]
     seed: int = 0
-    pool: Start | None = None
+    pool: tuple[Entry, ...] | None = None
     start_draw: int = 0
     trust_remote_code: bool = False
 

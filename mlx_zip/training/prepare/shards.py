@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError, reason
 from mlx_zip.files import whole_file, write_json
+from mlx_zip.packs.entries import Entry
 
 VERSION = 1
 INDEX = "index.json"
@@ -51,7 +51,7 @@ class Sample:
     mask: NDArray[np.bool_]
     base_ids: int
     n_bytes: int
-    start: Start | None = None
+    start: tuple[Entry, ...] | None = None
     plain: bool = False
 
     def params(self, params: CodecParams) -> CodecParams:

@@ -20,7 +20,7 @@ def zip_model(store=None, family="llama", encoder="transformer", fingerprint=PRI
     """A model as `load` gives it: in evaluation mode, with a fingerprint and a store."""
     model = tiny_model(family, encoder, fingerprint=fingerprint, **changes)
     model.eval()
-    model.session.store = store
+    model.row_source.store = store
     return model
 
 
@@ -72,7 +72,7 @@ def test_a_row_encoded_alone_is_found_in_a_batch_and_the_other_way_round():
     run(model, ids, range(1, len(ids)))  # one by one
     assert store.encoded == before
     store = RowStore()
-    model.session.store = store
+    model.row_source.store = store
     run(model, ids, range(1, len(ids)))
     before = store.encoded
     run(model, ids)
@@ -140,7 +140,7 @@ def test_a_model_with_tied_sides_keeps_one_table_and_encodes_each_entry_once():
     ids = compressed(model)
     cache = model.make_cache()
     logits = last_logits(model, ids, cache)
-    assert model.session.store.encoded == len(cache[-1].books[0])
+    assert model.row_source.store.encoded == len(cache[-1].books[0])
     assert cache[-1].inputs.rows is None
     inputs, outputs = model.rows(*cache[-1].books[0].rows(0, len(cache[-1].books[0])))
     np.testing.assert_array_equal(np.array(inputs), np.array(outputs))
@@ -188,7 +188,7 @@ def test_a_fingerprint_that_another_tool_left_unchanged_does_not_give_its_rows(t
     for each in (stale, twin):
         alter(each, "quantized")
     np.testing.assert_allclose(run(stale, ids), run(twin, ids), atol=1e-5, rtol=0)
-    assert stale.session.store.from_disk == store_rows_of_input_side(twin, ids)
+    assert stale.row_source.store.from_disk == store_rows_of_input_side(twin, ids)
 
 
 @pytest.mark.parametrize("how", ["exchanged", "in place"])
@@ -235,7 +235,7 @@ def test_a_copy_of_a_model_shares_its_store():
     ids = compressed(model)
     run(model, ids)
     twin = copy.deepcopy(model)
-    assert twin.session.store is model.session.store
+    assert twin.row_source.store is model.row_source.store
     alter(twin, "encoder")
     alter(plain, "encoder")
     np.testing.assert_allclose(run(twin, ids), run(plain, ids), atol=1e-5, rtol=0)

@@ -18,7 +18,7 @@ from mlx_zip.engine.generate import batch_generate, generate, stream_generate
 from mlx_zip.engine.scoring import compress_row, score
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
-from mlx_zip.packs.tuned import PlainCodec, TunedRows, TunedStart
+from mlx_zip.packs.tuned import PlainCodec, TunedRows
 from support.generating import ENDLESS
 from support.starting import OTHER, START, TEXT, assert_close, compressed
 from support.tiny import PAD, SLOTS, VOCAB, last_logits, tiny_model
@@ -32,7 +32,7 @@ def tuned(model=MODEL, entries=START, seed=0, scale=0.3, dtype=np.float32, plain
     rng = np.random.default_rng(seed)
     output = rng.normal(0, scale, (len(entries), WIDTH)).astype(dtype)
     read = output if model.sides_are_one else rng.normal(0, scale, output.shape).astype(dtype)
-    return TunedStart(entries, TunedRows(read, output, model.fingerprint, plain))
+    return Pack(entries, rows=TunedRows(read, output, model.fingerprint, plain))
 
 
 def encoded(model, entries):
@@ -40,7 +40,7 @@ def encoded(model, entries):
     rows = [[*run, *[PAD] * (model.config.merge_size - len(run))] for run in entries]
     lengths = np.array([len(run) for run in entries])
     sides = [np.array(side) for side in model.rows(np.array(rows, np.uint32), lengths)]
-    return TunedStart(entries, TunedRows(sides[0], sides[1], model.fingerprint))
+    return Pack(entries, rows=TunedRows(sides[0], sides[1], model.fingerprint))
 
 
 TUNED = tuned()
@@ -56,7 +56,7 @@ def test_tuned_rows_that_are_the_encoders_change_nothing(family, mode):
     model = tiny_model(family, position_mode=mode, tie_encoders=family == "gemma")
     if model.sides_are_one:
         one = encoded(model, START).rows.output
-        start = TunedStart(START, TunedRows(one, one, model.fingerprint))
+        start = Pack(START, rows=TunedRows(one, one, model.fingerprint))
     else:
         start = encoded(model, START)
     want = model(mx.array([IDS]), cache=model.make_cache(pack=START), causal=True)
@@ -114,14 +114,14 @@ def test_rows_of_a_batch_are_each_sequences_own():
 def test_tuned_rows_never_enter_the_row_store_and_encoded_ones_never_take_their_place():
     model, store = tiny_model(), RowStore()
     model.eval()
-    model.session.store = store
+    model.row_source.store = store
     expected = last_logits(MODEL, IDS, MODEL.make_cache(pack=START))
     tuned_logits = last_logits(MODEL, IDS, MODEL.make_cache(pack=TUNED))
     for start, want in ((TUNED, tuned_logits), (START, expected), (TUNED, tuned_logits), (START, expected)):
         assert_close(last_logits(model, IDS, model.make_cache(pack=start)), want)
     store.settle()
     fresh = RowStore()
-    model.session.store = fresh
+    model.row_source.store = fresh
     last_logits(model, IDS, model.make_cache(pack=TUNED))
     assert 0 < fresh.encoded < store.encoded  # the pack's were never asked for
 
@@ -164,7 +164,7 @@ def test_rows_are_one_array_where_the_models_sides_are_one_and_nowhere_else(fami
     rows = good.rows.output
     other = TunedRows(rows, rows.copy() if good.rows.one else rows, model.fingerprint)
     with pytest.raises(ModelError, match=f"must be {wanted} for this model"):
-        model.make_cache(pack=TunedStart(START, other))
+        model.make_cache(pack=Pack(START, rows=other))
     model.make_cache(pack=good)
 
 
@@ -177,8 +177,8 @@ def test_rows_of_a_model_whose_sides_are_one_are_held_once():
 
 
 def test_scores_are_those_of_the_model_with_the_rows():
-    row = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), start=TUNED)
-    plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), start=START)
+    row = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=TUNED)
+    plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), pack=Pack(START))
     assert row.ids.tolist() == plain.ids.tolist()
     found, other = score(MODEL, [row, plain], batch_size=2)
     logits = MODEL(mx.array([row.ids.tolist()]), cache=MODEL.make_cache(pack=TUNED), causal=True)[0]
@@ -246,7 +246,7 @@ def test_a_saved_cache_without_its_pack_or_with_another_is_refused_and_unchanged
     cache = MODEL.make_cache(pack=TUNED)
     last_logits(MODEL, IDS[:10], cache)
     back = saved(cache, tmp_path / "cache.safetensors")
-    with pytest.raises(ModelError, match=f"pack of tuned rows .{TUNED.fingerprint[:12]}. that is not loaded"):
+    with pytest.raises(ModelError, match=f"pack of tuned rows .{TUNED.tuned_fingerprint[:12]}. that is not loaded"):
         MODEL(mx.array([[5]]), cache=back)
     for other in (START, tuned(seed=1), tuned(entries=OTHER), ()):
         with pytest.raises(ModelError, match="begun with another pack"):
@@ -272,7 +272,7 @@ def test_a_batchs_saved_state_keeps_which_sequence_has_which_rows():
     cache = MODEL.make_cache(left_padding=[0, 1, 2], pack=starts)
     MODEL(mx.array([[5, 6, 7]] * 3), cache=cache)
     back = ZipState.from_state(cache[-1].state)
-    assert back.tuned == [TUNED.fingerprint, None, None]
+    assert back.tuned == [TUNED.tuned_fingerprint, None, None]
     assert back.state[-1] == json.dumps(back.tuned)
     back.begun_with([TUNED, None, START])
     assert back.tuned[0] is TUNED
@@ -305,7 +305,7 @@ def test_rows_are_read_back_as_they_were_written(dtype, tmp_path):
         np.testing.assert_array_equal(back.rows.input, start.rows.input)
         np.testing.assert_array_equal(back.rows.output, start.rows.output)
         assert (back.rows.one, back.rows.plain) == (start.rows.one, start.rows.plain)
-        assert back.start.fingerprint == start.fingerprint
+        assert back.tuned_fingerprint == start.tuned_fingerprint
 
 
 def test_a_packs_fingerprint_depends_on_its_rows():
@@ -369,7 +369,7 @@ def test_packs_of_different_models_or_without_rows_are_merged_without_rows_or_no
 
 def test_entries_and_rows_must_be_as_many():
     with pytest.raises(DataError, match="10 tuned rows for 7 entries"):
-        TunedStart(OTHER, TUNED.rows)
+        Pack(OTHER, rows=TUNED.rows)
 
 
 def test_rows_of_entries_that_grow_after_the_packs_are_the_encoders():
@@ -390,4 +390,4 @@ def test_rows_that_are_none_or_of_another_width_are_refused():
         TunedRows(none, none, MODEL.fingerprint)
     rows = np.zeros((len(START), WIDTH - 1), np.float32)
     with pytest.raises(ModelError, match="rows have 63 values, the model's have 64"):
-        MODEL.make_cache(pack=TunedStart(START, TunedRows(rows, rows.copy(), MODEL.fingerprint)))
+        MODEL.make_cache(pack=Pack(START, rows=TunedRows(rows, rows.copy(), MODEL.fingerprint)))

@@ -1,11 +1,11 @@
-"""Pack files: entries that a codebook begins with, in slot order. The file's suffix says which of three forms it has:
+"""The entries of a pack, in slot order, and their files. A file's suffix says which of three forms it has:
 
     .json   [[12, 7], [5, 5, 9], ...]: a list of lists of base ids
     .npz    arrays `entries` uint32 [P, M], each row padded after its length, and `lengths` int64 [P]
     .npy    the array `entries`; `lengths` is in a second file, NAME.lengths.npy
 
-Here a pack is entries only. `mlx_zip.packs.pack` adds the tokenizer, facts and tuned rows that a .npz file may hold.
-`CodecParams` checks whether entries fit a codec.
+`mlx_zip.packs.pack` adds the tokenizer, facts and tuned rows that a .npz file may hold. `CodecParams` checks whether
+entries fit a codec.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mlx_zip.codec.arrays import read_npy, read_npz
 from mlx_zip.errors import DataError
 from mlx_zip.files import check_in, whole_file
 
-Start = tuple[tuple[int, ...], ...]
+Entry = tuple[int, ...]
 SUFFIXES = (".json", ".npz", ".npy")
 MAX_ID = (1 << 32) - 1
 NAMES = ("entries", "lengths")  # arrays of the .npz form
 _WHAT = "a pack"
 
 
-def read_pack(path: str | Path) -> Start:
+def read_entries(path: str | Path) -> tuple[Entry, ...]:
     """Reads the entries of a pack, in slot order; no pickle is executed.
 
     Raises `DataError` naming the file, and the entry if one has fewer than two ids, holds an id that is not an integer
@@ -41,34 +41,41 @@ def read_pack(path: str | Path) -> Start:
     return checked_entries(path, _read_json(path) if path.suffix == ".json" else _read_arrays(path))
 
 
-def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: int, pad_id: int | None = None) -> None:
+def write_entries(
+    path: str | Path, entries: Iterable[Sequence[int]], merge_size: int, pad_id: int | None = None
+) -> None:
     """Writes a pack in the form that the file's suffix says; a file that exists is replaced only by a complete one.
 
     merge_size: maximum length of an entry, and width of the arrays, which are padded with `pad_id` (None: 0). Raises
-    `DataError` as `read_pack` does, also for an entry longer than `merge_size`, and `OSError`.
+    `DataError` as `read_entries` does, also for an entry longer than `merge_size`, and `OSError`.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: a pack is a {', '.join(SUFFIXES)} file")
-    start = checked_entries(path, [tuple(entry) for entry in entries], merge_size)
+    checked = checked_entries(path, [tuple(entry) for entry in entries], merge_size)
     if path.suffix == ".json":
         with whole_file(path) as partial:
-            partial.write_text(json.dumps([list(entry) for entry in start]) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps([list(entry) for entry in checked]) + "\n", encoding="utf-8")
         return
-    rows = np.full((len(start), merge_size), 0 if pad_id is None else pad_id, np.uint32)
-    for row, entry in zip(rows, start, strict=True):
-        row[: len(entry)] = entry
-    lengths = np.array([len(entry) for entry in start], np.int64)
+    rows, lengths = padded(checked, merge_size, pad_id or 0)
     if path.suffix == ".npz":
         with whole_file(path) as partial, open(partial, "wb") as file:
             np.savez(file, entries=rows, lengths=lengths)
         return
-    for name, array in ((lengths_file(path), lengths), (path, rows)):
+    for name, array in ((_lengths_file(path), lengths), (path, rows)):
         with whole_file(name) as partial, open(partial, "wb") as file:
             np.save(file, array, allow_pickle=False)
 
 
-def lengths_file(path: Path) -> Path:
+def padded(entries: Sequence[Entry], width: int, fill: int = 0) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Returns entries as arrays: uint32 [P, width], each row filled up with `fill`, and their lengths [P]."""
+    rows = np.full((len(entries), width), fill, np.uint32)
+    for row, entry in zip(rows, entries, strict=True):
+        row[: len(entry)] = entry
+    return rows, np.array([len(entry) for entry in entries], np.int64)
+
+
+def _lengths_file(path: Path) -> Path:
     """Returns the path of the second file of a .npy pack, which holds the lengths of its entries."""
     return path.with_suffix(".lengths.npy")
 
@@ -94,7 +101,7 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
 def _read_arrays(path: Path) -> list[tuple[int, ...]]:
     """Reads the entries of a .npz or .npy pack. Raises `DataError` naming the file."""
     if path.suffix == ".npy":
-        return _entries_of(path, read_npy(path, _WHAT), read_npy(lengths_file(path), f"the lengths of {path.name}"))
+        return _entries_of(path, read_npy(path, _WHAT), read_npy(_lengths_file(path), f"the lengths of {path.name}"))
     arrays = read_npz(path, _WHAT, NAMES)
     if missing := set(NAMES) - arrays.keys():
         raise DataError(f"{path} has no array {' and no '.join(sorted(missing))}")
@@ -118,12 +125,13 @@ def _check_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> N
         raise DataError(f"{path}: entry {at} has length {lengths[at]}, not 2..{entries.shape[1]}")
 
 
-def checked_entries(path: Path, entries: Iterable[Sequence[Any]], merge_size: int | None = None) -> Start:
+def checked_entries(path: Path, entries: Iterable[Sequence[Any]], merge_size: int | None = None) -> tuple[Entry, ...]:
     """Returns entries as tuples of ints. merge_size: maximum length of an entry; None: any length.
 
-    Raises `DataError` as `read_pack` does, naming `path` and the wrong entry.
+    Raises `DataError` as `read_entries` does, naming `path` and the wrong entry.
     """
-    start, seen = [], {}  # seen: entry -> its index
+    checked: list[Entry] = []
+    seen: dict[Entry, int] = {}  # entry -> its index
     for at, entry in enumerate(entries):
         for x in entry:
             if isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= MAX_ID:
@@ -134,5 +142,5 @@ def checked_entries(path: Path, entries: Iterable[Sequence[Any]], merge_size: in
         if made in seen:
             raise DataError(f"{path}: entry {at} {made} repeats entry {seen[made]}")
         seen[made] = at
-        start.append(made)
-    return tuple(start)
+        checked.append(made)
+    return tuple(checked)
