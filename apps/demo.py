@@ -60,7 +60,7 @@ def mlx_zip(*arguments: object) -> None:
 
 def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
     """Generates from the recorded prompts and counts equal ids; returns 0 if all are equal, else 1."""
-    from mlx_zip.engine.generate import load, stream_generate
+    from mlx_zip.engine.mlx.generate import load, stream_generate
 
     model, tokenizer = load(str(model_folder))
     equal = total = 0

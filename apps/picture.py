@@ -15,7 +15,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from mlx_zip.arguments import Parser
-from mlx_zip.engine.generate import load, stream_generate
+from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.files import whole_file
 from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT
 

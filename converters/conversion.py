@@ -62,7 +62,7 @@ def convert(
     keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only: `hf_path` is a plain PEFT
     LoRA, and the output an mlx-lm adapter folder. encoder_bits: bits of the hyper-encoders' weights, 4 or 8; "none"
     leaves them as they are; None is 8 with `quantize`, else "none". canonical: whether the model decodes canonically
-    (`mlx_zip.generation.canonical`), None for what the source says. pack: a pack, or several that are merged, with
+    (`mlx_zip.sampling.canonical`), None for what the source says. pack: a pack, or several that are merged, with
     which every request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they
     were tuned for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what
     the source says. base: base model to use in place of the one that the checkpoint names, a

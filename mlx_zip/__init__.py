@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.codec import CodecParams as CodecParams
     from mlx_zip.codec import compress as compress
     from mlx_zip.config import ZipConfig as ZipConfig
-    from mlx_zip.engine.generate import batch_generate as batch_generate
-    from mlx_zip.engine.generate import generate as generate
-    from mlx_zip.engine.generate import stream_generate as stream_generate
+    from mlx_zip.engine.mlx.generate import batch_generate as batch_generate
+    from mlx_zip.engine.mlx.generate import generate as generate
+    from mlx_zip.engine.mlx.generate import stream_generate as stream_generate
     from mlx_zip.engine.responses import GenerationResponse as GenerationResponse
     from mlx_zip.errors import CodecError as CodecError
     from mlx_zip.errors import ConfigError as ConfigError
@@ -54,9 +54,9 @@ _HOMES = {
     "load_pack": "mlx_zip.packs.pack",
     "load": "mlx_zip.models.loading",
     "GenerationResponse": "mlx_zip.engine.responses",
-    "generate": "mlx_zip.engine.generate",
-    "stream_generate": "mlx_zip.engine.generate",
-    "batch_generate": "mlx_zip.engine.generate",
+    "generate": "mlx_zip.engine.mlx.generate",
+    "stream_generate": "mlx_zip.engine.mlx.generate",
+    "batch_generate": "mlx_zip.engine.mlx.generate",
     "convert": "mlx_zip.converters",
     "CodecError": "mlx_zip.errors",
     "ConfigError": "mlx_zip.errors",

@@ -132,7 +132,7 @@ class ZipConfig:
     `max_subtokens`). disabled_ids: ids that never merge. pad_id: the tokenizer's pad token, else its eos; it never
     merges, and it pads short entries. position_mode: one of `POSITION_MODES` (`mlx_zip.models.inputs`). start: the
     entries that every request begins with; they take the first slots; not in upstream. canonical: whether decoding is
-    canonical (`mlx_zip.generation.canonical`); not in upstream. policy: what a full codebook does (`CodecParams`);
+    canonical (`mlx_zip.sampling.canonical`); not in upstream. policy: what a full codebook does (`CodecParams`);
     upstream has freeze only.
     """
 

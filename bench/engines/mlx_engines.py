@@ -111,7 +111,7 @@ class MlxZip(MlxEngine):
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. held: the conversation's KV caches, and its `ZipState` last."""
-        from mlx_zip.engine.generate import stream_generate
+        from mlx_zip.engine.mlx.generate import stream_generate
 
         book, bodies_before = held[-1].books[0], held[-1].second_bodies
         prompt_ids, ids = zip_ids(book, prompt, replay or ())

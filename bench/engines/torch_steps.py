@@ -12,8 +12,8 @@ from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sampling import best_canonical
 from mlx_zip.errors import GenerationError, ModelError
-from mlx_zip.generation.exclusions import CanonicalIds
 from mlx_zip.packs.pack import PackOrEntries
+from mlx_zip.sampling.exclusions import CanonicalIds
 
 CHUNK = 512  # ids of a prompt that are read at once
 Emitted = tuple[int, tuple[int, ...]]  # an id, and the base ids that it stands for

@@ -23,7 +23,7 @@ from mlx_zip.bench.engines.shapes import from_folders
 from mlx_zip.bench.engines.workloads import chats, read_requests
 from mlx_zip.bench.recording import header, load_before, summary, surroundings
 from mlx_zip.bench.tables.performance import KINDS, batch_table
-from mlx_zip.engine.generate import stream_batch, stream_generate
+from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 from mlx_zip.progress import ProgressBar
 
 from .ratios import of_samples

@@ -23,7 +23,7 @@ from typing import Any
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.recording import load_before, surroundings
-from mlx_zip.engine.generate import generate
+from mlx_zip.engine.mlx.generate import generate
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar

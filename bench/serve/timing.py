@@ -25,7 +25,7 @@ from mlx_zip.bench.engines.shapes import from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.recording import header, load_before, summary, surroundings
 from mlx_zip.bench.tables.performance import serving_table
-from mlx_zip.engine.generate import stream_generate
+from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.named import here_or_bundled

@@ -22,9 +22,9 @@ from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.device import fastest
-from mlx_zip.engine.generate import emit
 from mlx_zip.engine.interface import Failed, Finished, Submission
-from mlx_zip.engine.mlx_engine import MlxEngine
+from mlx_zip.engine.mlx.generate import emit
+from mlx_zip.engine.mlx.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
 from .profile import running_ahead
@@ -39,7 +39,7 @@ PARTS = {  # name: what the host does; in a step's order
     "text": "makes text of the id; in the engine: counts and delivers the id",
     "rest": "does what is left",
 }
-JOB = "mlx_zip.engine.job:Job"
+REQUEST = "mlx_zip.engine.request:Request"
 HOOKS = (
     Hook("graph", AHEAD, "run"),
     Hook("graph", MODEL, "__call__"),
@@ -48,12 +48,12 @@ HOOKS = (
     Hook("follow", AHEAD, "follow"),
     Hook("head", MODEL, "joint_head"),
     Hook("head", mx, "logsumexp"),
-    Hook("id", "mlx_zip.engine.choosing:Choice", "read"),
-    Hook("head", "mlx_zip.engine.group:Group", "choose"),
-    Hook("text", JOB, "take"),
+    Hook("id", "mlx_zip.engine.mlx.choosing:Choice", "read"),
+    Hook("head", "mlx_zip.engine.mlx.group:Group", "choose"),
+    Hook("text", REQUEST, "take"),
     Hook("text", "mlx_zip.engine.responses:Answer", "take"),
 )
-DELIVERED = Hook("text", JOB, "send_emitted")
+DELIVERED = Hook("text", REQUEST, "send_emitted")
 BLOCKED_SHARE, BLOCKED_S = 0.1, 50e-6  # a step stalls in a part that waits longer: share of a median step, seconds
 STALLED_SHARE = 0.05  # share of steps from which on a stall is reported
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -156,7 +156,7 @@ def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int
     """
     from mlx_lm.generate import generate_step
 
-    from mlx_zip.engine.generate import stream_generate
+    from mlx_zip.engine.mlx.generate import stream_generate
 
     model, ids = models.plain(), list(prompt)
 

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.bench.engines.mlx_engines import Forced
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.engine.generate import emit
+from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.ahead import Ahead

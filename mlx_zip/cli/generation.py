@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     _check_machines(args, group)
     engines.choose(args, args.model, group=group)
     prompt = read_prompt(args.prompt)
-    from mlx_zip.generation.sampling_options import as_logit_bias
+    from mlx_zip.sampling.options import as_logit_bias
 
     sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": as_logit_bias(biases)}
     if engines.is_torch(args):
@@ -91,7 +91,7 @@ def _print_answer(args: argparse.Namespace, opened: _Opened, prompt: str, group:
 @contextmanager
 def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_Opened]:
     """Loads the model on MLX. sampling: fields of `Sampling`. group: as in `_print_answer`."""
-    from mlx_zip.engine.generate import load, stream_generate
+    from mlx_zip.engine.mlx.generate import load, stream_generate
 
     chosen, saved = chosen_packs.read_packs(args.pack), _saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
@@ -133,8 +133,8 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
 def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_Opened]:
     """Opens an engine on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
-    from mlx_zip.generation.sampling_options import Sampling
     from mlx_zip.models.folders import model_folder
+    from mlx_zip.sampling.options import Sampling
     from mlx_zip.text.prompts import encode_prompt
 
     Sampling.of(sampling)
@@ -201,7 +201,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _saved_cache(args: argparse.Namespace) -> Any:
     """Returns the `SavedCache` of --prompt-cache-file, None without the flag. Raises `GenerationError`."""
-    from mlx_zip.generation.prompt_cache import read_prompt_cache
+    from mlx_zip.engine.mlx.prompt_caches import read_prompt_cache
 
     if args.prompt_cache_file is None:
         return None

@@ -23,15 +23,15 @@ from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import VARIABLE, peak_rss_bytes
 from mlx_zip.engine.interface import Ceiling, Engine
-from mlx_zip.engine.job import Job
 from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.request import Request
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.generation.exclusions import excluded_after
-from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.sampling.exclusions import excluded_after
+from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -51,8 +51,8 @@ class CudaEngine(ThreadedEngine):
         except torch.OutOfMemoryError as error:
             raise too_little(error) from error
 
-    def _reading(self, served: CudaServed, job: Job) -> CudaReading:
-        return CudaReading(served.seats, served.group, job)
+    def _reading(self, served: CudaServed, request: Request) -> CudaReading:
+        return CudaReading(served.seats, served.group, request)
 
     def _scores(self, served: CudaServed, row: Compressed, top: int) -> Iterator[Scored]:
         closed = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -107,7 +107,7 @@ def open_cuda_engine(
     device: None for the one that `chosen_device` returns. dtype: see `read_folder`. tokenizer_config: `chat_template`
     only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request has an equal
     part. sessions: bounds of the kept sessions, None to keep none. Other options are those of
-    `mlx_zip.engine.mlx_engine.open_engine`.
+    `mlx_zip.engine.mlx.mlx_engine.open_engine`.
     """
     where = chosen_device() if device is None else device
 

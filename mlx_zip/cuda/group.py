@@ -1,6 +1,6 @@
 """`CudaGroup`: all requests that take steps, as rows of one batch; and the reading of their prompts.
 
-A step has the parts that `mlx_zip.engine.group` describes. There is one group only, which requests join when their
+A step has the parts that `mlx_zip.engine.mlx.group` describes. There is one group only, which requests join when their
 prompts have been read, so nothing is ever merged or split.
 """
 
@@ -20,7 +20,7 @@ from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.sampling import without
 from mlx_zip.cuda.transfers import to_device
 from mlx_zip.engine.interface import Progress
-from mlx_zip.engine.job import Chosen, Job
+from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.searching import Search, search
 from mlx_zip.errors import MlxZipError, PromptTooLongError
 
@@ -31,9 +31,9 @@ class CudaGroup:
     """The requests of one engine that take steps. pad_id: an id that canonical decoding never excludes."""
 
     def __init__(self, seats: Seats, pad_id: int) -> None:
-        self.jobs: list[Job] = []
+        self.requests: list[Request] = []
         self._seats, self._batch, self._pad_id = seats, seats.batch, pad_id
-        self._chosen: list[Job] = []  # requests whose next ids were chosen and not followed
+        self._chosen: list[Request] = []  # requests whose next ids were chosen and not followed
         self._ids: list[int] = []  # of all rows
         self._choosing: _Choosing | None = None
         self._waits = False  # whether `finish` must choose
@@ -41,17 +41,17 @@ class CudaGroup:
     def join(self, others: Sequence[object]) -> None:
         """Does nothing: there is one group."""
 
-    def take_in(self, job: Job) -> CudaGroup:
+    def take_in(self, request: Request) -> CudaGroup:
         """Takes in a request whose prompt was read, and returns the group.
 
         If no other request is in the middle of a step, the first id is chosen now.
         """
-        self.jobs.append(job)
+        self.requests.append(request)
         if not self._chosen:
             try:
                 self._choose()
             except BaseException:
-                self.jobs.remove(job)
+                self.requests.remove(request)
                 self._chosen = []
                 self._seats.followed()
                 raise
@@ -65,66 +65,75 @@ class CudaGroup:
     def read(self) -> None:
         """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
         self._ids = self._batch.ids() if self._chosen else []
-        for job in self._chosen:
-            if job.error is not None:
+        for request in self._chosen:
+            if request.error is not None:
                 continue
-            if job.handle.cancelled:
-                job.reason = "cancelled"
+            if request.handle.cancelled:
+                request.reason = "cancelled"
                 continue
             try:
-                job.outgrown = job.outgrown or self._batch.room(job.cache.row) <= 1
-                job.take(self._read(job.cache.row))
+                request.outgrown = request.outgrown or self._batch.room(request.cache.row) <= 1
+                request.take(self._read(request.cache.row))
             except Exception as error:
-                job.error = error
+                request.error = error
 
     def _read(self, row: int) -> Chosen:
         """Returns what was chosen for a row."""
         return Chosen(self._ids[row]) if self._choosing is None else self._choosing.read(row, self._ids[row])
 
-    def settle(self) -> list[Job]:
+    def settle(self) -> list[Request]:
         """Has the codebooks read the chosen ids; takes out the requests that have ended or failed, and returns them."""
         if self._chosen:
             self._follow()
         self._seats.followed()
-        for job in self.jobs:
-            if job.reason is None and job.error is None and job.handle.cancelled and job not in self._chosen:
-                job.reason = "cancelled"  # before its first id
-        leaving = [job for job in self.jobs if job.reason is not None or job.error is not None]
-        self.jobs, chosen, self._chosen = [job for job in self.jobs if job not in leaving], self._chosen, []
-        for job in leaving:
-            self._leave(job, job in chosen)
+        for request in self.requests:
+            if (
+                request.reason is None
+                and request.error is None
+                and request.handle.cancelled
+                and request not in self._chosen
+            ):
+                request.reason = "cancelled"  # before its first id
+        leaving = [request for request in self.requests if request.reason is not None or request.error is not None]
+        self.requests, chosen, self._chosen = (
+            [request for request in self.requests if request not in leaving],
+            self._chosen,
+            [],
+        )
+        for request in leaving:
+            self._leave(request, request in chosen)
         return leaving
 
     def _follow(self) -> None:
         """Has the codebooks read the chosen ids."""
-        by_row = {job.cache.row: job for job in self._chosen}
+        by_row = {request.cache.row: request for request in self._chosen}
         for row, error in self._batch.follow(self._ids).items():
-            job = by_row[row]
-            job.error, job.whole = job.error or error, isinstance(error, MlxZipError)
-            self._chosen.remove(job)  # it has not read its id
+            request = by_row[row]
+            request.error, request.whole = request.error or error, isinstance(error, MlxZipError)
+            self._chosen.remove(request)  # it has not read its id
 
-    def _leave(self, job: Job, has_read: bool) -> None:
+    def _leave(self, request: Request, has_read: bool) -> None:
         """Gives up a request's row, and keeps a snapshot of it if the request is to be kept.
 
         has_read: whether the row has read the last chosen id, which was not delivered if the request was cancelled.
         """
-        seat = job.cache
-        if job.error is not None and not isinstance(job.error, MlxZipError):
-            job.whole = False
+        seat = request.cache
+        if request.error is not None and not isinstance(request.error, MlxZipError):
+            request.whole = False
         try:
-            if job.keep and job.whole:
-                if has_read and (job.reason == "cancelled" or job.error is not None):
+            if request.keep and request.whole:
+                if has_read and (request.reason == "cancelled" or request.error is not None):
                     self._batch.trim(seat.row, seat.book.mark() - 1)
                 self._seats.keep(seat)
         except Exception:  # the answer was delivered: only the session is lost
             log.exception("a session could not be kept")
-            job.whole = False
+            request.whole = False
         finally:
             self._seats.leave(seat)
 
     def launch(self) -> None:
         """Starts the choice of the next ids, unless a constraint must look at them one by one."""
-        self._waits = any(job.submission.constraint is not None for job in self.jobs)
+        self._waits = any(request.submission.constraint is not None for request in self.requests)
         if not self._waits:
             self._choose()
 
@@ -138,18 +147,20 @@ class CudaGroup:
 
         So the device has work while the host delivers the ids before them.
         """
-        plain = all(_is_plain(job) for job in self.jobs)
-        self._choosing = None if plain else _Choosing({job.cache.row: job for job in self.jobs}, self._pad_id)
+        plain = all(_is_plain(request) for request in self.requests)
+        self._choosing = (
+            None if plain else _Choosing({request.cache.row: request for request in self.requests}, self._pad_id)
+        )
         self._seats.chosen, self._waits = True, False
-        self._chosen = list(self.jobs)
+        self._chosen = list(self.requests)
         self._batch.choose(self._choosing)
         self._batch.begin()
 
     def drop(self) -> None:
         """Gives up the requests' rows, after a step has failed."""
-        jobs, self.jobs, self._chosen, self._choosing, self._waits = self.jobs, [], [], None, False
-        for job in jobs:
-            self._seats.leave(job.cache)
+        requests, self.requests, self._chosen, self._choosing, self._waits = self.requests, [], [], None, False
+        for request in requests:
+            self._seats.leave(request.cache)
         self._seats.followed()
 
     # ---- what only groups that are merged need
@@ -157,7 +168,7 @@ class CudaGroup:
     @property
     def length(self) -> int:
         """Ids of the longest request."""
-        return max(job.held_ids for job in self.jobs)
+        return max(request.held_ids for request in self.requests)
 
     def key(self) -> None:
         """Returns None: this group is not merged with others."""
@@ -166,7 +177,7 @@ class CudaGroup:
         """Returns no rows: all of them can go on together."""
         return []
 
-    def split(self, rows: Sequence[int]) -> list[Job]:
+    def split(self, rows: Sequence[int]) -> list[Request]:
         """Returns no requests."""
         return []
 
@@ -174,10 +185,10 @@ class CudaGroup:
 class CudaReading:
     """A request whose prompt is being read. group: what the request joins then."""
 
-    def __init__(self, seats: Seats, group: CudaGroup, job: Job) -> None:
-        self.job = job
+    def __init__(self, seats: Seats, group: CudaGroup, request: Request) -> None:
+        self.request = request
         self._batch, self._group, self._done = seats.batch, group, 0
-        self._ids: Uint32s = job.prompt_ids
+        self._ids: Uint32s = request.prompt_ids
 
     @property
     def left(self) -> int:
@@ -189,73 +200,73 @@ class CudaReading:
 
         Raises `PromptTooLongError` if the batch has no room for the prompt and an answer, and what the model raises.
         """
-        row, begin = self.job.cache.row, self._done
+        row, begin = self.request.cache.row, self._done
         if (room := self._batch.room(row)) <= self.left:
-            tokens, why = len(self.job.checked.base_ids), f"the KV caches have room for {self._batch.capacity} ids"
-            raise PromptTooLongError.of(tokens, self.job.fitting(room - 1), why)
+            tokens, why = len(self.request.checked.base_ids), f"the KV caches have room for {self._batch.capacity} ids"
+            raise PromptTooLongError.of(tokens, self.request.fitting(room - 1), why)
         end = min(begin + at_most, len(self._ids))
         self._batch.read(row, self._ids[begin:end], more=end < len(self._ids))
         self._done = end
-        self.job.send(Progress(end, len(self._ids)))
-        return end - begin, self._group.take_in(self.job) if end == len(self._ids) else None
+        self.request.send(Progress(end, len(self._ids)))
+        return end - begin, self._group.take_in(self.request) if end == len(self._ids) else None
 
 
 # ---- the next id of each row: penalties, constraints, samplers and log-probabilities
 
 
-def _is_plain(job: Job) -> bool:
+def _is_plain(request: Request) -> bool:
     """Returns whether a request takes the best id whatever it is, and asks for nothing else."""
-    asked = job.submission.constraint is not None or job.submission.top_logprobs is not None
-    return job.draws.greedy and not (asked or job.penalties or job.canonical is not None)
+    asked = request.submission.constraint is not None or request.submission.top_logprobs is not None
+    return request.draws.greedy and not (asked or request.penalties or request.canonical is not None)
 
 
 class _Choosing:
     """What a batch calls with the head's output; afterwards it has the log-probabilities that were asked for.
 
-    jobs: by row; rows without one get the best id. pad_id: an id that canonical decoding never excludes. A row whose
-    own work raises gets the exception as its job's `error`, and any id.
+    requests: by row; rows without one get the best id. pad_id: an id that canonical decoding never excludes. A row
+    whose own work raises gets the exception as its request's `error`, and any id.
     """
 
-    def __init__(self, jobs: Mapping[int, Job], pad_id: int) -> None:
-        self._jobs, self._pad_id = jobs, pad_id
+    def __init__(self, requests: Mapping[int, Request], pad_id: int) -> None:
+        self._requests, self._pad_id = requests, pad_id
         self._likely: dict[int, _Likely] = {}
 
     def __call__(self, head: Head) -> torch.Tensor:
         """Returns ids [B] int64 for a head with logits."""
         assert head.logits is not None
         ids, searches = head.best.clone(), dict[int, _Search]()
-        for row, job in self._jobs.items():
-            if job.error is not None or _is_plain(job):
+        for row, request in self._requests.items():
+            if request.error is not None or _is_plain(request):
                 continue
             try:
-                self._row(row, job, head, ids, searches)
+                self._row(row, request, head, ids, searches)
             except Exception as error:
-                job.error = error
+                request.error = error
         search(list(searches.values()))
         for row, one in searches.items():
             if one.token is not None:
                 ids[row] = one.token
-                self._note(row, self._jobs[row], one.logits, ids)
+                self._note(row, self._requests[row], one.logits, ids)
         return ids
 
-    def _row(self, row: int, job: Job, head: Head, ids: torch.Tensor, searches: dict[int, _Search]) -> None:
+    def _row(self, row: int, request: Request, head: Head, ids: torch.Tensor, searches: dict[int, _Search]) -> None:
         """Chooses the id of one row, or begins the search for it if the request has a constraint."""
         assert head.logits is not None
         logits, excluded = head.logits[row : row + 1].float(), []
-        for penalty in job.penalties:
+        for penalty in request.penalties:
             logits = penalty(logits)
-        if job.canonical is not None:
-            excluded = job.canonical.excluded()
-        if job.submission.constraint is not None:
-            searches[row] = _Search(job, logits, excluded, self._pad_id)
+        if request.canonical is not None:
+            excluded = request.canonical.excluded()
+        if request.submission.constraint is not None:
+            searches[row] = _Search(request, logits, excluded, self._pad_id)
             return
         logits = _without(logits, excluded, self._pad_id)
-        ids[row] = job.draws(logits.log_softmax(1))[0]
-        self._note(row, job, logits, ids)
+        ids[row] = request.draws(logits.log_softmax(1))[0]
+        self._note(row, request, logits, ids)
 
-    def _note(self, row: int, job: Job, logits: torch.Tensor, ids: torch.Tensor) -> None:
+    def _note(self, row: int, request: Request, logits: torch.Tensor, ids: torch.Tensor) -> None:
         """Keeps the log-probabilities of a row, if the request asks for them."""
-        if (top := job.submission.top_logprobs) is not None:
+        if (top := request.submission.top_logprobs) is not None:
             self._likely[row] = _Likely(logits.log_softmax(1), ids[row : row + 1], top)
 
     def read(self, row: int, id_: int) -> Chosen:
@@ -294,13 +305,13 @@ class _Likely:
 class _Search(Search):
     """The search for one row's next id in logits [1, W]. pad_id: an id that canonical decoding never excludes."""
 
-    def __init__(self, job: Job, logits: torch.Tensor, excluded: list[int], pad_id: int) -> None:
-        super().__init__(job, logits, excluded)
+    def __init__(self, request: Request, logits: torch.Tensor, excluded: list[int], pad_id: int) -> None:
+        super().__init__(request, logits, excluded)
         self._pad_id = pad_id
 
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         logits = _without(self.close(self.logits, open_), excluded, self._pad_id)
-        return logits, self.job.draws.scores(logits.log_softmax(1))
+        return logits, self.request.draws.scores(logits.log_softmax(1))
 
     def close(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
         return logits.masked_fill(to_device(~open_, logits.device)[None], -torch.inf)

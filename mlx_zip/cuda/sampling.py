@@ -15,9 +15,9 @@ import torch
 
 from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.transfers import to_device
-from mlx_zip.generation.exclusions import MOST
-from mlx_zip.generation.penalty_terms import PenaltyTerms
-from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.sampling.exclusions import MOST
+from mlx_zip.sampling.options import Sampling
+from mlx_zip.sampling.penalties import PenaltyTerms
 
 
 class Draws:
@@ -137,7 +137,7 @@ class BasePenalties(PenaltyTerms):
         return logits.index_copy(1, at, chosen)
 
 
-# ---- canonical decoding: ids that the compressor would not write get no probability (`mlx_zip.generation.exclusions`)
+# ---- canonical decoding: ids that the compressor would not write get no probability (`mlx_zip.sampling.exclusions`)
 
 
 def without(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from mlx_zip.cuda.network.frequencies import LONG, SHORT
 from mlx_zip.cuda.sequence import Begin
 from mlx_zip.cuda.transfers import ids_to_device
 from mlx_zip.engine.scored import LOGITS, Compressed, Pairs, Scored
-from mlx_zip.generation.exclusions import MOST
+from mlx_zip.sampling.exclusions import MOST
 
 NEVER = np.iinfo(np.int64).max
 

@@ -82,7 +82,7 @@ def other_models(
 
 def _opened(name: str) -> Engine:
     """Returns an engine that keeps no sessions. Raises what `open_engine` raises."""
-    from mlx_zip.engine.mlx_engine import open_engine
+    from mlx_zip.engine.mlx.mlx_engine import open_engine
 
     return open_engine(name, sessions=None)
 

@@ -12,7 +12,7 @@ from mlx_zip.codec import Codebook
 from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts
-from mlx_zip.generation.sampling_options import Sampling
+from mlx_zip.sampling.options import Sampling
 
 
 class State(Protocol):
@@ -23,13 +23,13 @@ class State(Protocol):
 
 
 class Group(Protocol):
-    """Requests that take their steps together. jobs: those of the group now. length: ids of the longest cache.
+    """Requests that take their steps together. requests: those of the group now. length: ids of the longest cache.
 
     The parts of a step are called in this order: `begin`, `read`, `settle`, `launch`, `finish`; see
-    `mlx_zip.engine.group`. `begin` is left out where groups are about to be merged.
+    `mlx_zip.engine.mlx.group`. `begin` is left out where groups are about to be merged.
     """
 
-    jobs: list[Any]
+    requests: list[Any]
 
     @property
     def length(self) -> int: ...
@@ -60,7 +60,7 @@ class Group(Protocol):
 class Reading(Protocol):
     """A request whose cache reads its `next_ids`. left: how many ids are still to be read."""
 
-    job: Any
+    request: Any
 
     @property
     def left(self) -> int: ...

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mlx_zip.engine.job import Job
 from mlx_zip.engine.parts import Group, Reading, Served
+from mlx_zip.engine.request import Request
 from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.errors import MlxZipError
 
@@ -57,36 +57,39 @@ class Scheduler:
         store: Any,
         max_running: int,
         max_kv_bytes: int | None,
-        ended: Callable[[Job], None],
-        make_reading: Callable[[Job], Reading],
+        ended: Callable[[Request], None],
+        make_reading: Callable[[Request], Reading],
         raises: bool = False,
     ) -> None:
         self.served, self.store, self.max_running, self.max_kv_bytes = served, store, max_running, max_kv_bytes
         self.totals = Totals()
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[Request] = deque()
         self.readings: deque[Reading] = deque()
         self.groups: list[Group] = []
         self._ended, self._make_reading, self._rounds, self._raises = ended, make_reading, 0, raises
 
     @property
-    def running(self) -> list[Job]:
+    def running(self) -> list[Request]:
         """The requests that have begun and not ended."""
-        return [*(reading.job for reading in self.readings), *(job for group in self.groups for job in group.jobs)]
+        return [
+            *(reading.request for reading in self.readings),
+            *(request for group in self.groups for request in group.requests),
+        ]
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
         return bool(self.waiting or self.readings or self.groups)
 
-    def add(self, job: Job) -> None:
+    def add(self, request: Request) -> None:
         """Adds a request, which waits until there is room."""
-        self.waiting.append(job)
+        self.waiting.append(request)
 
     def work(self) -> None:
         """Does one round: ends cancelled requests, lets waiting ones begin, reads prompts, and takes one step."""
-        for job in [job for job in self.waiting if job.handle.cancelled]:
-            self.waiting.remove(job)
-            self._end(job)
+        for request in [request for request in self.waiting if request.handle.cancelled]:
+            self.waiting.remove(request)
+            self._end(request)
         self._admit()
         self._read_prompts()
         self._step()
@@ -105,24 +108,24 @@ class Scheduler:
 
     def keep_none(self) -> None:
         """Keeps no session of the requests that have not ended."""
-        for job in (*self.waiting, *self.running):
-            job.keep = False
+        for request in (*self.waiting, *self.running):
+            request.keep = False
 
     def cancel_all(self) -> None:
         """Cancels every request."""
-        for job in (*self.waiting, *self.running):
-            job.handle.cancelled = True
+        for request in (*self.waiting, *self.running):
+            request.handle.cancelled = True
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with this error and frees all memory. No session is kept: a step may be half done."""
-        jobs = [*self.waiting, *self.running]
+        requests = [*self.waiting, *self.running]
         self.waiting.clear()
         self.readings.clear()
         self.groups.clear()
-        for job in jobs:
-            job.error, job.whole = error, False
+        for request in requests:
+            request.error, request.whole = error, False
             try:
-                self._end(job)
+                self._end(request)
             except Exception:  # the device may have gone; the others are to be told all the same
                 log.exception("a request could not give up its memory")
 
@@ -131,32 +134,32 @@ class Scheduler:
     def _admit(self) -> None:
         """Lets waiting requests begin, in their order, while there is room."""
         while self.waiting and len(running := self.running) < self.max_running and self._has_room(running):
-            job = self.waiting.popleft()
-            self._guarded([job], partial(self._begin, job))
-            if job.ended:
+            request = self.waiting.popleft()
+            self._guarded([request], partial(self._begin, request))
+            if request.ended:
                 return  # the memory that it gives up may be free after the next step only
 
-    def _has_room(self, running: Sequence[Job]) -> bool:
+    def _has_room(self, running: Sequence[Request]) -> bool:
         """Returns whether the KV caches have room for the next waiting request."""
         if self.max_kv_bytes is None or not running:
             return True
-        needed = sum(max(job.checked.kv_bytes, self._kv_bytes(job.held_ids)) for job in running)
+        needed = sum(max(request.checked.kv_bytes, self._kv_bytes(request.held_ids)) for request in running)
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, request: Request) -> None:
         """Gives a request its cache, what a session holds of its prompt or a new one, and lets its prompt be read."""
-        checked = job.checked
+        checked = request.checked
         differing = self.store.differing(checked.base_ids, checked.pack_key)
-        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.keep, start=checked.start)
+        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
         if found is not None:
-            job.handle.session = found.name
+            request.handle.session = found.name
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
-        if not job.keep:
+        if not request.keep:
             found = replace(found, random_state=None)  # other requests go on from it too
-        job.begin(self.served, found, differing)
+        request.begin(self.served, found, differing)
         self.totals.prompt_tokens += len(checked.base_ids)
-        self.totals.cached_tokens += job.cached_tokens
-        self.readings.append(self._make_reading(job))
+        self.totals.cached_tokens += request.cached_tokens
+        self.readings.append(self._make_reading(request))
 
     # ---- prompts
 
@@ -170,48 +173,48 @@ class Scheduler:
         left = chunk = (alone and options.alone_step_size) or options.prefill_step_size
         while self.readings and (left == chunk or min(chunk, self.readings[0].left) <= left):
             reading = self.readings.popleft()
-            if reading.job.handle.cancelled:
-                self._end(reading.job)
+            if reading.request.handle.cancelled:
+                self._end(reading.request)
                 continue
-            read, group = self._guarded([reading.job], partial(reading.read, chunk), (1, None))
+            read, group = self._guarded([reading.request], partial(reading.read, chunk), (1, None))
             left -= read
             if group is not None:
                 self.groups += [group] if group not in self.groups else []
-            elif reading.job.error is None:
+            elif reading.request.error is None:
                 self.readings.append(reading)
 
     # ---- steps
 
     def _step(self) -> None:
         """Has every group take one step, and delivers the ids that were chosen before it."""
-        before = [job for group in self.groups for job in group.jobs]
+        before = [request for group in self.groups for request in group.requests]
         if not self._may_merge():
             self._each(lambda group: group.begin())
         self._each(lambda group: group.read())
-        leaving = [job for found in self._each(lambda group: group.settle()) for job in found]
+        leaving = [request for found in self._each(lambda group: group.settle()) for request in found]
         self._regroup()
         self._each(lambda group: group.launch())
-        for job in before:
-            self._deliver(job)
-        for job in leaving:
-            self._end(job)
+        for request in before:
+            self._deliver(request)
+        for request in leaving:
+            self._end(request)
         self._each(lambda group: group.finish())
 
-    def _deliver(self, job: Job) -> None:
+    def _deliver(self, request: Request) -> None:
         """Delivers the id that a request has just taken, if there is one, and counts it."""
-        if job.emitted:
+        if request.emitted:
             self.totals.steps += 1
-            self.totals.base_tokens += job.emitted
-            self.totals.hypertokens += job.emitted > 1
-            job.send_emitted()
+            self.totals.base_tokens += request.emitted
+            self.totals.hypertokens += request.emitted > 1
+            request.send_emitted()
 
     def _each(self, part: Callable[[Group], Any]) -> list[Any]:
         """Runs one part of a step for every group and returns what it returns. A group that fails is ended."""
         out = []
         for group in list(self.groups):
-            jobs = list(group.jobs)
-            out.append(self._guarded(jobs, partial(part, group), None, group))
-        self.groups = [group for group in self.groups if group.jobs]
+            requests = list(group.requests)
+            out.append(self._guarded(requests, partial(part, group), None, group))
+        self.groups = [group for group in self.groups if group.requests]
         return [one for one in out if one is not None]
 
     def _may_merge(self) -> bool:
@@ -221,12 +224,12 @@ class Scheduler:
     def _regroup(self) -> None:
         """Merges groups that can take their steps together, and takes out rows that cannot go on with the others."""
         for group in list(self.groups):
-            jobs = list(group.jobs)
+            requests = list(group.requests)
             if rows := group.switching():
-                for job in self._guarded(jobs, partial(group.split, rows), (), group):
-                    reading = self._guarded([job], partial(self._make_reading, job))
+                for request in self._guarded(requests, partial(group.split, rows), (), group):
+                    reading = self._guarded([request], partial(self._make_reading, request))
                     self.readings += [] if reading is None else [reading]
-        self.groups = [group for group in self.groups if group.jobs]
+        self.groups = [group for group in self.groups if group.requests]
         by_key: dict[bool, list[Group]] = {}
         for group in self.groups:
             key = group.key()
@@ -235,9 +238,9 @@ class Scheduler:
         for groups in by_key.values():
             for first, *others in self._mergeable(groups):
                 if others:
-                    jobs = [job for group in (first, *others) for job in group.jobs]
-                    self._guarded(jobs, partial(first.join, others), None, first)
-                    self.groups = [group for group in self.groups if group not in others and group.jobs]
+                    requests = [request for group in (first, *others) for request in group.requests]
+                    self._guarded(requests, partial(first.join, others), None, first)
+                    self.groups = [group for group in self.groups if group not in others and group.requests]
 
     def _mergeable(self, groups: Sequence[Group]) -> list[list[Group]]:
         """Returns the groups in lists of those to merge, the one with the most rows first.
@@ -251,11 +254,11 @@ class Scheduler:
         out: list[list[Group]] = []
         for group in sorted(groups, key=lambda group: -group.length):
             longest = out[-1][0].length if out else 0
-            if out and (longest - group.length) * len(group.jobs) <= most:
+            if out and (longest - group.length) * len(group.requests) <= most:
                 out[-1].append(group)
             else:
                 out.append([group])
-        return [sorted(some, key=lambda group: -len(group.jobs)) for some in out]
+        return [sorted(some, key=lambda group: -len(group.requests)) for some in out]
 
     # ---- memory
 
@@ -264,14 +267,18 @@ class Scheduler:
 
     def _bound_memory(self) -> None:
         """Ends the request that began last, as if at its limit, if the KV caches have outgrown their bound."""
-        if self.max_kv_bytes is None or not (jobs := [job for group in self.groups for job in group.jobs]):
+        if self.max_kv_bytes is None or not (
+            requests := [request for group in self.groups for request in group.requests]
+        ):
             return
-        if self._kv_bytes(sum(job.held_ids for job in jobs)) > self.max_kv_bytes:
-            max(jobs, key=lambda job: job.begun_s).outgrown = True
+        if self._kv_bytes(sum(request.held_ids for request in requests)) > self.max_kv_bytes:
+            max(requests, key=lambda request: request.begun_s).outgrown = True
 
     # ---- ends
 
-    def _guarded(self, jobs: Sequence[Job], call: Callable[[], Any], otherwise: Any = None, group: Any = None) -> Any:
+    def _guarded(
+        self, requests: Sequence[Request], call: Callable[[], Any], otherwise: Any = None, group: Any = None
+    ) -> Any:
         """Returns what `call` returns, True for None. If it raises, fails the requests and returns `otherwise`."""
         try:
             result = call()
@@ -282,49 +289,49 @@ class Scheduler:
             if not isinstance(error, MlxZipError):
                 if self.served.machines is not None:
                     raise  # it may have happened on this machine only, and the others would go on alone
-                log.exception("%d request(s) failed", len(jobs))
+                log.exception("%d request(s) failed", len(requests))
             if group is not None:
                 group.drop()
-            for job in jobs:
+            for request in requests:
                 if group is not None or not isinstance(error, MlxZipError):
-                    job.whole = False  # nobody knows what its cache holds now
-                job.error = job.error or error
-                self._end(job)
+                    request.whole = False  # nobody knows what its cache holds now
+                request.error = request.error or error
+                self._end(request)
             return otherwise
 
-    def _end(self, job: Job) -> None:
+    def _end(self, request: Request) -> None:
         """Ends a request: counts it, delivers its last event, and keeps its session."""
-        if job.ended:
+        if request.ended:
             return
-        self._deliver(job)
-        job.ended = True
+        self._deliver(request)
+        request.ended = True
         totals = self.totals
         totals.requests += 1
-        totals.failed += job.error is not None
-        totals.cancelled += job.error is None and job.reason in (None, "cancelled")
-        took = time.perf_counter() - (job.begun_s or job.submitted_s)
+        totals.failed += request.error is not None
+        totals.cancelled += request.error is None and request.reason in (None, "cancelled")
+        took = time.perf_counter() - (request.begun_s or request.submitted_s)
         totals.seconds = took if not totals.seconds else 0.9 * totals.seconds + 0.1 * took
-        job.send_end()
+        request.send_end()
         try:
-            self._keep(job)
+            self._keep(request)
         finally:
-            job.handle.ended = True
-            job.release()
-            self._ended(job)
+            request.handle.ended = True
+            request.release()
+            self._ended(request)
 
-    def _keep(self, job: Job) -> None:
+    def _keep(self, request: Request) -> None:
         """Puts a request's cache into the store, if the cache is whole and the request is to be kept."""
-        cache, job.cache = job.cache, None
+        cache, request.cache = request.cache, None
         try:
-            self._put(job, cache)
+            self._put(request, cache)
         finally:
             if cache is not None:
                 self.served.free(cache)
 
-    def _put(self, job: Job, cache: Any) -> None:
+    def _put(self, request: Request, cache: Any) -> None:
         """Does what `_keep` does with a request's cache, which is None if there is none."""
-        handle = job.handle
-        if cache is None or not job.whole or not job.keep or not job.held_ids:
+        handle = request.handle
+        if cache is None or not request.whole or not request.keep or not request.held_ids:
             if handle.session is not None:
                 self.store.release(handle.session)
                 handle.session = None
@@ -332,11 +339,11 @@ class Scheduler:
         try:
             handle.session = self.store.put(
                 cache,
-                base_ids=job.held_base_ids(),
-                pack_key=job.checked.pack_key,
+                base_ids=request.held_base_ids(),
+                pack_key=request.checked.pack_key,
                 name=handle.session,
                 answers=handle.answers,
-                random_state=job.draws.state,
+                random_state=request.draws.state,
             )
         except Exception:  # the answer was delivered: only the session is lost
             log.exception("a session could not be kept")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.engine.job import Job
+from mlx_zip.engine.request import Request
 from mlx_zip.errors import GenerationError
 
 REFUSALS = 64  # hypertokens refused in one step before only base ids may be chosen
@@ -33,14 +33,14 @@ class Search(ABC):
 
     scores: Any
 
-    def __init__(self, job: Job, logits: Any, excluded: list[int]) -> None:
-        assert job.submission.constraint is not None
-        self.job, self.logits = job, logits
+    def __init__(self, request: Request, logits: Any, excluded: list[int]) -> None:
+        assert request.submission.constraint is not None
+        self.request, self.logits = request, logits
         self.token: int | None = None
-        self._constraint, self._excluded, self._refused = job.submission.constraint, excluded, 0
-        mask, first_ids = np.asarray(self._constraint.mask(), bool), job.first_ids
-        self._entries = slice(job.vocab_size, job.vocab_size + len(first_ids))
-        self._open = _opened(mask, job.vocab_size, first_ids, logits.shape[1])
+        self._constraint, self._excluded, self._refused = request.submission.constraint, excluded, 0
+        mask, first_ids = np.asarray(self._constraint.mask(), bool), request.first_ids
+        self._entries = slice(request.vocab_size, request.vocab_size + len(first_ids))
+        self._open = _opened(mask, request.vocab_size, first_ids, logits.shape[1])
 
     @abstractmethod
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
@@ -86,8 +86,8 @@ class Search(ABC):
 
     def _accepts(self, token: int) -> bool:
         """Returns whether the constraint accepts an open id; its mask has told so of base ids."""
-        expansion = self.job.expand(token)
-        return len(expansion) == 1 or self._constraint.accepts(self.job.cut(expansion)[0])
+        expansion = self.request.expand(token)
+        return len(expansion) == 1 or self._constraint.accepts(self.request.cut(expansion)[0])
 
     def _refuse(self, token: int, scores: np.ndarray) -> None:
         """Closes a hypertoken; after `REFUSALS` of them, closes all."""
@@ -103,7 +103,7 @@ class Search(ABC):
 
 
 def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
-    """Finds the ids of several rows. A row whose own work raises gets the exception as its job's `error`.
+    """Finds the ids of several rows. A row whose own work raises gets the exception as its request's `error`.
 
     compute: called with the scores of several rows, which it may have computed together.
     """
@@ -115,11 +115,11 @@ def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lam
 
 
 def _goes_on(one: Search, part: Callable[[], bool]) -> bool:
-    """Returns what a part of a search returns; False if it raises, and the job's `error` is the exception then."""
+    """Returns what a part of a search returns; False if it raises, and the request's `error` is the exception then."""
     try:
         return part()
     except Exception as error:
-        one.job.error = error
+        one.request.error = error
         return False
 
 

@@ -17,8 +17,8 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.engine.interface import EngineInfo, Submission
 from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
 from mlx_zip.files import at_home
-from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.packs.pack import Pack, as_pack
+from mlx_zip.sampling.options import Sampling
 
 PACKS_KEPT = 16
 UNLIMITED_IDS = 2048  # ids of answer that room is kept for when a request names no limit

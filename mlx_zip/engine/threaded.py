@@ -33,9 +33,9 @@ from mlx_zip.engine.interface import (
     Submission,
     Ticket,
 )
-from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.parts import Reading, Served, ServedByEngine
+from mlx_zip.engine.request import Handle, Request
 from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
@@ -63,7 +63,7 @@ class ThreadedEngine(Engine):
         self._options = options or ServeOptions()
         self._inbox, self._lock, self._loaded = _Inbox(), threading.Lock(), threading.Event()
         self._closing, self._deadline = False, 0.0
-        self._open: dict[Job, None] = {}  # requests that have not ended
+        self._open: dict[Request, None] = {}  # requests that have not ended
         self._on_death: list[Callable[[BaseException], None]] = []
         self._fault: BaseException | None = None
         self._noted: dict[str, Sequence[int]] = {}  # not yet in the store
@@ -84,23 +84,23 @@ class ThreadedEngine(Engine):
 
     def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
         self._check_alive()
-        job = self._make_job(submission, deliver)
+        request = self._make_request(submission, deliver)
         with self._lock:
             self._check_alive()
             if len(self._open) >= self._options.max_running + self._options.max_waiting:
                 waiting = len(self._open) - self._options.max_running
                 raise EngineBusyError(f"{waiting} requests wait already; ask again later", self._retry_after_s(waiting))
-            self._inbox.post(lambda: self._add(job))
-            self._open[job] = None
-        return job.handle
+            self._inbox.post(lambda: self._add(request))
+            self._open[request] = None
+        return request.handle
 
-    def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
+    def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
         """Returns the request of a submission that can be met. Raises what `submit` raises for one that cannot."""
-        return Job(self._checks.check(submission), deliver)
+        return Request(self._checks.check(submission), deliver)
 
-    def _add(self, job: Job) -> None:
+    def _add(self, request: Request) -> None:
         """Gives a request to the scheduler; called in the engine's thread."""
-        self._scheduler.add(job)
+        self._scheduler.add(request)
 
     def cancel(self, ticket: Ticket) -> None:
         assert isinstance(ticket, Handle)
@@ -250,7 +250,7 @@ class ThreadedEngine(Engine):
         """Loads the model, sets `tokenizer`, and returns what serves requests. name: of the model."""
 
     @abstractmethod
-    def _reading(self, served: Any, job: Job) -> Reading:
+    def _reading(self, served: Any, request: Request) -> Reading:
         """Returns what reads the prompt of a request that has its cache. served: what `_served` returned."""
 
     @abstractmethod
@@ -304,12 +304,12 @@ class ThreadedEngine(Engine):
         due = self._rest()
         return TEND_S if self._store.tend() else due
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, request: Request) -> None:
         """Forgets a request that has ended."""
         self._counted()
         with self._lock:
-            self._open.pop(job, None)
-            for key in job.handle.answers:  # they are in the store now, or nowhere
+            self._open.pop(request, None)
+            for key in request.handle.answers:  # they are in the store now, or nowhere
                 self._noted.pop(key, None)
 
     def _die(self, fault: BaseException) -> None:
@@ -336,9 +336,9 @@ class ThreadedEngine(Engine):
             self._scheduler.fail_all(error)
         if self._store is not None:
             self._close_store()
-        for job in list(self._open):
-            job.error = error
-            job.send_end()
+        for request in list(self._open):
+            request.error = error
+            request.send_end()
         self._open.clear()
         self._running = 0
 

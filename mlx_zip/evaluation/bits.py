@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.engine.scored import Compressed, Scored
-from mlx_zip.engine.scoring import compress_row, context_limit, score, scores_itself
 from mlx_zip.errors import DataError
 from mlx_zip.layout import is_zip
 from mlx_zip.packs.pack import Pack

@@ -16,13 +16,12 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import ZipConfig
-from mlx_zip.engine.scoring import context_limit, scores_itself
+from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
 from mlx_zip.errors import DataError, GenerationError, ModelError, reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import Settings, measure_rates
-from mlx_zip.generation.sampling import Sampling
 from mlx_zip.layout import is_zip
 from mlx_zip.models.folders import ModelArgs, is_plain
 from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
@@ -32,6 +31,7 @@ from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.pack import Pack
 from mlx_zip.progress import ProgressBar, counted
+from mlx_zip.sampling.processors import Sampling
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer

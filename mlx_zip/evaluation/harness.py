@@ -21,8 +21,8 @@ import numpy as np
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
+from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.engine.scored import Compressed
-from mlx_zip.engine.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits, prefix_id
 from mlx_zip.evaluation.rates import can_batch, stream

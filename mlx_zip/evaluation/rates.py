@@ -12,10 +12,10 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.engine import prompt_caches
-from mlx_zip.engine.generate import stream_batch, stream_generate
+from mlx_zip.engine.mlx import prompt_caches
+from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
+from mlx_zip.engine.mlx.scoring import codec, scores_itself
 from mlx_zip.engine.responses import GenerationResponse
-from mlx_zip.engine.scoring import codec, scores_itself
 from mlx_zip.errors import DataError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.rows.zip_state import find_state

@@ -146,7 +146,7 @@ def _worse(worst: float, difference: Any) -> float:
 
 def _greedy(source: Path, model: Any, tokenizer: Any) -> tuple[bool, str]:
     """Returns whether greedy generation gives the recorded ids, and how many are equal as text."""
-    from mlx_zip.engine.generate import stream_generate
+    from mlx_zip.engine.mlx.generate import stream_generate
 
     prompts = _recorded(source)[0]["prompts"]
     equal = total = 0

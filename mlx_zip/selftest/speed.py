@@ -102,7 +102,7 @@ def _bandwidth() -> tuple[None, str]:
 
 def _step_time(folder: Path) -> str:
     """Returns the median time per step when the model in `folder` continues 32 ids, as text."""
-    from mlx_zip.engine.generate import load, stream_generate
+    from mlx_zip.engine.mlx.generate import load, stream_generate
 
     model, tokenizer = load(folder)
     times = []

@@ -16,7 +16,7 @@ from mlx_zip.bench.engines.shape_table import ZipOptions
 from mlx_zip.bench.engines.shapes import from_config, from_folders
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.codec import Codebook
-from mlx_zip.engine.generate import stream_generate
+from mlx_zip.engine.mlx.generate import stream_generate
 from support import tiny, tiny_bench, tiny_text
 from support.bench_engines import MLX_ENGINES
 from support.places import GOLDEN_MODELS

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, load_prompt_cache
 
 from mlx_zip import cli
-from mlx_zip.engine.generate import load, stream_generate
+from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.models.rows.zip_state import find_state
 from support import tiny_text

@@ -8,10 +8,10 @@ import sys
 import pytest
 from mlx_lm.generate import setup_arg_parser
 
-import mlx_zip.engine.generate
+import mlx_zip.engine.mlx.generate
 from mlx_zip import cli
 from mlx_zip.cli import colours, generation
-from mlx_zip.engine.generate import GenerationResponse, load, stream_generate
+from mlx_zip.engine.mlx.generate import GenerationResponse, load, stream_generate
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT, expected, generate_command, raw, stdin
 from support.places import GOLDEN_MODELS
@@ -164,13 +164,13 @@ def interrupted(*_, **__):
 
 
 def test_ctrl_c_ends_with_what_was_generated_and_the_footer(run, monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "stream_generate", interrupted)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "stream_generate", interrupted)
     status, out, _ = run(*raw())
     assert (status, out.startswith("==========\nhalf a sent\n==========\nPrompt: 1 tokens")) == (130, True)
 
 
 def test_ctrl_c_is_named_in_json(run, monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "stream_generate", interrupted)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "stream_generate", interrupted)
     record = json.loads(run(*raw("--json"))[1])
     assert (record["text"], record["finish_reason"]) == ("half a sent", "interrupted")
 
@@ -179,7 +179,7 @@ def test_ctrl_c_while_loading_ends_without_a_traceback(run, monkeypatch):
     def load(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "load", load)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "load", load)
     assert run(*raw()) == (130, "", "")
 
 

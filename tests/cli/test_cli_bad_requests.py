@@ -27,7 +27,7 @@ def test_without_mlx_one_line_says_what_to_install(run, monkeypatch):
     def load(*_, **__):
         raise ModuleNotFoundError("No module named 'mlx'", name="mlx")
 
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "load", load)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "load", load)
     status, _, err = run(*raw())
     assert (status, err.count("\n"), "pip install -e '.[cpu]'" in err) == (2, 1, True)
 
@@ -36,7 +36,7 @@ def test_mlx_without_a_gpu_driver_is_one_line_that_names_what_is_missing(run, mo
     def load(*_, **__):
         raise ImportError("libcuda.so.1: cannot open shared object file", name="mlx.core")
 
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "load", load)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "load", load)
     status, _, err = run(*raw())
     assert (status, err.count("\n"), err[:7]) == (2, 1, "error: ")
     assert "MLX is installed but cannot be loaded (libcuda.so.1" in err

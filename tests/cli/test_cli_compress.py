@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_zip.engine.generate import load
+from mlx_zip.engine.mlx.generate import load
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
 from support.command_line import runner

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from mlx_zip.engine.generate import load, stream_generate
+from mlx_zip.engine.mlx.generate import load, stream_generate
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT, generate_command, raw
 from support.places import GOLDEN_MODELS

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_zip.bench.engines.shapes import from_folders
 from mlx_zip.cli import main
-from mlx_zip.engine.generate import load
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError
 from mlx_zip.packs.pack import Pack, load_pack, save_pack
 from mlx_zip.packs.tuned import TunedRows

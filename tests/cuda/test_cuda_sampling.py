@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch", reason="not installed: torch")
 
 from mlx_zip.codec import Codebook, CodecParams, compress  # noqa: E402
 from mlx_zip.cuda.sampling import BasePenalties, Draws  # noqa: E402
-from mlx_zip.engine import served as mlx_served  # noqa: E402
-from mlx_zip.generation.sampling import BasePenalties as MlxPenalties  # noqa: E402
-from mlx_zip.generation.sampling import make_processors, make_sampler  # noqa: E402
-from mlx_zip.generation.sampling_options import Sampling  # noqa: E402
+from mlx_zip.engine.mlx import served as mlx_served  # noqa: E402
+from mlx_zip.sampling.options import Sampling  # noqa: E402
+from mlx_zip.sampling.processors import BasePenalties as MlxPenalties  # noqa: E402
+from mlx_zip.sampling.processors import make_processors, make_sampler  # noqa: E402
 from support import tiny  # noqa: E402
 
 CPU, WIDTH = torch.device("cpu"), 300

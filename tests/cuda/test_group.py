@@ -56,7 +56,7 @@ class Batch:
         pass
 
 
-class Job:
+class Request:
     """A request that goes on until it is told otherwise. fails: what counting its id raises."""
 
     def __init__(self, seats: Seats, name: str, fails: Exception | None = None) -> None:
@@ -84,7 +84,7 @@ def group(seats):
 
 
 def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_prompt(seats, group):
-    first, late = Job(seats, "first"), Job(seats, "late")
+    first, late = Request(seats, "first"), Request(seats, "late")
     group.take_in(first)
     group.take_in(late)  # in the middle of the first one's step
     late.handle.cancelled = True
@@ -96,7 +96,7 @@ def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_p
 
 
 def test_a_request_cancelled_in_a_step_is_kept_without_the_id_that_was_not_delivered(seats, group):
-    one = Job(seats, "one")
+    one = Request(seats, "one")
     group.take_in(one)
     one.handle.cancelled = True
     group.read()
@@ -106,7 +106,7 @@ def test_a_request_cancelled_in_a_step_is_kept_without_the_id_that_was_not_deliv
 
 
 def test_a_request_whose_id_cannot_be_read_is_kept_as_it_was_before_the_id(seats, group):
-    one, other = Job(seats, "one"), Job(seats, "other")
+    one, other = Request(seats, "one"), Request(seats, "other")
     group.take_in(one)
     group.settle()
     group.take_in(other)
@@ -120,7 +120,7 @@ def test_a_request_whose_id_cannot_be_read_is_kept_as_it_was_before_the_id(seats
 
 @pytest.mark.parametrize("part", ["read", "follow"])
 def test_a_request_that_fails_for_another_reason_is_not_kept(seats, group, part):
-    one = Job(seats, "one", RuntimeError("out of memory") if part == "read" else None)
+    one = Request(seats, "one", RuntimeError("out of memory") if part == "read" else None)
     group.take_in(one)
     if part == "follow":
         seats.batch.errors = {0: RuntimeError("out of memory")}
@@ -131,24 +131,24 @@ def test_a_request_that_fails_for_another_reason_is_not_kept(seats, group, part)
 
 
 def test_a_request_of_which_no_snapshot_can_be_taken_is_not_kept_from_another_row(seats, group):
-    jobs = [Job(seats, name) for name in ("one", "other")]
-    for job in jobs:
-        group.take_in(job)
+    requests = [Request(seats, name) for name in ("one", "other")]
+    for request in requests:
+        group.take_in(request)
     group.settle()
     group.launch()
-    jobs[0].handle.cancelled = True
+    requests[0].handle.cancelled = True
     seats.batch.snapshot = lambda row: [][row]
     group.read()
-    assert group.settle() == jobs[:1]
-    assert (jobs[0].whole, jobs[0].cache.row, jobs[1].whole) == (False, -1, True)
+    assert group.settle() == requests[:1]
+    assert (requests[0].whole, requests[0].cache.row, requests[1].whole) == (False, -1, True)
 
 
 def test_a_step_that_fails_gives_all_rows_back(seats, group):
-    jobs = [Job(seats, name) for name in ("a", "b")]
-    for job in jobs:
-        group.take_in(job)
+    requests = [Request(seats, name) for name in ("a", "b")]
+    for request in requests:
+        group.take_in(request)
     group.drop()
-    assert (seats.batch.rows, group.jobs, [job.cache.row for job in jobs]) == ([], [], [-1, -1])
+    assert (seats.batch.rows, group.requests, [request.cache.row for request in requests]) == ([], [], [-1, -1])
 
 
 def test_a_seat_that_is_left_twice_in_the_middle_of_a_step_gives_up_one_row(seats):

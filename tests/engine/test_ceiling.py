@@ -3,7 +3,7 @@
 from mlx.utils import tree_flatten
 
 from mlx_zip import device
-from mlx_zip.engine import mlx_engine
+from mlx_zip.engine.mlx import mlx_engine
 from mlx_zip.models.loading import step_bytes
 from support import tiny
 from support.serving import tiny_engine

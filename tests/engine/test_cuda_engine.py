@@ -149,10 +149,10 @@ def test_a_request_that_fails_to_begin_takes_no_row_from_the_next_one(monkeypatc
 
     whole, later, asked = CudaEngine._reading, [], threading.Event()
 
-    def fails(self, served, job):
-        if len(job.prompt_ids) == 1:
+    def fails(self, served, request):
+        if len(request.prompt_ids) == 1:
             raise MemoryError("no room for the prompt's ids")
-        return whole(self, served, job)
+        return whole(self, served, request)
 
     monkeypatch.setattr(CudaEngine, "_reading", fails)
     with engine(max_running=2) as made:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Failed
-from mlx_zip.engine.choosing import Search
-from mlx_zip.engine.served import Draws
+from mlx_zip.engine.mlx.choosing import Search
+from mlx_zip.engine.mlx.served import Draws
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation.sampling import Sampling
+from mlx_zip.sampling.processors import Sampling
 from support import tiny
 from support.serving import SAME, alone, ask, both, prompts, tiny_engine
 
@@ -107,7 +107,7 @@ def test_refused_hypertokens_are_closed_one_by_one(kind):
 
 def test_a_step_waits_for_the_scores_once_however_many_hypertokens_are_refused(monkeypatch):
     begun, begin = [], Search.begin
-    monkeypatch.setattr(Search, "begin", lambda self: begun.append(self.job) or begin(self))
+    monkeypatch.setattr(Search, "begin", lambda self: begun.append(self.request) or begin(self))
     with tiny_engine(model={"start": [[10, i] for i in range(14, 38)]}) as engine:
         constraints = [Only([10], least=100) for _ in range(3)]
         asked = [

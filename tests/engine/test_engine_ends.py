@@ -12,7 +12,7 @@ import pytest
 
 from mlx_zip import RowStore
 from mlx_zip.engine import Emitted, Failed, Finished, Progress, Submission
-from mlx_zip.engine.mlx_engine import open_engine
+from mlx_zip.engine.mlx.mlx_engine import open_engine
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.errors import EngineStoppedError, ModelError
 from support import tiny

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_zip import load, stream_generate
-from mlx_zip.engine.mlx_engine import open_engine
+from mlx_zip.engine.mlx.mlx_engine import open_engine
 from mlx_zip.errors import GenerationError
 from support.serving import ask, same
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
-from mlx_zip.engine.group import Group
+from mlx_zip.engine.mlx.group import Group
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.models.refill import Refill
 from support import tiny
@@ -134,7 +134,7 @@ def work(monkeypatch):
         return h
 
     def noting_launch(self):
-        seen.append(("step", [len(job.checked.base_ids) for job in self.jobs]))
+        seen.append(("step", [len(request.checked.base_ids) for request in self.requests]))
         return launch(self)
 
     monkeypatch.setattr(Refill, "read", noting_read)
@@ -399,7 +399,7 @@ def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch(monkeypatch):
 
         def counted():
             work()
-            sizes.add(tuple(sorted(len(group.jobs) for group in engine._scheduler.groups)))
+            sizes.add(tuple(sorted(len(group.requests) for group in engine._scheduler.groups)))
 
         monkeypatch.setattr(engine._scheduler, "work", counted)
         watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=60)[1] for prompt in some])

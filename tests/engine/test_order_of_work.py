@@ -6,7 +6,7 @@ from itertools import groupby
 import pytest
 
 from mlx_zip.engine import Failed, Finished, Started, Submission
-from mlx_zip.engine.job import Job
+from mlx_zip.engine.request import Request
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
@@ -21,16 +21,21 @@ class Work:
     def __init__(self, max_running=8):
         self.served, self.events, self.ended = FakeServed(CHUNK), [], []
         self.scheduler = Scheduler(
-            self.served, NoSessions(), max_running, None, self.ended.append, lambda job: self.served.make_reading(job)
+            self.served,
+            NoSessions(),
+            max_running,
+            None,
+            self.ended.append,
+            lambda request: self.served.make_reading(request),
         )
         self.checks = Checks(self.served.facts, None, None)
 
     def add(self, name, length, max_tokens=5):
         """Adds a request with a prompt of `length` ids and returns it."""
         submission = Submission([name] * length, max_tokens)
-        job = Job(self.checks.check(submission), lambda event: self.events.append((name, event)))
-        self.scheduler.add(job)
-        return job
+        request = Request(self.checks.check(submission), lambda event: self.events.append((name, event)))
+        self.scheduler.add(request)
+        return request
 
     def rounds(self, count):
         for _ in range(count):
@@ -101,9 +106,9 @@ def test_prompts_are_read_in_turn_a_chunk_each():
 
 def test_two_prompts_that_come_together_take_no_more_rounds_than_their_chunks():
     work = Work()
-    jobs = [work.add(name, 20 * CHUNK) for name in (1, 2)]
+    requests = [work.add(name, 20 * CHUNK) for name in (1, 2)]
     rounds = 0
-    while not all(job.first_s for job in jobs):
+    while not all(request.first_s for request in requests):
         work.rounds(1)
         rounds += 1
     assert rounds == 40  # twice those of one prompt alone
@@ -143,10 +148,10 @@ def test_a_request_whose_reading_cannot_begin_fails_alone():
     work = Work()
     whole = work.served.make_reading
 
-    def fails(job):
-        if name_of(job) == 2:
+    def fails(request):
+        if name_of(request) == 2:
             raise MemoryError("no room for the prompt's ids")
-        return whole(job)
+        return whole(request)
 
     work.served.make_reading = fails
     for name in (1, 2, 3):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec import Codebook, CodecParams, twin
 from mlx_zip.engine import Counted, Emitted
-from mlx_zip.engine.job import Origins, following
+from mlx_zip.engine.request import Origins, following
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.packs.pack import Pack
 from support import tiny
@@ -120,7 +120,7 @@ def logs(monkeypatch):
         found.append((book.params, book.ids.tolist()))
         return following(book, origins)
 
-    monkeypatch.setattr("mlx_zip.engine.job.following", recorded)
+    monkeypatch.setattr("mlx_zip.engine.request.following", recorded)
     return found
 
 

@@ -11,7 +11,7 @@ from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_zip.engine import Progress
-from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
+from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.errors import GenerationError
@@ -57,7 +57,7 @@ def test_requests_in_company_share_a_batch_and_get_mlx_lm_s_ids(name, ahead, mon
     with engine_of(name, ahead=ahead) as engine:
         work, groups = engine._scheduler.work, lambda: engine._scheduler.groups
         monkeypatch.setattr(
-            engine._scheduler, "work", lambda: (work(), sizes.update(len(group.jobs) for group in groups()))
+            engine._scheduler, "work", lambda: (work(), sizes.update(len(group.requests) for group in groups()))
         )
         watches = []
         for number in range(10):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Emitted
-from mlx_zip.engine.scoring import compress_row, score
+from mlx_zip.engine.mlx.scoring import compress_row, score
 from mlx_zip.errors import EngineStoppedError, GenerationError, PromptTooLongError
 from mlx_zip.packs.pack import Pack
 from support import tiny

@@ -15,9 +15,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip import generate, load
-from mlx_zip.engine.mlx_engine import open_engine
+from mlx_zip.engine.mlx.mlx_engine import open_engine
+from mlx_zip.engine.mlx.split_engine import open_split_engine
 from mlx_zip.engine.sessions.store import SessionOptions
-from mlx_zip.engine.split_engine import open_split_engine
 from mlx_zip.errors import GenerationError
 from mlx_zip.packs.pack import Pack
 from support import tiny

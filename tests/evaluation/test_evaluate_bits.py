@@ -8,8 +8,8 @@ import pytest
 from mlx_lm.models import gemma3_text, llama
 
 from mlx_zip.codec import Codebook
-from mlx_zip.engine import scoring
-from mlx_zip.engine.scoring import compress_row, score
+from mlx_zip.engine.mlx import scoring
+from mlx_zip.engine.mlx.scoring import compress_row, score
 from mlx_zip.errors import DataError, ModelError
 from mlx_zip.evaluation.bits import Bits, Window, Windows, compare_bits, measure_bits, ratio_error
 from mlx_zip.packs.pack import Pack

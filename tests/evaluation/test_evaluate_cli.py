@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip import GenerationError, cli
-from mlx_zip.engine.generate import load
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.evaluation import evaluation_report
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.evaluate import Evaluation, check_prompts, evaluate

@@ -10,8 +10,8 @@ from mlx_lm.models import gemma3_text, llama
 from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_zip.codec import Codebook, compress_next
-from mlx_zip.engine import prompt_caches
-from mlx_zip.engine.generate import stream_generate
+from mlx_zip.engine.mlx import prompt_caches
+from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.rates import (
     Settings,

@@ -12,13 +12,13 @@ import pytest
 from mlx_lm.models import llama
 
 from mlx_zip.codec import Codebook
-from mlx_zip.engine.generate import stream_generate
-from mlx_zip.engine.scoring import compress_row
+from mlx_zip.engine.mlx.generate import stream_generate
+from mlx_zip.engine.mlx.scoring import compress_row
 from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.tasks import figures, run_tasks
-from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.packs.pack import Pack
+from mlx_zip.sampling.canonical import CanonicalDecoding
 from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 

@@ -13,7 +13,7 @@ from mlx_zip import cli  # noqa: E402
 from mlx_zip.cuda import scorer  # noqa: E402
 from mlx_zip.cuda.evaluated import EvaluatedModel, load_evaluated  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
-from mlx_zip.engine.scoring import compress_row, score  # noqa: E402
+from mlx_zip.engine.mlx.scoring import compress_row, score  # noqa: E402
 from mlx_zip.errors import DataError  # noqa: E402
 from mlx_zip.evaluation.bits import measure_bits  # noqa: E402
 from mlx_zip.evaluation.rates import Settings, measure_rates  # noqa: E402

@@ -14,11 +14,11 @@ from mlx_lm.generate import generate_step
 from mlx_zip import cli
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
-from mlx_zip.engine.generate import batch_generate, load
-from mlx_zip.engine.scoring import compress_row, score
+from mlx_zip.engine.mlx.generate import batch_generate, load
+from mlx_zip.engine.mlx.scoring import compress_row, score
 from mlx_zip.errors import ConfigError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.generation.canonical import (
+from mlx_zip.sampling.canonical import (
     CanonicalDecoding,
     Followers,
     excluded_after,
@@ -236,7 +236,7 @@ def test_a_batch_gives_the_same_texts():
 @pytest.mark.parametrize("most", [0.5, 0.002])
 def test_excluded_ids_have_no_probability_and_the_others_share_it(most, monkeypatch):
     """Against one id a call, its logits masked by brute force unless those hold most; at 0.002 some do."""
-    monkeypatch.setattr("mlx_zip.generation.canonical.MOST", most)
+    monkeypatch.setattr("mlx_zip.sampling.canonical.MOST", most)
     model, window = canonical_model(), windows(60).windows[0]
     row = compress_row(model, np.array([BOS], np.uint32), window.base_ids)
     book, cache, expected = Codebook(model.config.codec_params), model.make_cache(), []
@@ -260,7 +260,7 @@ def test_canonical_text_never_gets_less_likely(batch_size, monkeypatch):
     better, before = (measure_bits(model, found, batch_size).bits for model in (limited, free))
     assert (better <= before).all()
     assert better.sum() < before.sum()
-    monkeypatch.setattr("mlx_zip.engine.scoring.LOGITS", 1 << 8)  # a few columns per call
+    monkeypatch.setattr("mlx_zip.engine.mlx.scoring.LOGITS", 1 << 8)  # a few columns per call
     np.testing.assert_allclose(measure_bits(limited, found, batch_size).bits, better, rtol=1e-5)
 
 
@@ -317,7 +317,7 @@ def test_generate_and_evaluate_take_the_flag(flag, tmp_path, capsys, monkeypatch
     folder = tiny_text.converted("llama_transformer_tied_lora")
     chosen, loading = [], load
     noting = lambda *a, canonical, **k: chosen.append(canonical) or loading(*a, **k)
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "load", noting)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "load", noting)
     monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", noting)
     assert cli.main(["generate", "--model", str(folder), "-m", "2"]) == 0
     assert cli.main(["generate", "--model", str(folder), "-m", "2", flag]) == 0

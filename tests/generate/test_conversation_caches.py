@@ -10,7 +10,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from mlx_zip import stream_generate
-from mlx_zip.engine.prompt_caches import notes_on
+from mlx_zip.engine.mlx.prompt_caches import notes_on
 from mlx_zip.errors import GenerationError
 from support.conversing import (
     ASKED,

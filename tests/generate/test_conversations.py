@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_zip import stream_generate
-from mlx_zip.engine.prompt_caches import answers_in, notes_on
+from mlx_zip.engine.mlx.prompt_caches import answers_in, notes_on
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.text.prompts import Chat

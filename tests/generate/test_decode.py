@@ -11,12 +11,12 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.session import RowSource
 from mlx_zip.models.zip_model import Model
+from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
 from support.early_reads import steps_without_row
 from support.slow_cases import slow_but

@@ -158,7 +158,7 @@ def test_ids_of_rows_that_have_ended_are_no_part_of_the_bodys_graph(monkeypatch)
     """An array of that graph would be on the host only when the body has ended."""
     requests, waiting_for, run = together(tiny.tiny_model(), True), [], Ahead.run
     requests.run(2)
-    requests.jobs[1].handle.cancelled = True
+    requests.requests[1].handle.cancelled = True
     monkeypatch.setattr(Ahead, "run", lambda self, ids: waiting_for.append(launches(ids)) or run(self, ids))
     for _ in range(3):
         requests.scheduler.work()

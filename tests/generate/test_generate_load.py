@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from mlx_zip.engine.generate import load
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.models.loading import rope_settings
 from support import tiny_text

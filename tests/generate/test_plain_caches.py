@@ -8,8 +8,8 @@ from mlx_lm.generate import batch_generate as mlx_lm_batch
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_zip.engine.generate import stream_batch, stream_generate
-from mlx_zip.engine.served import bounded_cache
+from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
+from mlx_zip.engine.mlx.served import bounded_cache
 from mlx_zip.errors import GenerationError
 from support import tiny
 from support.generating import ENDLESS, MODEL

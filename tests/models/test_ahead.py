@@ -10,7 +10,6 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import _get_classes
 
 from mlx_zip.codec import compress
-from mlx_zip.generation.canonical import CanonicalDecoding
 from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.launches import added_launches, gpu_forms
@@ -18,6 +17,7 @@ from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.row_tables import HeadTable, RowTable, TurningTable
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.zip_model import Model
+from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
 from support.slow_cases import slow_but
 from support.steps import decode_steps

@@ -19,7 +19,7 @@ from mlx_zip.bench.papers.zip2zip import ablations
 from mlx_zip.bench.papers.zip2zip.ablation_results import Results, read_lines
 from mlx_zip.bench.papers.zip2zip.ablation_tables import setup
 from mlx_zip.bench.papers.zip2zip.ablations import LINES, Setting, settings
-from mlx_zip.engine.generate import load
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.text.documents import read_corpus

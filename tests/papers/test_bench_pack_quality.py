@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlx_zip.engine.generate import load
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, save_pack

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_zip.bench.papers.packs.pack_transfer import halves
 from mlx_zip.codec import Codebook, compress
-from mlx_zip.engine.generate import load, stream_generate
+from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, save_pack

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip import cli, named
-from mlx_zip.engine.generate import load, stream_generate
+from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import ModelError
 from mlx_zip.models.loading import model_folder
 from mlx_zip.named import bundled_model

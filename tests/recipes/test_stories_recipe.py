@@ -15,7 +15,7 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.config import ZipConfig
-from mlx_zip.engine.generate import generate, load
+from mlx_zip.engine.mlx.generate import generate, load
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.packs.pack import load_pack
 from recipes.stories import __main__ as main

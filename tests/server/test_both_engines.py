@@ -17,7 +17,7 @@ START = "Once upon a time"
 
 def opened(kind):
     if kind == "mlx":
-        from mlx_zip.engine.mlx_engine import open_engine
+        from mlx_zip.engine.mlx.mlx_engine import open_engine
 
         return open_engine("stories", max_running=3)
     from mlx_zip.cuda.engine import open_cuda_engine

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_zip import load
-from mlx_zip.engine.mlx_engine import open_engine
+from mlx_zip.engine.mlx.mlx_engine import open_engine
 from support.http_server import serving
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")

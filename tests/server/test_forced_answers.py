@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
+from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.models.loading import load
 from mlx_zip.server.options import Options

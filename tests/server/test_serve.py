@@ -20,7 +20,7 @@ import anthropic
 import openai
 import pytest
 
-from mlx_zip.engine.generate import load, stream_generate
+from mlx_zip.engine.mlx.generate import load, stream_generate
 from support.http_server import post, read_all, until
 from support.places import REPO
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_zip import cli
-from mlx_zip.engine.generate import load, stream_generate
+from mlx_zip.engine.mlx.generate import load, stream_generate
 
 MODEL = "llama_transformer_tied_lora"
 

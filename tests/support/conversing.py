@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip import load, stream_generate
-from mlx_zip.engine.prompt_caches import notes_on
+from mlx_zip.engine.mlx.prompt_caches import notes_on
 from mlx_zip.layout import is_zip
 from mlx_zip.models.rows.zip_state import find_state
 from support import tiny_text

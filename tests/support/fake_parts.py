@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_zip.engine import EngineInfo, Progress
-from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
 
@@ -28,7 +28,7 @@ class FakeServed:
         self.options = RunOptions(prefill_step_size=chunk)
         self.notes: Notes = []
         self.free: Callable[[Any], None] = lambda cache: None
-        self.make_reading: Callable[[Job], Any] = lambda job: FakeReading(self, job)
+        self.make_reading: Callable[[Request], Any] = lambda request: FakeReading(self, request)
 
     def new_cache(self, start: Any) -> Any:
         return SimpleNamespace()
@@ -52,47 +52,47 @@ class FakeServed:
 class FakeReading:
     """A prompt that is being read."""
 
-    def __init__(self, served: FakeServed, job: Job) -> None:
-        self.served, self.job, self.left = served, job, len(job.prompt_ids)
+    def __init__(self, served: FakeServed, request: Request) -> None:
+        self.served, self.request, self.left = served, request, len(request.prompt_ids)
 
     def read(self, at_most: int) -> tuple[int, Any]:
         count = min(at_most, self.left)
         self.left -= count
-        self.served.notes.append(("read", name_of(self.job), count))
-        total = len(self.job.prompt_ids)
-        self.job.note_read(self.job.prompt_ids[total - self.left - count : total - self.left])
-        self.job.send(Progress(total - self.left, total))
-        return count, None if self.left else FakeGroup(self.served, [self.job])
+        self.served.notes.append(("read", name_of(self.request), count))
+        total = len(self.request.prompt_ids)
+        self.request.note_read(self.request.prompt_ids[total - self.left - count : total - self.left])
+        self.request.send(Progress(total - self.left, total))
+        return count, None if self.left else FakeGroup(self.served, [self.request])
 
 
 class FakeGroup:
     """A request that takes steps."""
 
-    def __init__(self, served: FakeServed, jobs: list[Job]) -> None:
-        self.served, self.jobs = served, jobs
+    def __init__(self, served: FakeServed, requests: list[Request]) -> None:
+        self.served, self.requests = served, requests
 
     @property
     def length(self) -> int:
-        return max(job.held_ids for job in self.jobs)
+        return max(request.held_ids for request in self.requests)
 
     def begin(self) -> None:
-        self.served.notes.append(("step", *map(name_of, self.jobs)))
+        self.served.notes.append(("step", *map(name_of, self.requests)))
 
     def read(self) -> None:
-        for job in self.jobs:
-            if job.handle.cancelled:
-                job.reason = "cancelled"
+        for request in self.requests:
+            if request.handle.cancelled:
+                request.reason = "cancelled"
             else:
-                job.take(Chosen(1))
+                request.take(Chosen(1))
 
-    def settle(self) -> list[Job]:
-        leaving = [job for job in self.jobs if job.reason is not None]
-        self.jobs = [job for job in self.jobs if job.reason is None]
+    def settle(self) -> list[Request]:
+        leaving = [request for request in self.requests if request.reason is not None]
+        self.requests = [request for request in self.requests if request.reason is None]
         return leaving
 
     def launch(self) -> None:
-        for job in self.jobs:
-            job.note_read([1])
+        for request in self.requests:
+            request.note_read([1])
 
     def finish(self) -> None:
         return
@@ -110,7 +110,7 @@ class FakeGroup:
         return
 
     def drop(self) -> None:
-        self.jobs = []
+        self.requests = []
 
 
 class FakePartsEngine(ThreadedEngine):
@@ -120,8 +120,8 @@ class FakePartsEngine(ThreadedEngine):
         self.tokenizer = None
         return load()
 
-    def _reading(self, served: Any, job: Job) -> Any:
-        return served.make_reading(job)
+    def _reading(self, served: Any, request: Request) -> Any:
+        return served.make_reading(request)
 
     def _scores(self, served: Any, row: Any, top: int) -> Iterator[Any]:
         raise AssertionError("these parts score nothing")
@@ -130,6 +130,6 @@ class FakePartsEngine(ThreadedEngine):
         return {"memory_bytes": 0, "peak_memory_bytes": 0}
 
 
-def name_of(job: Job) -> int:
+def name_of(request: Request) -> int:
     """A request's name: the first id of its prompt."""
-    return int(job.checked.base_ids[0])
+    return int(request.checked.base_ids[0])

@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 from mlx_lm.models import llama
 
-from mlx_zip.engine.generate import stream_generate
+from mlx_zip.engine.mlx.generate import stream_generate
 from support import tiny, tiny_text
 
 TOKENIZER = tiny_text.byte_level()

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlx_zip.engine import Submission, Ticket
 from mlx_zip.engine.interface import Deliver
-from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
+from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from support.tiny import random_model
 from support.tool_templates import with_tools

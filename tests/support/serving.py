@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Emitted, Engine, Failed, Finished, Submission
-from mlx_zip.engine.generate import stream_generate
-from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
+from mlx_zip.engine.mlx.generate import stream_generate
+from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore

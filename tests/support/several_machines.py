@@ -142,7 +142,7 @@ def serve_on(n: int, home: Path, folder: Path, requests: Sequence[Mapping[str, A
 
 
 def _write_answers(job: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], out: str) -> None:
-    from mlx_zip.engine.split_engine import open_split_engine
+    from mlx_zip.engine.mlx.split_engine import open_split_engine
     from mlx_zip.models.machines import is_first, machines
 
     folder, requests, options = job
@@ -250,7 +250,7 @@ def _serve_until(folder: Path, busy: bool, ready: str) -> int:
 
 def _serve_watched(group: Any, folder: Path, busy: bool, ready: str) -> int:
     from mlx_zip.engine import Submission
-    from mlx_zip.engine.split_engine import open_split_engine
+    from mlx_zip.engine.mlx.split_engine import open_split_engine
     from mlx_zip.errors import MachineError
     from mlx_zip.models.machines import is_first
     from support.serving import Watch

@@ -6,7 +6,7 @@ import numpy as np
 
 from mlx_zip import compress
 from mlx_zip.codec import CodecParams
-from mlx_zip.engine.generate import stream_generate
+from mlx_zip.engine.mlx.generate import stream_generate
 from support.generating import ENDLESS
 from support.tiny import MERGE, PAD, SLOTS, VOCAB, base_ids, tiny_model
 

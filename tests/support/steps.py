@@ -11,17 +11,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.generate import emit
-from mlx_zip.engine.group import Reading
 from mlx_zip.engine.interface import Emitted, Submission
-from mlx_zip.engine.job import Inline, Job
+from mlx_zip.engine.mlx.generate import emit
+from mlx_zip.engine.mlx.group import Reading
+from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.scheduler import Scheduler
-from mlx_zip.engine.served import Served
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checked
-from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.models.refill import factors_for
+from mlx_zip.sampling.options import Sampling
 
 
 def decode_steps(
@@ -62,14 +62,14 @@ class Together:
         self.ids: list[list[int]] = [[] for _ in prompts]
         served = Served(model, None, RunOptions(prefill_step_size=chunk, ahead=ahead))
         reading = partial(Reading, served)
-        self.scheduler = Scheduler(served, NoSessions(), len(prompts), None, lambda job: None, reading, raises=True)
-        self.jobs = []
+        self.scheduler = Scheduler(served, NoSessions(), len(prompts), None, lambda request: None, reading, raises=True)
+        self.requests = []
         for row, prompt in enumerate(prompts):
             own = Inline(ids=prompt, processors=tuple(() if processors is None else processors[row]))
             submission = Submission(prompt.tolist(), keep=False)
             checked = Checked(submission, as_ids(prompt), Sampling(**sampling), None, "", 0)
-            self.jobs.append(Job(checked, self._taker(row), own))
-            self.scheduler.add(self.jobs[-1])
+            self.requests.append(Request(checked, self._taker(row), own))
+            self.scheduler.add(self.requests[-1])
 
     def _taker(self, row: int) -> Callable[[Any], None]:
         return lambda event: self.ids[row].append(event.id) if isinstance(event, Emitted) else None
@@ -85,12 +85,12 @@ class Together:
         ends = {row: count for count, row in end}
         while any(len(ids) < ends.get(row, steps) for row, ids in enumerate(self.ids)):
             self.scheduler.work()
-            for job in self.jobs:
-                if job.error is not None:
-                    raise job.error
+            for request in self.requests:
+                if request.error is not None:
+                    raise request.error
             for row, count in ends.items():
                 if len(self.ids[row]) >= count:
-                    self.jobs[row].handle.cancelled = True
+                    self.requests[row].handle.cancelled = True
         return [ids[: ends.get(row, steps)] for row, ids in enumerate(self.ids)]
 
 

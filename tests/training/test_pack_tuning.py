@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mlx_zip import CodecParams, DataError, TrainingError
+from mlx_zip.engine.mlx.scoring import score
 from mlx_zip.engine.scored import Compressed
-from mlx_zip.engine.scoring import score
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.checkpoints import checkpoints

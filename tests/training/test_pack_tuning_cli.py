@@ -13,7 +13,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import save_config, save_model
 
 from mlx_zip import ConfigError, DataError, ModelError, load
-from mlx_zip.engine.generate import generate
+from mlx_zip.engine.mlx.generate import generate
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.packs.tuned import TunedRows
 from support import tiny_text

@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip import CodecParams, load
+from mlx_zip.engine.mlx.scoring import score
 from mlx_zip.engine.scored import Compressed
-from mlx_zip.engine.scoring import score
 from mlx_zip.errors import ConversionError, TrainingError
 from mlx_zip.packs.pack import IN_ADAPTER, Pack, load_pack
 from mlx_zip.packs.tuned import TunedRows

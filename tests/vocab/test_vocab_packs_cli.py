@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_zip.cli.vocab.packs import _shown_in
-from mlx_zip.engine.generate import load
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.packs.pack import Pack, load_pack, save_pack

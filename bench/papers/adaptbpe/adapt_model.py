@@ -32,7 +32,7 @@ from mlx_zip.bench.plots import save
 from mlx_zip.bench.recording import surroundings
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
-from mlx_zip.engine.scoring import compress_row, context_limit, score
+from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, ratio_error, window_bits
 from mlx_zip.layout import is_zip
@@ -178,7 +178,7 @@ class AdaptedModels:
 
     def score(self, folder: Path, documents: Sequence[Document]) -> Result:
         """Loads the model in a folder and scores the documents with it, strictly."""
-        from mlx_zip.engine.generate import load
+        from mlx_zip.engine.mlx.generate import load
 
         model, tokenizer = load(folder)
         windows = cut_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Scores the documents; yields the record of the model without a pack, then one per pack in the order given."""
-    from mlx_zip.engine.generate import load
+    from mlx_zip.engine.mlx.generate import load
 
     packs = read_packs(args.pack)
     (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)

@@ -18,7 +18,7 @@ from typing import Any
 from mlx_zip.arguments import add_separator, check_at_least
 from mlx_zip.bench.recording import surroundings
 from mlx_zip.codec import Codebook
-from mlx_zip.engine.scoring import codec
+from mlx_zip.engine.mlx.scoring import codec
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the record of the model without a pack, then those of each size: the learned pack, then each --pack."""
-    from mlx_zip.engine.generate import load
+    from mlx_zip.engine.mlx.generate import load
 
     given = read_packs(args.pack)
     (model, tokenizer), (base, _) = load(args.model, codebook_size=args.codebook_size), load(args.base)

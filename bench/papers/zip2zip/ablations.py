@@ -332,7 +332,7 @@ class Laboratory:
 
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
         """Scores the trained model of a run on every text of --valid; returns its parameters and the texts' figures."""
-        from mlx_zip.engine.generate import load
+        from mlx_zip.engine.mlx.generate import load
         from mlx_zip.evaluation.bits import measure_bits
         from mlx_zip.training.run import trained_model
 

@@ -112,7 +112,7 @@ def _check(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> Any:
     """Returns what answers are asked for with. Raises `GenerationError` for sampling flags out of range."""
     from mlx_zip.cli.serving.opening import json_map
-    from mlx_zip.generation.sampling_options import Sampling
+    from mlx_zip.sampling.options import Sampling
 
     sampling = {name: getattr(args, name) for name in NUMBERS if name != "seed"}
     Sampling.of({**sampling, "seed": args.seed})

@@ -20,10 +20,10 @@ from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server
 from mlx_zip.cli.serving.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
-from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
+from mlx_zip.sampling.options import Sampling
 
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so

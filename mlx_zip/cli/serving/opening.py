@@ -27,10 +27,10 @@ def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: An
     if engine != engine_choice.MLX:
         return engine_choice.open_torch(name, engine, **options)
     if group is None:
-        from mlx_zip.engine.mlx_engine import open_engine
+        from mlx_zip.engine.mlx.mlx_engine import open_engine
 
         return open_engine(name, **options)
-    from mlx_zip.engine.split_engine import open_split_engine
+    from mlx_zip.engine.mlx.split_engine import open_split_engine
 
     return open_split_engine(group, name, **options)
 

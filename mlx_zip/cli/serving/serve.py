@@ -102,7 +102,7 @@ def _check(args: argparse.Namespace) -> None:
         raise GenerationError(f"--drain must be below {MOST_S}, got {args.drain}")
     check_wired(args.keep_wired)
 
-    from mlx_zip.generation.sampling_options import Sampling
+    from mlx_zip.sampling.options import Sampling
 
     Sampling(**{name: getattr(args, name) for name in SAMPLING})
 

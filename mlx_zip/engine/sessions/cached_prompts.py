@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.group import Reading
 from mlx_zip.engine.interface import SessionInfo, Submission
-from mlx_zip.engine.job import Job
+from mlx_zip.engine.mlx.group import Reading
+from mlx_zip.engine.mlx.prompt_caches import CacheTurn
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.prompt_caches import CacheTurn
-from mlx_zip.engine.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
+from mlx_zip.engine.request import Request
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checked
-from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 
 
@@ -63,13 +63,13 @@ def cache_prompt(
     check_kv(model, cache, kv.bits, kv.group_size, PREFILL_STEP_SIZE, kv.start)
     check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
     state, submission = find_state(cache), Submission(base_ids, max_tokens=1)
-    job = Job(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
-    job.begin(served, Checkout(cache, 0, 0, ""))
-    reading, group = Reading(served, job), None
+    request = Request(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
+    request.begin(served, Checkout(cache, 0, 0, ""))
+    reading, group = Reading(served, request), None
     progress(0)
     while group is None:
         _, group = reading.read(PREFILL_STEP_SIZE)
-        progress(job.held_ids if state is None else state.books[0].base_length)
+        progress(request.held_ids if state is None else state.books[0].base_length)
     store = open_store(model, tokenizer, options)
     held = None if state is not None else base_ids
     store.put(cache, pack_key="", base_ids=held)

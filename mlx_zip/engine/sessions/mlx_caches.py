@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_from_json
-from mlx_zip.engine.served import bounded_cache
+from mlx_zip.engine.mlx.served import bounded_cache
 from mlx_zip.engine.sessions.files import check_held
 from mlx_zip.engine.sessions.format import (
     BadFileError,

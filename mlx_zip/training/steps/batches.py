@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.generation.canonical import excluded_after
+from mlx_zip.sampling.canonical import excluded_after
 from mlx_zip.training.prepare.shards import Sample, grows
 
 _SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
@@ -112,7 +112,7 @@ def make_batch(
     indices: the samples' numbers, for messages. availability: "causal" lets an entry be predicted from the position
     that installs it, as generation does; "legacy" lets every position predict all of the sample's entries (arXiv
     2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
-    compressor would not have written (`mlx_zip.generation.canonical`), under "causal" only. padding: rules for the
+    compressor would not have written (`mlx_zip.sampling.canonical`), under "causal" only. padding: rules for the
     arrays' sizes, which change no loss but its last digits. Raises `DataError` naming a sample that its codebook cannot
     read, or whose base ids are not as many as recorded.
     """

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.generation import canonical
 from mlx_zip.models.zip_model import Model
+from mlx_zip.sampling import canonical
 from mlx_zip.training.steps.batches import CLOSE, Batch, Padding
 from mlx_zip.training.steps.whole import Outputs, Samples, encode, encode_rows, run_whole
 
@@ -184,7 +184,7 @@ def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays
     """Returns nats [B, L], at most 0: how much cheaper each target is when excluded ids get no probability.
 
     It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `joint_nats`; normaliser [B, L]:
-    their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.generation.canonical`), without a second
+    their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.sampling.canonical`), without a second
     pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]

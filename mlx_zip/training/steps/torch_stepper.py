@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError
-from mlx_zip.generation.exclusions import MOST
+from mlx_zip.sampling.exclusions import MOST
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee

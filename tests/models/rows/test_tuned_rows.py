@@ -14,8 +14,8 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 from mlx_zip import DataError, ModelError, RowStore, ZipState
-from mlx_zip.engine.generate import batch_generate, generate, stream_generate
-from mlx_zip.engine.scoring import compress_row, score
+from mlx_zip.engine.mlx.generate import batch_generate, generate, stream_generate
+from mlx_zip.engine.mlx.scoring import compress_row, score
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.packs.pack import Pack, load_pack, merge_packs, save_pack
 from mlx_zip.packs.tuned import PlainCodec, TunedRows
@@ -190,7 +190,7 @@ def test_scores_are_those_of_the_model_with_the_rows():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_generation_reads_tuned_rows_also_ahead_of_the_host(ahead, monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_zip.engine.generate"], "_ahead", lambda model: ahead)
+    monkeypatch.setattr(sys.modules["mlx_zip.engine.mlx.generate"], "_ahead", lambda model: ahead)
     cache, feed, expected = MODEL.make_cache(pack=TUNED), IDS, []
     for _ in range(20):
         expected.append(int(np.argmax(last_logits(MODEL, feed, cache))))

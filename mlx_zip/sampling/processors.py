@@ -14,9 +14,9 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.sample_utils import make_logits_processors as mlx_lm_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
-from mlx_zip.generation.penalty_terms import PenaltyTerms
-from mlx_zip.generation.sampling_options import MOST_BIAS, Sampling, SamplingOptions, as_logit_bias
 from mlx_zip.models.rows.zip_state import ZipState
+from mlx_zip.sampling.options import MOST_BIAS, Sampling, SamplingOptions, as_logit_bias
+from mlx_zip.sampling.penalties import PenaltyTerms
 
 __all__ = [
     "MOST_BIAS",

@@ -19,10 +19,10 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_zip.engine.choosing import Choice, choose
 from mlx_zip.engine.interface import Progress
-from mlx_zip.engine.job import Job
-from mlx_zip.engine.served import Served
+from mlx_zip.engine.mlx.choosing import Choice, choose
+from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.request import Request
 from mlx_zip.errors import MachineError
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
@@ -31,13 +31,13 @@ from mlx_zip.models.rows.zip_state import find_state, submitting
 
 
 class Group:
-    """Requests with one cache. jobs: one per row. cache: of one request, or of a batch if there are several.
+    """Requests with one cache. requests: one per row. cache: of one request, or of a batch if there are several.
 
     logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already.
     """
 
-    def __init__(self, served: Served, jobs: list[Job], cache: list[Any], logits: mx.array | None) -> None:
-        self.served, self.jobs, self.cache = served, jobs, cache
+    def __init__(self, served: Served, requests: list[Request], cache: list[Any], logits: mx.array | None) -> None:
+        self.served, self.requests, self.cache = served, requests, cache
         self.tokens: list[int] = []
         self._ahead: Ahead | None = None
         self._begun: mx.array | None = None  # the body's output of a step that began before its ids were read
@@ -53,19 +53,23 @@ class Group:
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
-            self._choice = choose(self.jobs, self._logits, end, pad_id, served.machines)
+            self._choice = choose(self.requests, self._logits, end, pad_id, served.machines)
             self._choice.start(*(served.model.row_source.submit_rows() if served.hyper else ()))
         self._logits = None
 
     def begin(self) -> None:
         """Enqueues the next step over ids that are still on the device, where that is possible."""
         served = self.served
-        if not served.ahead or self._choice is None or any(job.submission.constraint is not None for job in self.jobs):
+        if (
+            not served.ahead
+            or self._choice is None
+            or any(request.submission.constraint is not None for request in self.requests)
+        ):
             return
         with mx.stream(generation_stream):
             if not served.hyper:
                 self._begun = served.model(self._choice.y[:, None], cache=self.cache)[:, -1]
-            elif served.long_context is None or len(self.jobs) == 1:
+            elif served.long_context is None or len(self.requests) == 1:
                 self._ahead = self._ahead or Ahead(served.model, self.cache)
                 self._begun = self._ahead.run(self._choice.y)
             if self._begun is not None:
@@ -78,36 +82,36 @@ class Group:
         if self.served.hyper:
             self.served.model.row_source.settle_submitted()
         self.tokens = [one.id for one in chosen]
-        for job, one in zip(self.jobs, chosen, strict=True):
-            if one.failed and job.error is None:
-                job.error = MachineError("the request failed on the first machine")
-            if job.error is not None:
+        for request, one in zip(self.requests, chosen, strict=True):
+            if one.failed and request.error is None:
+                request.error = MachineError("the request failed on the first machine")
+            if request.error is not None:
                 continue
-            if job.handle.cancelled:
-                job.reason = "cancelled"
+            if request.handle.cancelled:
+                request.reason = "cancelled"
                 continue
             try:
-                job.take(one)
+                request.take(one)
             except Exception as error:
-                job.error = error
+                request.error = error
 
     def wait(self) -> None:
         """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""
         if self._choice is not None:
             mx.eval(self._choice.y)
 
-    def settle(self) -> list[Job]:
+    def settle(self) -> list[Request]:
         """Takes out the requests that have ended or failed, and returns them, each with a cache of its own."""
-        leaving = [job for job in self.jobs if not job.stays]
-        stay = [row for row, job in enumerate(self.jobs) if job not in leaving]
+        leaving = [request for request in self.requests if not request.stays]
+        stay = [row for row, request in enumerate(self.requests) if request not in leaving]
         begun = self._begun is not None
         if begun:
             self._follow(stay)
         if leaving:
             self._keep(stay)
-        for job in leaving if begun and (stay or not self.served.hyper) else ():
-            if job.reason == "cancelled" or job.error is not None:
-                self._take_back(job)
+        for request in leaving if begun and (stay or not self.served.hyper) else ():
+            if request.reason == "cancelled" or request.error is not None:
+                self._take_back(request)
         return leaving
 
     def launch(self) -> None:
@@ -116,11 +120,11 @@ class Group:
             with mx.stream(generation_stream), self._submitting():
                 ids = mx.array(self.tokens, mx.uint32)[:, None]
                 self._logits = self.served.model(ids, cache=self.cache)[:, -1]
-        for job, token in zip(self.jobs, self.tokens, strict=True):
-            job.note_read([token])
-        if len(self.jobs) == 1:
+        for request, token in zip(self.requests, self.tokens, strict=True):
+            request.note_read([token])
+        if len(self.requests) == 1:
             self.served.quantize(self.cache)
-        if any(job.submission.constraint is not None for job in self.jobs):
+        if any(request.submission.constraint is not None for request in self.requests):
             mx.async_eval(self._logits)
         else:
             self.choose()
@@ -139,24 +143,24 @@ class Group:
             if self.served.hyper:
                 self.served.model.forget(self.cache, find_state(self.cache).offset)  # type: ignore[union-attr]
             else:
-                for job, token in zip(self.jobs, self.tokens, strict=True):
-                    job.note_read([token])
+                for request, token in zip(self.requests, self.tokens, strict=True):
+                    request.note_read([token])
             return
         with mx.stream(generation_stream):
             logits = begun if self._ahead is None else self._ahead.follow(begun, self._choice.y)[:, -1]
-            self._logits = logits if len(stay) == len(self.jobs) else logits[mx.array(list(stay))]
+            self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:
-            for row, (job, token) in enumerate(zip(self.jobs, self.tokens, strict=True)):
-                job.note_read([token] if row not in stay else [])
+            for row, (request, token) in enumerate(zip(self.requests, self.tokens, strict=True)):
+                request.note_read([token] if row not in stay else [])
 
-    def _take_back(self, job: Job) -> None:
+    def _take_back(self, request: Request) -> None:
         """Takes the last id, which was not delivered, out of a request's cache, if the cache can be trimmed."""
-        assert job.cache is not None
+        assert request.cache is not None
         if self.served.hyper:
-            self.served.model.forget(job.cache, job.book.mark() - 1)
-        elif can_trim_prompt_cache(job.cache):
-            trim_prompt_cache(job.cache, 1)
-            job.forget_last()
+            self.served.model.forget(request.cache, request.book.mark() - 1)
+        elif can_trim_prompt_cache(request.cache):
+            trim_prompt_cache(request.cache, 1)
+            request.forget_last()
 
     def _submitting(self) -> Any:
         """Returns a context in which the device begins with a step's parts while the rest is built."""
@@ -175,7 +179,7 @@ class Group:
         if self.served.long_context is None:
             return False
         long = find_state(self.cache).long_rope  # type: ignore[union-attr]
-        same = all(job.needs_long(token) == long for job, token in zip(self.jobs, self.tokens, strict=True))
+        same = all(request.needs_long(token) == long for request, token in zip(self.requests, self.tokens, strict=True))
         return long if same else None
 
     def switching(self) -> list[int]:
@@ -183,42 +187,42 @@ class Group:
         if self.served.long_context is None or self._logits is not None:  # the latter after a step that began early
             return []
         long = find_state(self.cache).long_rope  # type: ignore[union-attr]
-        rows = enumerate(zip(self.jobs, self.tokens, strict=True))
-        return [row for row, (job, token) in rows if job.needs_long(token) != long]
+        rows = enumerate(zip(self.requests, self.tokens, strict=True))
+        return [row for row, (request, token) in rows if request.needs_long(token) != long]
 
-    def split(self, rows: Sequence[int]) -> list[Job]:
+    def split(self, rows: Sequence[int]) -> list[Request]:
         """Takes rows out and returns their requests, each with a cache of its own, which is to read the id just taken.
 
         Ids have been read, nothing more.
         """
-        out = [self.jobs[row] for row in rows]
-        for row, job in zip(rows, out, strict=True):
-            job.next_ids = np.array(self.tokens[row : row + 1], np.uint32)
-        self._keep([row for row in range(len(self.jobs)) if row not in rows])
+        out = [self.requests[row] for row in rows]
+        for row, request in zip(rows, out, strict=True):
+            request.next_ids = np.array(self.tokens[row : row + 1], np.uint32)
+        self._keep([row for row in range(len(self.requests)) if row not in rows])
         return out
 
     def join(self, others: Sequence[Group]) -> None:
         """Takes in the rows of other groups, which must not be used any more. Ids have been read, nothing more."""
         caches = [other.cache for other in others]
-        if len(self.jobs) == 1:
+        if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
             for cache in caches:
                 extend_cache(self.served.model, self.cache, cache)
         for other in others:
-            self.jobs += other.jobs
+            self.requests += other.requests
             self.tokens += other.tokens
         self._ahead = None
         self._bind()
 
     def _keep(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
-        batch, jobs = len(self.jobs) > 1, self.jobs
-        for row, job in enumerate(jobs):
+        batch, requests = len(self.requests) > 1, self.requests
+        for row, request in enumerate(requests):
             if row not in stay:
-                job.cache = extract_cache(self.cache, row) if batch else self.cache
-                job.bind(find_state(job.cache), 0)
-        self.jobs, self.tokens = [jobs[row] for row in stay], [self.tokens[row] for row in stay]
+                request.cache = extract_cache(self.cache, row) if batch else self.cache
+                request.bind(find_state(request.cache), 0)
+        self.requests, self.tokens = [requests[row] for row in stay], [self.tokens[row] for row in stay]
         if not stay:
             self.cache = []
         elif len(stay) == 1 and batch:
@@ -231,19 +235,19 @@ class Group:
     def _bind(self) -> None:
         """Makes each request use its row, and frees the memory of those that use it no more."""
         state = find_state(self.cache)
-        for row, job in enumerate(self.jobs):
-            job.bind(state, row)
-            job.cache = self.cache if len(self.jobs) == 1 else None
+        for row, request in enumerate(self.requests):
+            request.bind(state, row)
+            request.cache = self.cache if len(self.requests) == 1 else None
 
     def drop(self) -> None:
         """Frees the cache and forgets the requests, after the group has failed."""
-        self.jobs, self.tokens = [], []
+        self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
 
     @property
     def length(self) -> int:
         """Ids per row that the KV caches hold, padding included."""
-        return max(job.held_ids for job in self.jobs)
+        return max(request.held_ids for request in self.requests)
 
 
 class Reading:
@@ -253,15 +257,15 @@ class Reading:
     those of a prompt that goes on from a session, or the one id of a step in the middle of an answer.
     """
 
-    def __init__(self, served: Served, job: Job) -> None:
-        self.served, self.job = served, job
-        self._next = job.next_ids
+    def __init__(self, served: Served, request: Request) -> None:
+        self.served, self.request = served, request
+        self._next = request.next_ids
         self._ids = mx.array(self._next.astype(np.int32))
         self._done = 0
         self._refill: Refill | None = None
         self._factors: dict[str, bool] = {}
         if served.long_context is not None:
-            self._factors, self._refill = factors_for(served.model, job.cache, self._next[None])
+            self._factors, self._refill = factors_for(served.model, request.cache, self._next[None])
         self._again = 0 if self._refill is None else self._refill.total
 
     @property
@@ -293,7 +297,7 @@ class Reading:
 
     def _tell(self) -> None:
         total = self._again + len(self._ids)
-        self.job.send(Progress(total - self.left, total))
+        self.request.send(Progress(total - self.left, total))
 
     def _read_again(self, refill: Refill, at_most: int) -> None:
         """Reads up to `at_most` ids of the context again. The request's cache is as before until all have been read."""
@@ -306,23 +310,23 @@ class Reading:
 
     def _call(self, begin: int, end: int) -> None:
         """Reads the ids from `begin` up to `end`."""
-        served, cache = self.served, self.job.cache
+        served, cache = self.served, self.request.cache
         assert cache is not None
         served.model(self._ids[None, begin:end], cache=cache, **self._factors)
         served.quantize(cache)
         mx.eval([entry.state for entry in (cache[:-1] if served.hyper else cache)])
-        self.job.note_read(self._next[begin:end])
+        self.request.note_read(self._next[begin:end])
         mx.clear_cache()
 
     def _group(self, last: int) -> Group:
         """Reads the last id and returns the group of this request alone, with its next id chosen."""
-        job, served = self.job, self.served
-        assert job.cache is not None
-        logits = served.model(self._ids[None, last:], cache=job.cache)[:, -1]
-        job.note_read(self._next[last:])
-        served.quantize(job.cache)
-        group = Group(served, [job], job.cache, logits)
+        request, served = self.request, self.served
+        assert request.cache is not None
+        logits = served.model(self._ids[None, last:], cache=request.cache)[:, -1]
+        request.note_read(self._next[last:])
+        served.quantize(request.cache)
+        group = Group(served, [request], request.cache, logits)
         group.choose()
-        if job.error is not None:
-            raise job.error
+        if request.error is not None:
+            raise request.error
         return group

@@ -20,23 +20,23 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.group import Reading
 from mlx_zip.engine.interface import Emitted, Event, Progress, Started, Submission
-from mlx_zip.engine.job import Inline, Job
+from mlx_zip.engine.mlx.group import Reading
+from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
+from mlx_zip.engine.mlx.served import KV_GROUP_SIZES, PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.prompt_caches import CacheTurn, held_ids
+from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, footer
 from mlx_zip.engine.scheduler import Scheduler
-from mlx_zip.engine.served import KV_GROUP_SIZES, PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.sessions.store import Checkout, NoSessions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation.sampling import Sampling, SamplingOptions, make_sampler
 from mlx_zip.layout import is_zip
 from mlx_zip.models.loading import load
 from mlx_zip.models.machines import check_equal
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
+from mlx_zip.sampling.processors import Sampling, SamplingOptions, make_sampler
 from mlx_zip.text.tokenizers import as_tokenizer
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
@@ -158,7 +158,7 @@ def _on_cache(
             if response.finish_reason is None:
                 turn.check()
     finally:
-        read = [*run.jobs[0].prompt_ids.tolist(), *(one.token for one in emitted)] if emitted else []
+        read = [*run.requests[0].prompt_ids.tolist(), *(one.token for one in emitted)] if emitted else []
         reason = emitted[-1].finish_reason if emitted else None
         turn.end(read, [(one.text, one.base_ids) for one in emitted], reason)
 
@@ -195,7 +195,7 @@ class _Run:
     """
 
     def __init__(self, served: Served, inline: Inline, cache: list[Any] | None = None, kept: int = 0) -> None:
-        self.jobs: list[Job] = []
+        self.requests: list[Request] = []
         self._served, self._inline, self._cache, self._kept = served, inline, cache, kept
         self._arrived: deque[tuple[int, Event, Any]] = deque()
         self._yielded: int | None = None  # ids that the caller's cache held when the last id was yielded
@@ -204,9 +204,9 @@ class _Run:
         self, base_ids: Sequence[int], options: Sampling, max_tokens: int, ends: Iterable[int], start: Any = None
     ) -> None:
         """Adds a request. ends: ids that end it. start: what a new cache's codebook begins with."""
-        row, submission = len(self.jobs), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
+        row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
         checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
-        self.jobs.append(Job(checked, lambda event: self._arrive(row, event), self._inline))
+        self.requests.append(Request(checked, lambda event: self._arrive(row, event), self._inline))
 
     def agree(self, facts: object) -> None:
         """Raises `MachineError` if the model is on several machines and another one has other facts of the requests."""
@@ -221,15 +221,15 @@ class _Run:
         for answer in answers:
             answer.start()
         for row, event, logprobs in self.events(progress):
-            if self.jobs[row].handle.cancelled:
+            if self.requests[row].handle.cancelled:
                 continue  # its text has ended
             response = answers[row].take(event, logprobs)
             if response is None:
                 continue
             if response.finish_reason is not None:
-                self.jobs[row].handle.cancelled = True
+                self.requests[row].handle.cancelled = True
             yield row, response
-            if all(job.handle.cancelled for job in self.jobs):
+            if all(request.handle.cancelled for request in self.requests):
                 return
 
     def events(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, Event, Any]]:
@@ -240,9 +240,9 @@ class _Run:
         served = self._served
         store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
         reading = partial(Reading, served)
-        scheduler = Scheduler(served, store, len(self.jobs), None, lambda job: None, reading, raises=True)
-        for job in self.jobs:
-            scheduler.add(job)
+        scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
+        for request in self.requests:
+            scheduler.add(request)
         reported = 0
         while scheduler.busy:
             self._work(scheduler)
@@ -256,7 +256,7 @@ class _Run:
             reported = 0
 
     def _arrive(self, row: int, event: Event) -> None:
-        self._arrived.append((row, event, self.jobs[row].logprobs if isinstance(event, Emitted) else None))
+        self._arrived.append((row, event, self.requests[row].logprobs if isinstance(event, Emitted) else None))
 
     def _work(self, scheduler: Scheduler) -> None:
         """Takes a round. If something raises, the caller's cache is as it was when the last id was yielded."""
@@ -265,9 +265,9 @@ class _Run:
             self._yielded = state.offset
         try:
             scheduler.work()
-            for job in self.jobs:
-                if job.error is not None:
-                    raise job.error
+            for request in self.requests:
+                if request.error is not None:
+                    raise request.error
         except BaseException:
             if self._yielded is not None:
                 self._served.model.forget(self._cache, self._yielded)
@@ -381,7 +381,7 @@ def stream_batch(
         check_prompt(served, cache, turn)
         run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids, own)
         answers.append(Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory))
-    facts = [job.submission.base_ids for job in run.jobs], max_tokens, stop, options
+    facts = [request.submission.base_ids for request in run.requests], max_tokens, stop, options
     return _with_wired_memory(model, _in_batch(run, answers, options.seed, facts))
 
 

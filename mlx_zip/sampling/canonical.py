@@ -1,7 +1,7 @@
 """Canonical decoding: forbids ids that the compressor would never write next, unless together they are more likely
 than all others.
 
-Which ids these are, and why, is in `mlx_zip.generation.exclusions`, which needs no MLX.
+Which ids these are, and why, is in `mlx_zip.sampling.exclusions`, which needs no MLX.
 
 If such ids hold most of the probability, however, the model has begun to spell something out and is sure of the next
 part: for example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_zip.generation.exclusions import MOST, BaseIds, CanonicalIds, Exclusions, Followers, excluded_after
+from mlx_zip.sampling.exclusions import MOST, BaseIds, CanonicalIds, Exclusions, Followers, excluded_after
 
 __all__ = [
     "MOST",

@@ -20,8 +20,8 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from mlx_zip.engine.interface import Constraint, Deliver, Submission
-from mlx_zip.engine.job import Handle, Job
-from mlx_zip.engine.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
+from mlx_zip.engine.mlx.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
+from mlx_zip.engine.request import Handle, Request
 from mlx_zip.engine.sessions.folder import SHARE
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.engine.submissions import Checked
@@ -64,7 +64,7 @@ class SplitEngine(MlxEngine):
     def __init__(self, group: Group, *args: Any, **options: Any) -> None:
         self._group, self._first = group, group.rank() == 0
         self._news: list[News] = []  # not yet sent to the others
-        self._jobs: dict[int, Job] = {}  # requests that have not ended, by number
+        self._requests: dict[int, Request] = {}  # requests that have not ended, by number
         self._numbers = 0
         super().__init__(*args, **options)
 
@@ -79,28 +79,28 @@ class SplitEngine(MlxEngine):
     def _scores(self, served: Any, row: Any, top: int) -> NoReturn:
         raise GenerationError("a model that is split over several machines does not tell how likely a prompt is")
 
-    def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
+    def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
         self.check_pack(submission.pack)
         if submission.constraint is not None:
             submission = replace(submission, constraint=_LateFailure(submission.constraint))
-        job = super()._make_job(submission, deliver)
-        job.handle = _SharedHandle()
-        return job
+        request = super()._make_request(submission, deliver)
+        request.handle = _SharedHandle()
+        return request
 
     def check_pack(self, pack: Any) -> None:
         super().check_pack(pack)
         if pack is not None and as_pack(pack).rows is not None:
             raise GenerationError("pack: tuned rows are not sent to other machines; start all of them with --pack")
 
-    def _add(self, job: Job) -> None:
+    def _add(self, request: Request) -> None:
         """Notes a request for the others; it is given to the scheduler together with theirs."""
-        self._jobs[self._numbers] = job
-        self._news.append(["add", self._numbers, _as_json(job.checked)])
+        self._requests[self._numbers] = request
+        self._news.append(["add", self._numbers, _as_json(request.checked)])
         self._numbers += 1
 
-    def _ended(self, job: Job) -> None:
-        super()._ended(job)
-        self._jobs = {number: one for number, one in self._jobs.items() if one is not job}
+    def _ended(self, request: Request) -> None:
+        super()._ended(request)
+        self._requests = {number: one for number, one in self._requests.items() if one is not request}
 
     # ---- sessions
 
@@ -167,8 +167,8 @@ class SplitEngine(MlxEngine):
                 going = False
             elif what == "add":
                 self._begin(*facts)
-            elif what == "cancel" and facts[0] in self._jobs:
-                self._jobs[facts[0]].handle.confirm()  # type: ignore[attr-defined]
+            elif what == "cancel" and facts[0] in self._requests:
+                self._requests[facts[0]].handle.confirm()  # type: ignore[attr-defined]
             elif what == "purge":  # all machines mark the same requests; the first has forgotten its sessions already
                 self._scheduler.keep_none()
                 self._counted(None if self._first else self._store.purge())
@@ -180,7 +180,11 @@ class SplitEngine(MlxEngine):
         self._inbox.take(0 if scheduler.busy or closing else HEARTBEAT_S)
         if closing and time.monotonic() >= self._deadline:
             scheduler.cancel_all()
-        asked = [["cancel", n] for n, job in self._jobs.items() if job.handle.asked and not job.handle.cancelled]  # type: ignore[attr-defined]
+        asked = [
+            ["cancel", n]
+            for n, request in self._requests.items()
+            if request.handle.asked and not request.handle.cancelled
+        ]  # type: ignore[attr-defined]
         news, self._news = [*self._news, *asked], []
         over = closing and not (news or scheduler.busy)
         return [["end"]] if over else news
@@ -188,11 +192,11 @@ class SplitEngine(MlxEngine):
     def _begin(self, number: int, facts: Mapping[str, Any]) -> None:
         """Gives a request to the scheduler, on every machine in the same round."""
         if not self._first:
-            self._jobs[number] = job = Job(
+            self._requests[number] = request = Request(
                 self._checks.check(_from_json(facts, self.info.vocab_size)), lambda event: None
             )
-            job.handle = _SharedHandle()
-        self._scheduler.add(self._jobs[number])
+            request.handle = _SharedHandle()
+        self._scheduler.add(self._requests[number])
 
 
 class _SharedHandle(Handle):

@@ -1,4 +1,4 @@
-"""A caller's prompt cache: `CacheTurn`, one request's use of it, and notes on the ids that it has read.
+"""A caller's prompt cache: `CacheTurn`, one request's use of it; notes on the ids that it has read; its files.
 
 The notes are there so that of a whole conversation only the new part is read. For each plain model's cache they hold
 its ids, and the answers that were generated with it. (A zip2zip model's cache logs its ids itself, in the codebook, and
@@ -14,16 +14,18 @@ plain model's cache all ids are read again, and past answers are tokenized like 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_prompt_cache, trim_prompt_cache
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.models.batching import entries_of
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
@@ -201,3 +203,63 @@ def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
         return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
     spans: Uint32s | Any = state.books[0].logged()[1]
     return np.cumsum(spans.astype(np.int64))
+
+
+# ---- files, as `mlx_lm.cache_prompt` and `save_prompt_cache` write them
+
+
+@dataclass(frozen=True)
+class SavedCache:
+    """A prompt cache from a file, and what the file says of its model.
+
+    cache: as `stream_generate` takes it. model: name of the model that made the cache, None if the file does not say.
+    tokenizer_config: arguments with which that model's tokenizer was loaded. positions: settings that keys depend on,
+    as `mlx_zip cache-prompt` notes them; None if the file does not say.
+    """
+
+    file: str
+    cache: list[Any]
+    model: str | None
+    tokenizer_config: dict[str, Any]
+    positions: str | None = None
+
+    def model_for(self, name: str | None) -> str:
+        """Returns the name of the model to load. name: the model asked for, None for the one that the file names.
+
+        Raises `GenerationError` if they differ, or neither is known.
+        """
+        if not name and self.model is None:
+            raise GenerationError(f"--prompt-cache-file {self.file} does not name its model; give it with --model")
+        if name is not None and self.model is not None and name != self.model:
+            raise GenerationError(f"--model {name} is not the model that made the prompt cache ({self.model})")
+        return name or self.model or ""
+
+    def check_positions(self, positions: str) -> None:
+        """Raises `GenerationError` if the loaded model's positions are set otherwise than when the cache was made."""
+        if self.positions not in (None, positions):
+            raise GenerationError(
+                f"--prompt-cache-file {self.file} was made with another position mode, rotary setting or attention "
+                "window than config.json has now; make it again with mlx_zip cache-prompt"
+            )
+
+    def check_kv_bits(self, bits: int | None, group_size: int) -> None:
+        """Raises `GenerationError` if the cache is quantized otherwise than asked for. bits: None for any."""
+        if bits is not None and isinstance(self.cache[0], QuantizedKVCache):
+            saved = (self.cache[0].bits, self.cache[0].group_size)
+            if saved != (bits, group_size):
+                raise GenerationError(f"--kv-bits, --kv-group-size: the saved cache has {saved[0]} and {saved[1]}")
+
+
+def read_prompt_cache(file: str) -> SavedCache:
+    """Returns the prompt cache in a file. Raises `GenerationError` for a file that is no prompt cache."""
+    if not Path(file).is_file():
+        raise GenerationError(f"--prompt-cache-file {file}: no such file")
+    try:
+        cache, metadata = load_prompt_cache(file, return_metadata=True)
+        metadata = dict(metadata)
+        tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
+    except MlxZipError:
+        raise
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise GenerationError(f"--prompt-cache-file {file} is not a saved prompt cache: {error}") from error
+    return SavedCache(file, cache, metadata.get("model"), tokenizer_config, metadata.get("positions"))

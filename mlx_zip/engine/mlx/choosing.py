@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.engine import searching
-from mlx_zip.engine.job import Chosen, Job
-from mlx_zip.generation.canonical import without, without_in_rows
-from mlx_zip.generation.penalty_terms import PenaltyTerms
+from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.models.machines import chosen_by_first
+from mlx_zip.sampling.canonical import without, without_in_rows
+from mlx_zip.sampling.penalties import PenaltyTerms
 
 
 @dataclass(frozen=True)
@@ -70,66 +70,74 @@ class Choice:
 
 
 def choose(
-    jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int, machines: mx.distributed.Group | None = None
+    requests: Sequence[Request],
+    logits: mx.array,
+    end: int | None,
+    pad_id: int,
+    machines: mx.distributed.Group | None = None,
 ) -> Choice:
-    """Returns the choice of ids from logits [B, W], one row per job.
+    """Returns the choice of ids from logits [B, W], one row per request.
 
     end: all columns from there on are -inf, None if there are none. pad_id: an id that canonical decoding never
     excludes. machines: those that the model is split over, of which the first chooses for all.
     A row whose own work raises gets the exception as its `error`, and any id.
     """
     forced: dict[int, mx.array] = {}
-    logits = _processed(jobs, logits, forced, end, pad_id)
+    logits = _processed(requests, logits, forced, end, pad_id)
     logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
-    y = _drawn(jobs, logprobs, forced)
-    top, failed = tuple(job.submission.top_logprobs for job in jobs), None
+    y = _drawn(requests, logprobs, forced)
+    top, failed = tuple(request.submission.top_logprobs for request in requests), None
     if machines is not None:
-        own = mx.array([job.error is not None for job in jobs], mx.uint32)
+        own = mx.array([request.error is not None for request in requests], mx.uint32)
         y, failed = mx.split(chosen_by_first(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
-    kept = logprobs if any(job.inline.logprobs for job in jobs) else None
+    kept = logprobs if any(request.inline.logprobs for request in requests) else None
     return Choice(y, _packed(y, logprobs, top), top, failed, kept)
 
 
-def _drawn(jobs: Sequence[Job], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
+def _drawn(requests: Sequence[Request], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
     """Returns ids [B], those in `forced` or what each row's sampler draws. Rows of one sampler are drawn together."""
-    shared = jobs[0].draws
-    if not forced and not shared.greedy and all(job.draws is shared and job.error is None for job in jobs):
+    shared = requests[0].draws
+    if (
+        not forced
+        and not shared.greedy
+        and all(request.draws is shared and request.error is None for request in requests)
+    ):
         try:
             return shared(logprobs).astype(mx.uint32)
         except Exception as error:
-            for job in jobs:
-                job.error = error
-    for row, job in enumerate(jobs):
-        if row not in forced and not job.draws.greedy and job.error is None:
+            for request in requests:
+                request.error = error
+    for row, request in enumerate(requests):
+        if row not in forced and not request.draws.greedy and request.error is None:
             try:
-                forced[row] = job.draws(logprobs[row : row + 1])
+                forced[row] = request.draws(logprobs[row : row + 1])
             except Exception as error:
-                job.error = error
+                request.error = error
     y = mx.argmax(logprobs, axis=-1)
     if not forced:
         return y
-    return mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(jobs))])
+    return mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(requests))])
 
 
 def _processed(
-    jobs: Sequence[Job], logits: mx.array, forced: dict[int, mx.array], end: int | None, pad_id: int
+    requests: Sequence[Request], logits: mx.array, forced: dict[int, mx.array], end: int | None, pad_id: int
 ) -> mx.array:
     """Returns logits [B, W] after every row's own processors. forced: gets the ids of rows that a constraint chose."""
-    if not any(job.penalties or job.submission.constraint is not None for job in jobs):
-        return _canonical_only(jobs, logits, end, pad_id)
+    if not any(request.penalties or request.submission.constraint is not None for request in requests):
+        return _canonical_only(requests, logits, end, pad_id)
     rows: list[mx.array] = []
     searches: dict[int, Search] = {}
-    for row, job in enumerate(jobs):
+    for row, request in enumerate(requests):
         rows.append(logits[row : row + 1])
         try:
-            if job.error is None:
-                found = _processed_row(job, rows[row], end)
+            if request.error is None:
+                found = _processed_row(request, rows[row], end)
                 if isinstance(found, Search):
                     searches[row] = found
                 else:
                     rows[row] = found
         except Exception as error:
-            job.error = error
+            request.error = error
     _search(list(searches.values()))
     for row, one in searches.items():
         if one.token is not None:
@@ -137,24 +145,24 @@ def _processed(
     return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
-def _processed_row(job: Job, logits: mx.array, end: int | None) -> mx.array | Search:
+def _processed_row(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
     """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
-    reads = any(not isinstance(one, PenaltyTerms) for one in job.penalties)  # these look at the codebook's log
-    tokens: Any = mx.array(np.asarray(job.read_ids, np.int32)) if reads else None
-    for processor in job.penalties:
+    reads = any(not isinstance(one, PenaltyTerms) for one in request.penalties)  # these look at the codebook's log
+    tokens: Any = mx.array(np.asarray(request.read_ids, np.int32)) if reads else None
+    for processor in request.penalties:
         logits = processor(tokens, logits)
-    excluded = [] if job.canonical is None else job.canonical.excluded()
-    if job.submission.constraint is not None:
-        return Search(job, logits, excluded, end)
+    excluded = [] if request.canonical is None else request.canonical.excluded()
+    if request.submission.constraint is not None:
+        return Search(request, logits, excluded, end)
     return without(logits, excluded) if excluded else logits
 
 
-def _canonical_only(jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
+def _canonical_only(requests: Sequence[Request], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
     """Returns logits [B, W] after canonical decoding, where rows have it."""
-    if all(job.canonical is None for job in jobs):
+    if all(request.canonical is None for request in requests):
         return logits
-    excluded = [[] if job.canonical is None else job.canonical.excluded() for job in jobs]
-    if len(jobs) == 1:
+    excluded = [[] if request.canonical is None else request.canonical.excluded() for request in requests]
+    if len(requests) == 1:
         return without(logits, excluded[0]) if excluded[0] else logits
     return without_in_rows(logits, excluded, pad_id, end)
 
@@ -176,15 +184,15 @@ def _packed(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.ar
 class Search(searching.Search):
     """The search for one row's next id in logits [1, W]. end: all columns from there on are -inf."""
 
-    def __init__(self, job: Job, logits: mx.array, excluded: list[int], end: int | None) -> None:
-        super().__init__(job, logits, excluded)
+    def __init__(self, request: Request, logits: mx.array, excluded: list[int], end: int | None) -> None:
+        super().__init__(request, logits, excluded)
         self._end = end
 
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
         logits = self.close(self.logits, open_)
         logits = without(logits, excluded) if excluded else logits
         logprobs = logits - mx.logsumexp(logits[:, : self._end], axis=-1, keepdims=True)
-        return logits, self.job.draws.scores(logprobs).astype(mx.float32)
+        return logits, self.request.draws.scores(logprobs).astype(mx.float32)
 
     def close(self, logits: mx.array, open_: np.ndarray) -> mx.array:
         return mx.where(mx.array(open_)[None], logits, -mx.inf)
@@ -194,5 +202,5 @@ class Search(searching.Search):
 
 
 def _search(searches: Sequence[Search]) -> None:
-    """Finds the ids of several rows. A row whose own work raises gets the exception as its job's `error`."""
+    """Finds the ids of several rows. A row whose own work raises gets the exception as its request's `error`."""
     searching.search(searches, mx.eval)

@@ -18,13 +18,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
 from mlx_zip.device import WiredMemory, memory_speed
-from mlx_zip.engine.group import Reading
 from mlx_zip.engine.interface import Ceiling, Engine
-from mlx_zip.engine.job import Job
+from mlx_zip.engine.mlx.group import Reading
+from mlx_zip.engine.mlx.scoring import score_in_parts
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, ServedByEngine
 from mlx_zip.engine.options import KEEP_WIRED_S, RunOptions, ServeOptions
+from mlx_zip.engine.request import Request
 from mlx_zip.engine.scored import Compressed, Scored
-from mlx_zip.engine.scoring import score_in_parts
-from mlx_zip.engine.served import PREFILL_STEP_SIZE, Served, ServedByEngine
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
@@ -118,8 +118,8 @@ class MlxEngine(ThreadedEngine):
         _warn_if_large(name, served.weight_bytes)
         return served
 
-    def _reading(self, served: Served, job: Job) -> Reading:
-        return Reading(served, job)
+    def _reading(self, served: Served, request: Request) -> Reading:
+        return Reading(served, request)
 
     def _scores(self, served: Served, row: Compressed, top: int) -> Iterator[Scored]:
         self._wake()

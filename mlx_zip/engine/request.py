@@ -1,4 +1,4 @@
-"""`Job`: one request from its submission to its last event: its limits, its counts and its events."""
+"""`Request`: one request from its submission to its last event: its limits, its counts and its events."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error, tokens_of
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
-from mlx_zip.generation.exclusions import CanonicalIds
-from mlx_zip.generation.penalty_terms import PenaltyTerms
+from mlx_zip.sampling.exclusions import CanonicalIds
+from mlx_zip.sampling.penalties import PenaltyTerms
 
 log = logging.getLogger(__name__)
 COUNT_S = 0.1  # between two `Counted` of one request
@@ -82,7 +82,7 @@ class Inline:
     ids: Any = None
 
 
-class Job:
+class Request:
     """One request. Made in the caller's thread, by `begin` and all else used in the engine's.
 
     cache: what the request owns, None while it is a row of a batch. reason: why it ends, None while it goes on.

@@ -21,9 +21,9 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.config import AVAILABILITY
 from mlx_zip.engine.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.errors import CodecError, DataError, ModelError
-from mlx_zip.generation.canonical import excluded_after, unless_most
 from mlx_zip.layout import base_config, is_zip
 from mlx_zip.packs.pack import Pack
+from mlx_zip.sampling.canonical import excluded_after, unless_most
 
 
 def scores_itself(model: Any) -> bool:
@@ -87,7 +87,7 @@ def score(
     entries of a row have probability at each of its positions, as in upstream's own evaluation; such figures are not
     comparable, and each row is one call, whatever its memory. progress: called with the number of rows just scored.
 
-    A model whose config says `canonical` is scored as it decodes (`mlx_zip.generation.canonical`). Raises `ModelError`
+    A model whose config says `canonical` is scored as it decodes (`mlx_zip.sampling.canonical`). Raises `ModelError`
     if a probability is zero or not a number.
     """
     if batch_size < 1:

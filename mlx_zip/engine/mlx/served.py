@@ -17,17 +17,17 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.device import on_gpu
+from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.prompt_caches import CacheTurn
 from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, start_check
 from mlx_zip.errors import GenerationError
-from mlx_zip.generation.sampling import make_processors
-from mlx_zip.generation.sampling_options import Sampling
 from mlx_zip.layout import base_config, is_zip
 from mlx_zip.models.batching import batches, entries_of
 from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import name_of
 from mlx_zip.models.rows.zip_state import ZipState, find_state
+from mlx_zip.sampling.options import Sampling
+from mlx_zip.sampling.processors import make_processors
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 PREFILL_STEP_SIZE = 2048

@@ -1,0 +1,1 @@
+"""How an id is chosen: options, penalties over base tokens, canonical ids; on MLX `canonical` and `processors`."""
