@@ -160,7 +160,7 @@ def _put_together(
 # Packs with tuned rows name their model by it (`mlx_zip.models.rows.fingerprints`): each tensor's name, type and shape,
 # and a few of its values. It is computed from the files, so it does not depend on the dtype that this engine runs in.
 
-SAMPLES = 64  # as in mlx_zip.models.rows.row_store
+SAMPLES = 64  # as in mlx_zip.models.rows.fingerprints
 HEAD = "lm_head."
 Fact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
 
