@@ -284,10 +284,10 @@ def _put_together(
 
 # ---- the fingerprint of a folder, equal to the one that MLX computes of the loaded model
 #
-# Packs with tuned rows name their model by it (`mlx_zip.hyper.model_fingerprint`): each tensor's name, type and shape,
+# Packs with tuned rows name their model by it (`mlx_zip.models.rows.fingerprints`): each tensor's name, type and shape,
 # and a few of its values. It is computed from the files, so it does not depend on the dtype that this engine runs in.
 
-_SAMPLES = 64  # as in mlx_zip.hyper.row_kinds
+_SAMPLES = 64  # as in mlx_zip.models.rows.row_store
 _HEAD = "lm_head."
 _Fact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
 

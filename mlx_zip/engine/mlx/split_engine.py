@@ -183,8 +183,8 @@ class SplitEngine(MlxEngine):
         asked = [
             ["cancel", n]
             for n, request in self._requests.items()
-            if request.handle.asked and not request.handle.cancelled
-        ]  # type: ignore[attr-defined]
+            if request.handle.asked and not request.handle.cancelled  # type: ignore[attr-defined]
+        ]
         news, self._news = [*self._news, *asked], []
         over = closing and not (news or scheduler.busy)
         return [["end"]] if over else news
