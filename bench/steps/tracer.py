@@ -79,7 +79,7 @@ class Hook:
 
 MODEL, ROWS, AHEAD = (
     "mlx_zip.models.zip_model:Model",
-    "mlx_zip.models.session:RowSource",
+    "mlx_zip.models.row_source:RowSource",
     "mlx_zip.models.ahead:Ahead",
 )
 STATE = "mlx_zip.models.rows.zip_state:ZipState"

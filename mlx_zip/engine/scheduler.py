@@ -219,7 +219,7 @@ class Scheduler:
 
     def _may_merge(self) -> bool:
         """Returns whether this step merges groups, so that its ids must be read before it begins."""
-        return self.served.batches and any(others for _, *others in self._mergeable(self.groups))
+        return len(self.groups) > 1 and self.served.batches and any(o for _, *o in self._mergeable(self.groups))
 
     def _regroup(self) -> None:
         """Merges groups that can take their steps together, and takes out rows that cannot go on with the others."""
@@ -230,6 +230,8 @@ class Scheduler:
                     reading = self._guarded([request], partial(self._make_reading, request))
                     self.readings += [] if reading is None else [reading]
         self.groups = [group for group in self.groups if group.requests]
+        if len(self.groups) < 2:
+            return
         by_key: dict[bool, list[Group]] = {}
         for group in self.groups:
             key = group.key()

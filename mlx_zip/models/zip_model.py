@@ -33,11 +33,11 @@ from mlx_zip.models.inputs import (
 from mlx_zip.models.layers import Positions
 from mlx_zip.models.machines import check_sharding, shard_layers
 from mlx_zip.models.refill import Refill
+from mlx_zip.models.row_source import RowSource, Side
 from mlx_zip.models.rows.encoders import encode_entries, make_encoder
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.sequence_rows import Evicted
 from mlx_zip.models.rows.zip_state import Advance, HostIds, ZipState
-from mlx_zip.models.session import RowSource, Side
 from mlx_zip.packs.pack import Pack, PackOrEntries, pack_of, split_packs
 
 

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+import mlx_zip
+import mlx_zip.apps.chat
+import mlx_zip.server
 from mlx_zip.apps.chat import running
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
@@ -187,6 +190,8 @@ def test_each_start_has_a_key_of_its_own():
 
 
 def test_missing_libraries_are_named_with_the_command_that_installs_them(run, home, monkeypatch):
+    monkeypatch.setattr(mlx_zip, "server", mlx_zip.server)  # put back afterwards; the command imports a second one
+    monkeypatch.setattr(mlx_zip.apps, "chat", mlx_zip.apps.chat)
     for name in [name for name in sys.modules if name.startswith(("mlx_zip.server", "mlx_zip.apps.chat"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)

@@ -393,7 +393,7 @@ def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch(monkeypatch):
     model, sizes = twin(), set()
     with tiny_engine() as engine:
         served = engine._scheduler.served
-        served.weight_bytes = served.kv_bytes_per_id * 100
+        served._weight_bytes = served.kv_bytes_per_id * 100
         some = [tiny.base_ids(400, 1), tiny.base_ids(8, 2), tiny.base_ids(10, 3)]
         work = engine._scheduler.work
 

@@ -20,6 +20,8 @@ import anthropic
 import openai
 import pytest
 
+import mlx_zip
+import mlx_zip.server
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from support.http_server import post, read_all, until
 from support.places import REPO
@@ -279,6 +281,7 @@ def test_a_port_that_is_taken_is_named(run, home):
 
 @pytest.mark.slow
 def test_missing_libraries_are_named_with_the_command_that_installs_them(run, home, monkeypatch):
+    monkeypatch.setattr(mlx_zip, "server", mlx_zip.server)  # put back afterwards; the command imports a second one
     for name in [name for name in sys.modules if name.startswith("mlx_zip.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,8 @@ from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.models.refill import factors_for
 from mlx_zip.sampling.options import Sampling
+
+_TOKENIZER: Any = SimpleNamespace(eos_token_ids=(), encode=lambda text: [])
 
 
 def decode_steps(
@@ -60,7 +63,7 @@ class Together:
         **sampling: Any,
     ) -> None:
         self.ids: list[list[int]] = [[] for _ in prompts]
-        served = Served(model, None, RunOptions(prefill_step_size=chunk, ahead=ahead))
+        served = Served(model, _TOKENIZER, RunOptions(prefill_step_size=chunk, ahead=ahead))
         reading = partial(Reading, served)
         self.scheduler = Scheduler(served, NoSessions(), len(prompts), None, lambda request: None, reading, raises=True)
         self.requests = []

@@ -58,6 +58,7 @@ class Served:
         self.width = model.layout.width if self.hyper else config.get("vocab_size")
         self.canonical = self.hyper and model.config.canonical
         self.long_context = model.traits.long_context if self.hyper else None
+        self._batches: bool | None = None  # known with the first cache
 
     @cached_property
     def never_excluded(self) -> list[int]:
@@ -65,15 +66,11 @@ class Served:
 
     @property
     def batches(self) -> bool:
-        return self._batches
+        return bool(self._batches)
 
     @property
     def weight_bytes(self) -> int:
         return self._weight_bytes
-
-    @cached_property
-    def _batches(self) -> bool:
-        return self.options.kv_bits is None and batches(_kv_of(self.new_cache(None)))
 
     @cached_property
     def _weight_bytes(self) -> int:
@@ -93,8 +90,12 @@ class Served:
     def new_cache(self, start: Any) -> list[Any]:
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
         if self.options.max_kv_size is not None:
-            return bounded_cache(self.model, self.options.max_kv_size)
-        return self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
+            cache = bounded_cache(self.model, self.options.max_kv_size)
+        else:
+            cache = self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
+        if self._batches is None:
+            self._batches = self.options.kv_bits is None and batches(_kv_of(cache))
+        return cache
 
     def state_of(self, cache: list[Any]) -> ZipState | None:
         """Returns the `ZipState` of a cache, None for a plain model's."""

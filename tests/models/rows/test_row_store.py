@@ -97,7 +97,7 @@ def test_a_prompt_is_encoded_in_one_pass_per_side_and_call(monkeypatch):
         calls.append(len(ids))
         return encode_entries(encoder, matrix, ids, lengths)
 
-    monkeypatch.setattr("mlx_zip.models.session.encode_entries", counted)
+    monkeypatch.setattr("mlx_zip.models.row_source.encode_entries", counted)
     model = zip_model(RowStore())
     run(model, compressed(model))
     assert len(calls) == 2
