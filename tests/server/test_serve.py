@@ -220,7 +220,7 @@ def test_a_conversation_is_found_again_after_the_process_was_killed(tmp_path: Pa
 def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
     code = (
         "import sys, threading; sys.path.insert(0, 'tests')\n"
-        "from mlx_zip.engine import mlx_engine\n"
+        "from mlx_zip.engine.mlx import mlx_engine\n"
         "from support.fake_engine import FakeEngine\n"
         "def open_engine(*_, **__):\n"
         "    engine = FakeEngine()\n"
