@@ -243,17 +243,17 @@ class _Run:
         scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
         for request in self.requests:
             scheduler.add(request)
-        reported = 0
+        tell, told = _Telling(progress), 0
         while scheduler.busy:
             self._work(scheduler)
-            for _, event, _ in islice(self._arrived, reported, None):
-                _report(event, progress)
-            reported = len(self._arrived)
+            for _, event, _ in islice(self._arrived, told, None):
+                tell(event)
+            told = len(self._arrived)
             if self._cache is not None and scheduler.readings:
                 continue  # LongRoPE's switch: the cache has not read the last id yet
             while self._arrived:
                 yield self._arrived.popleft()
-            reported = 0
+            told = 0
 
     def _arrive(self, row: int, event: Event) -> None:
         self._arrived.append((row, event, self.requests[row].logprobs if isinstance(event, Emitted) else None))
@@ -298,12 +298,20 @@ class _Sampler:
         return self._sampler(logprobs)
 
 
-def _report(event: Event, progress: Callable[[int, int], None] | None) -> None:
-    """Calls `progress` if an event tells of it."""
-    if progress is not None and isinstance(event, Started):
-        progress(0, event.prompt_ids)
-    elif progress is not None and isinstance(event, Progress):
-        progress(event.read, event.total)
+class _Telling:
+    """Tells a caller's function of the prompt's progress as mlx-lm does: at the beginning, and of the last id alone."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None) -> None:
+        self._progress, self._read = progress, 0
+
+    def __call__(self, event: Event) -> None:
+        if self._progress is None or not isinstance(event, Started | Progress):
+            return
+        read, total = (0, event.prompt_ids) if isinstance(event, Started) else (event.read, event.total)
+        if read == total and self._read < total - 1:
+            self._progress(total - 1, total)
+        self._read = read
+        self._progress(read, total)
 
 
 def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:

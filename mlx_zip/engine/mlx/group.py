@@ -282,22 +282,15 @@ class Reading:
         with mx.stream(generation_stream):
             if self._refill is not None:
                 self._read_again(self._refill, at_most)
-                self._tell()
             else:
                 begin, end = self._done, min(self._done + at_most, last)
                 if begin < end:
                     self._call(begin, end)
-                    self._done = end
-                    self._tell()
-                if end == last:
-                    group = self._group(last)
-                    self._done = last + 1
-                    self._tell()
-        return max(1, left - self.left), group
-
-    def _tell(self) -> None:
-        total = self._again + len(self._ids)
+                group = self._group(last) if end == last else None
+                self._done = end if group is None else last + 1
+        total = self._again + last + 1
         self.request.send(Progress(total - self.left, total))
+        return max(1, left - self.left), group
 
     def _read_again(self, refill: Refill, at_most: int) -> None:
         """Reads up to `at_most` ids of the context again. The request's cache is as before until all have been read."""
