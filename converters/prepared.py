@@ -21,10 +21,9 @@ from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import FLOATS, Table, Tensor, load, read_model_files, some
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
 from mlx_zip.errors import ConversionError
-from mlx_zip.layout import Layout
+from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.architectures import check_config
 from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 

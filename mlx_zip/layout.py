@@ -16,6 +16,8 @@ from typing import Any
 
 from mlx_zip.errors import ConfigError
 
+MODEL_TYPE = "zip2zip"  # `model_type` in config.json of a model with hypertokens
+
 
 @dataclass(frozen=True)
 class Layout:

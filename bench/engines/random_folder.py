@@ -14,7 +14,7 @@ from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.cuda.network.checkpoint import Folder, Weight
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
-from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.layout import MODEL_TYPE
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.layout import MODEL_TYPE
 
 GROUP_SIZE = 64  # weights that share a scale in a quantized layer
 PRECISIONS = ("float32", "16", "8", "4")

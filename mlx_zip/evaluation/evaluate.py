@@ -22,10 +22,9 @@ from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import Settings, measure_rates
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import MODEL_TYPE, is_zip
 from mlx_zip.models.folders import ModelArgs, is_plain
 from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
-from mlx_zip.models.register import MODEL_TYPE
 from mlx_zip.models.rows.fingerprints import model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs

@@ -13,7 +13,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.config import ZipConfig, config_of
 from mlx_zip.errors import ConfigError, DataError, ModelError, first_line
 from mlx_zip.files import check_in
-from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.named import KNOWN, here_or_bundled
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.packs.tuned import PlainCodec

@@ -21,7 +21,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import MachineError, MlxZipError, ModelError, first_line
-from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.rows.fingerprints import fingerprint_of, sampled
 
 T = TypeVar("T")

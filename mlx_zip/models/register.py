@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from mlx_zip.errors import GenerationError
+from mlx_zip.layout import MODEL_TYPE
 
-MODEL_TYPE = "zip2zip"
 _MODEL_MODULE = f"mlx_lm.models.{MODEL_TYPE}"
 _CACHE_MODULE = "mlx_lm.models.cache"
 _GENERATE_MODULE = "mlx_lm.generate"

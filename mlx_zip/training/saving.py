@@ -37,7 +37,7 @@ import mlx_zip
 from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder, write_json
-from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.rows.fingerprints import Fingerprints, host_bytes, model_fingerprint
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, Pack, save_pack

@@ -25,9 +25,9 @@ from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
+from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoders import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.models.folders import model_folder, read_config
-from mlx_zip.models.register import MODEL_TYPE
 
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
 _WORDS = "U32"  # dtype of packed matrices

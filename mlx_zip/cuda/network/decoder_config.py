@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_zip.cuda.network.frequencies import Rope, make_rope
 from mlx_zip.errors import ConfigError
+from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoders import (
     TORCH_FAMILIES,
     check_options,
@@ -18,7 +19,6 @@ from mlx_zip.models.decoders import (
     norm_eps,
     sliding_window,
 )
-from mlx_zip.models.register import MODEL_TYPE
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.kernels.dispatch import forced
 from mlx_zip.cuda.network.encoders import Weights, make_encoder
 from mlx_zip.errors import TrainingError, first_line
-from mlx_zip.models.register import MODEL_TYPE
+from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.steps.objective import Trainee
