@@ -150,17 +150,17 @@ def _on_cache(
     run.agree(facts)
     _seed_random(seed)
     turn.begin()
-    emitted: list[GenerationResponse] = []
+    ids, pieces, reason = list[int](), list[tuple[str, Sequence[int]]](), None
     try:
         for _, response in run.responses([answer], progress):
-            emitted.append(response)
+            ids.append(response.token)
+            pieces.append((response.text, response.base_ids))
+            reason = response.finish_reason
             yield response
-            if response.finish_reason is None:
+            if reason is None:
                 turn.check()
     finally:
-        read = [*run.requests[0].prompt_ids.tolist(), *(one.token for one in emitted)] if emitted else []
-        reason = emitted[-1].finish_reason if emitted else None
-        turn.end(read, [(one.text, one.base_ids) for one in emitted], reason)
+        turn.end([*run.requests[0].prompt_ids.tolist(), *ids] if ids else [], pieces, reason)
 
 
 def emit(
