@@ -11,6 +11,7 @@ from mlx_zip.models.batching import filter_cache
 from mlx_zip.models.launches import launches
 from mlx_zip.models.zip_model import Model
 from support import tiny
+from support.early_reads import steps_without_row
 from support.slow_cases import slow_but
 from support.steps import Together
 
@@ -50,6 +51,9 @@ def test_ids_are_those_of_each_prompt_alone(family, mode, ahead):
     assert requests.run(STEPS) == expected
     assert max(map(max, expected)) >= tiny.VOCAB
     assert len(requests.cache[-1].books) == len(LENGTHS)
+    together_from_the_start = steps_without_row(model, prompts_of(model), np.array(expected).T.tolist())
+    joins = len(LENGTHS) - 1  # a row that joins later may need one more
+    assert requests.cache[-1].second_bodies <= (together_from_the_start + joins if ahead else 0)
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -156,8 +156,9 @@ def test_machines_with_different_weights_refuse_to_begin(jobs, tmp_path):
 
 
 @pytest.mark.slow
-def test_machines_with_different_requests_refuse_to_begin(jobs, tmp_path):
-    ended = wait_all(on_two(tmp_path, "--model", jobs[0][0], second=("--max-tokens", 99)), LIMIT_S)
+@pytest.mark.parametrize("second", [("--max-tokens", 99), ("--codebook-size", 32)])
+def test_machines_with_different_requests_refuse_to_begin(second, jobs, tmp_path):
+    ended = wait_all(on_two(tmp_path, "--model", jobs[0][0], second=second), LIMIT_S)
     assert [status for status, _ in ended] == [2, 2]
     assert ["differ in the request" in said for _, said in ended] == [True, True]
 

@@ -19,6 +19,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
+from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.interface import Emitted, Event, Progress, Started, Submission
 from mlx_zip.engine.mlx.group import Reading
@@ -131,7 +132,7 @@ def stream_generate(
     run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
     run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
     answer = Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory, turn.cached_tokens)
-    facts = turn.base_ids, turn.kept_ids, max_tokens, stop, options, how
+    facts = turn.base_ids, turn.kept_ids, _codec_of(cache), max_tokens, stop, options, how
     return _with_wired_memory(model, _on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
 
 
@@ -344,8 +345,7 @@ def batch_generate(
     """Generates texts for several prompts together, and returns one text per prompt.
 
     options: those of `stream_batch`. Each prompt has a codebook of its own. With greedy decoding the texts equal those
-    of the prompts generated one by one, except that under LongRoPE the longest row chooses the factors for all (as in
-    transformers). Raises `GenerationError` before anything runs.
+    of the prompts generated one by one. Raises `GenerationError` before anything runs.
     """
     responses = stream_batch(model, tokenizer, prompts, max_tokens, **options)
     texts = [""] * len(prompts)
@@ -372,8 +372,6 @@ def stream_batch(
     """
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise GenerationError("no prompts: give a list of at least one")
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
-        raise GenerationError("no prompts: give a list of at least one")
     options = Sampling.of(sampling, signature(stream_batch).parameters)
     _check_functions(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
@@ -382,14 +380,15 @@ def stream_batch(
     served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_ahead(model)))
     _check_limit(max_tokens)
     options.check_biases(served.vocab_size)
-    run, answers = _Run(served, Inline(_draws(options, sampler, served), logprobs=True)), []
+    run, answers, codecs = _Run(served, Inline(_draws(options, sampler, served), logprobs=True)), [], []
     for prompt, own in zip(prompts, split_packs(start, len(prompts)), strict=True):
         cache = served.new_cache(own)
         turn = CacheTurn(tokenizer, prompt, cache)
         check_prompt(served, cache, turn)
         run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids, own)
         answers.append(Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory))
-    facts = [request.submission.base_ids for request in run.requests], max_tokens, stop, options
+        codecs.append(_codec_of(cache))
+    facts = [request.submission.base_ids for request in run.requests], codecs, max_tokens, stop, options
     return _with_wired_memory(model, _in_batch(run, answers, options.seed, facts))
 
 
@@ -425,18 +424,24 @@ def _start_of(pack: Any, tokenizer: Any, model: Any) -> Any:
     """Returns what a new cache begins with. Raises `DataError` for a pack of another tokenizer, and `GenerationError`
     if the model has no hypertokens.
     """
+    if isinstance(pack, list | tuple) and any(one is None or isinstance(one, PackLike) for one in pack):
+        return [_start_of(one, tokenizer, model) for one in pack]
     if pack is not None and not is_zip(model):
         raise GenerationError(
             "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
             "tuned for it (mlx_zip vocab pack tune)"
         )
-    if isinstance(pack, list | tuple) and any(isinstance(one, PackLike) for one in pack):
-        return [_start_of(one, tokenizer, model) for one in pack]
     if not isinstance(pack, PackLike):
         return pack
     found = as_pack(pack)
     found.check_made_for(tokenizer, found.name or "the pack (--pack)")
     return found
+
+
+def _codec_of(cache: Sequence[Any]) -> CodecParams | None:
+    """Returns the settings of a cache's codec, the entries that it begins with included; None for a plain model's."""
+    state = find_state(cache)
+    return None if state is None else state.books[0].params
 
 
 def _check_limit(max_tokens: Any) -> None:
