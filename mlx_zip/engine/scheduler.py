@@ -91,7 +91,7 @@ class Scheduler:
             self.waiting.remove(request)
             self._end(request)
         self._admit()
-        self._read_prompts()
+        self.read_prompts()
         self._step()
         self._bound_memory()
         self._rounds += 1
@@ -163,7 +163,7 @@ class Scheduler:
 
     # ---- prompts
 
-    def _read_prompts(self) -> None:
+    def read_prompts(self) -> None:
         """Reads chunks of prompts in turn, at least one, together up to `prefill_step_size` ids.
 
         A request that nobody waits for is read `alone_step_size` ids at a time: fewer and larger products.
@@ -305,6 +305,8 @@ class Scheduler:
         """Ends a request: counts it, delivers its last event, and keeps its session."""
         if request.ended:
             return
+        if self._raises and request.error is not None:
+            raise request.error
         self._deliver(request)
         request.ended = True
         totals = self.totals

@@ -93,7 +93,7 @@ class TextStream:
     def feed(self, expansion: Sequence[int], last: bool = False) -> Piece:
         """Takes the base ids of one generated id and returns what it adds to the text.
 
-        last: whether no more can follow, because the context is full.
+        last: whether no more can follow: the limit is reached, or the context is full.
         """
         text = ""
         for n, base_id in enumerate(expansion, start=1):

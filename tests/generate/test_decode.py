@@ -1,6 +1,8 @@
 """The decode loop: the ids, log-probabilities and caches of a loop that waits for every id, whatever runs ahead."""
 
 import functools
+import gc
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -228,6 +230,74 @@ def test_an_interrupt_leaves_the_cache_at_the_last_id_that_was_yielded(where, ah
         next(steps)
     assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
     assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 5}
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_interrupt_in_the_first_step_leaves_the_prompt_in_the_cache(ahead):
+    model = tiny.tiny_model()
+    cache, calls = model.make_cache(), iter([False, True])
+
+    def sampler(logprobs):
+        if next(calls):
+            raise KeyboardInterrupt
+        return mx.argmax(logprobs, axis=-1)
+
+    with pytest.raises(KeyboardInterrupt):
+        next(decode(model, cache, ahead=ahead, sampler=sampler))
+    assert cache[-1].books[0].ids.tolist() == prompt_of(model).tolist()
+    assert {entry.offset for entry in cache} == {len(prompt_of(model))}
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_at_longropes_switch_too_the_cache_holds_what_was_yielded_and_nothing_more(mode, ahead):
+    model = tiny.tiny_model("phi3", position_mode=mode)
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 70})
+    cache, held = model.make_cache(), prompt_of(model).tolist()
+    for token, _ in decode(model, cache, prefill_step_size=8, ahead=ahead):
+        held.append(token)
+        assert cache[-1].books[0].ids.tolist() == held
+    assert cache[-1].long_rope
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_callback_that_raises_stops_the_reading_of_the_prompt_where_it_is(call):
+    model, told = tiny.tiny_model(), []
+
+    def progress(*at):
+        told.append(at)
+        if len(told) > call:
+            raise ValueError("stop")
+
+    cache, n = model.make_cache(), len(prompt_of(model))
+    with pytest.raises(ValueError, match="stop"):
+        next(decode(model, cache, prefill_step_size=8, progress=progress))
+    assert [entry.offset for entry in cache] == [8 * call] * len(cache)
+    assert told[-1] == (8 * call, n)
+
+
+def test_no_id_follows_the_end_of_the_context():
+    model = tiny.tiny_model()
+    model.args.config["max_position_embeddings"] = len(prompt_of(model)) + 6
+    assert len(list(decode(model, max_steps=None))) == 6
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_when_a_loop_has_ended_or_was_left_nothing_keeps_its_cache_alive(left):
+    model = tiny.tiny_model()
+    cache = model.make_cache()
+    entry = weakref.ref(cache[0])
+    gc.collect()
+    gc.disable()
+    try:
+        steps = decode(model, cache, max_steps=5)
+        for _ in range(2 if left else 5):
+            next(steps)
+        steps.close()
+        del cache, steps
+        assert entry() is None
+    finally:
+        gc.enable()
 
 
 def interrupted(*args, **kwargs):

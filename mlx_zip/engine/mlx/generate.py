@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from inspect import signature
-from itertools import islice
 from typing import Any, TypeVar, Unpack
 
 import mlx.core as mx
@@ -21,8 +20,8 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.engine.interface import Emitted, Event, Progress, Started, Submission
-from mlx_zip.engine.mlx.group import Reading
+from mlx_zip.engine.interface import Emitted, Event, Submission
+from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
 from mlx_zip.engine.mlx.served import KV_GROUP_SIZES, PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
@@ -35,6 +34,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.loading import load
 from mlx_zip.models.machines import check_equal
+from mlx_zip.models.refill import Refill
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.sampling.processors import Sampling, SamplingOptions, make_sampler
@@ -51,7 +51,6 @@ class BatchOptions(SamplingOptions, total=False):
     stop: str | Sequence[str] | None
     sampler: Sampler | None
     pack: Any
-    start: Sequence[Any] | None
     prefill_step_size: int
 
 
@@ -186,6 +185,8 @@ def emit(
     for _, event, logprobs in own.events(progress):
         if isinstance(event, Emitted):
             yield event.id, logprobs
+            if event.last:
+                return
 
 
 class _Run:
@@ -198,7 +199,7 @@ class _Run:
     def __init__(self, served: Served, inline: Inline, cache: list[Any] | None = None, kept: int = 0) -> None:
         self.requests: list[Request] = []
         self._served, self._inline, self._cache, self._kept = served, inline, cache, kept
-        self._arrived: deque[tuple[int, Event, Any]] = deque()
+        self._arrived: deque[tuple[int, Event]] = deque()
         self._yielded: int | None = None  # ids that the caller's cache held when the last id was yielded
 
     def add(
@@ -207,7 +208,7 @@ class _Run:
         """Adds a request. ends: ids that end it. start: what a new cache's codebook begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
         checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
-        self.requests.append(Request(checked, lambda event: self._arrive(row, event), self._inline))
+        self.requests.append(Request(checked, partial(_put, self._arrived, row), self._inline))
 
     def agree(self, facts: object) -> None:
         """Raises `MachineError` if the model is on several machines and another one has other facts of the requests."""
@@ -240,39 +241,73 @@ class _Run:
         """
         served = self._served
         store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
-        reading = partial(Reading, served)
+        reading = partial(_ToldReading, served, progress or (lambda read, total: None))
         scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
         for request in self.requests:
             scheduler.add(request)
-        tell, told = _Telling(progress), 0
-        while scheduler.busy:
-            self._work(scheduler)
-            for _, event, _ in islice(self._arrived, told, None):
-                tell(event)
-            told = len(self._arrived)
-            if self._cache is not None and scheduler.readings:
-                continue  # LongRoPE's switch: the cache has not read the last id yet
-            while self._arrived:
-                yield self._arrived.popleft()
-            told = 0
+        try:
+            while scheduler.busy:
+                self._work(scheduler, scheduler.work)
+                ready = self._taken()
+                emitted = any(isinstance(event, Emitted) for _, event, _ in ready)
+                while self._cache is not None and emitted and scheduler.readings:
+                    self._work(scheduler, scheduler.read_prompts)  # LongRoPE's switch: the last id is yet to be read
+                yield from ready
+        finally:
+            for request in self.requests:
+                request.release()
 
-    def _arrive(self, row: int, event: Event) -> None:
-        self._arrived.append((row, event, self.requests[row].logprobs if isinstance(event, Emitted) else None))
+    def _taken(self) -> list[tuple[int, Event, Any]]:
+        """Takes the events of the last round."""
+        found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
+        self._arrived.clear()
+        return found
 
-    def _work(self, scheduler: Scheduler) -> None:
-        """Takes a round. If something raises, the caller's cache is as it was when the last id was yielded."""
+    def _work(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
+        """Takes a round, or a part of it. If something raises, the caller's cache is as when the last id was yielded.
+
+        Before the first id it holds what has been read of the prompt.
+        """
         state = None if self._cache is None else find_state(self._cache)
         if state is not None and scheduler.groups and not scheduler.readings:
             self._yielded = state.offset
         try:
-            scheduler.work()
+            part()
             for request in self.requests:
                 if request.error is not None:
                     raise request.error
         except BaseException:
-            if self._yielded is not None:
-                self._served.model.forget(self._cache, self._yielded)
+            if state is not None:
+                of_prompt = min(state.offset, self._kept + len(self.requests[0].prompt_ids))
+                self._served.model.forget(self._cache, of_prompt if self._yielded is None else self._yielded)
             raise
+
+
+def _put(arrived: deque[tuple[int, Event]], row: int, event: Event) -> None:
+    arrived.append((row, event))
+
+
+class _ToldReading(Reading):
+    """A `Reading` that tells a caller's function of its progress as mlx-lm does: before, after each chunk, and last."""
+
+    def __init__(self, served: Served, progress: Callable[[int, int], None], request: Request) -> None:
+        super().__init__(served, request)
+        self._progress, self._total = progress, self._again + len(self._ids)
+        if not request.steps:
+            progress(0, len(self._ids))
+
+    def _read_again(self, refill: Refill, at_most: int) -> None:
+        super()._read_again(refill, at_most)
+        self._progress(refill.done, self._total)
+
+    def _call(self, begin: int, end: int) -> None:
+        super()._call(begin, end)
+        self._progress(self._again + end, self._total)
+
+    def _group(self, last: int) -> Group:
+        group = super()._group(last)
+        self._progress(self._total, self._total)
+        return group
 
 
 class _CallersCache(NoSessions):
@@ -297,22 +332,6 @@ class _Sampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns ids [B] of log-probabilities [B, W]."""
         return self._sampler(logprobs)
-
-
-class _Telling:
-    """Tells a caller's function of the prompt's progress as mlx-lm does: at the beginning, and of the last id alone."""
-
-    def __init__(self, progress: Callable[[int, int], None] | None) -> None:
-        self._progress, self._read = progress, 0
-
-    def __call__(self, event: Event) -> None:
-        if self._progress is None or not isinstance(event, Started | Progress):
-            return
-        read, total = (0, event.prompt_ids) if isinstance(event, Started) else (event.read, event.total)
-        if read == total and self._read < total - 1:
-            self._progress(total - 1, total)
-        self._read = read
-        self._progress(read, total)
 
 
 def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:
