@@ -151,19 +151,7 @@ def _add_cache(add: Any) -> None:
     )
     add_codebook(add)
     add_kv_size(add)
-    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
-    add(
-        "--kv-group-size",
-        type=int,
-        default=64,
-        help="number of values that share a scale in a quantized KV cache (default: 64)",
-    )
-    add(
-        "--quantized-kv-start",
-        type=int,
-        default=5000,
-        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
-    )
+    add_kv(add)
     row_cache.add_flags(add)
 
 
@@ -190,6 +178,23 @@ def _add_refused(add: Any) -> None:
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
+
+
+def add_kv(add: Any) -> None:
+    """Declares the flags of KV cache quantization."""
+    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
+    add(
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="number of values that share a scale in a quantized KV cache (default: 64)",
+    )
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+    )
 
 
 def add_kv_size(add: Any) -> None:

@@ -11,7 +11,7 @@ from mlx_zip.arguments import add_codebook
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import MLX, NAMES, is_torch
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.cli.generation_flags import add_kv_size, check_kv_size
+from mlx_zip.cli.generation_flags import add_kv, add_kv_size, check_kv_size
 from mlx_zip.errors import GenerationError
 from mlx_zip.files import at_home, check_out
 from mlx_zip.packs.chosen import read_packs
@@ -34,19 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-file", required=True, help="safetensors file to write; an existing file is replaced")
     add("--prompt", required=True, help="text to read, or - to read it from standard input as UTF-8")
     add_codebook(add)
-    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
-    add(
-        "--kv-group-size",
-        type=int,
-        default=64,
-        help="number of values that share a scale in a quantized KV cache (default: 64)",
-    )
-    add(
-        "--quantized-kv-start",
-        type=int,
-        default=5000,
-        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
-    )
+    add_kv(add)
     row_cache.add_flags(add)
     add(
         "--engine",

@@ -16,8 +16,9 @@ from mlx_zip import named
 from mlx_zip.arguments import add_codebook, check_at_least
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose, open_row_store
+from mlx_zip.cli.generation_flags import add_kv
 from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server_packs
-from mlx_zip.cli.serving.serving_flags import SAMPLING, add_kv, add_model, add_wired, check_wired
+from mlx_zip.cli.serving.serving_flags import SAMPLING, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.models.folders import is_plain

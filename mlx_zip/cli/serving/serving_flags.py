@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_codebook
 from mlx_zip.cli import engine_choice, row_cache
+from mlx_zip.cli.generation_flags import add_kv
 from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
@@ -140,23 +141,6 @@ def _add_bounds(add: Any) -> None:
         type=int,
         help="maximum number of prompt ids that one model call reads, between steps of other answers (default: 512, "
         "and 2048 while a request is alone)",
-    )
-
-
-def add_kv(add: Any) -> None:
-    """Declares the flags of KV cache quantization."""
-    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
-    add(
-        "--kv-group-size",
-        type=int,
-        default=64,
-        help="number of values that share a scale in a quantized KV cache (default: 64)",
-    )
-    add(
-        "--quantized-kv-start",
-        type=int,
-        default=5000,
-        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
     )
 
 

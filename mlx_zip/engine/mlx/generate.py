@@ -322,7 +322,7 @@ class _CallersCache(NoSessions):
 
 
 class _Sampler:
-    """A sampler for several requests, which draws from MLX's own random state. The names are those of `Draws`."""
+    """In place of `Draws`: one sampler of several requests, which draws from MLX's own random state."""
 
     state = None
 
