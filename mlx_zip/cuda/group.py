@@ -195,7 +195,12 @@ class CudaReading:
         """How many ids of the prompt are still to be read."""
         return len(self._ids) - self._done
 
-    def read(self, at_most: int) -> tuple[int, CudaGroup | None]:
+    @property
+    def key(self) -> None:
+        """None: prompts are read one by one, each on its row of the batch."""
+        return None
+
+    def read(self, at_most: int, others: Sequence[object] = ()) -> tuple[int, CudaGroup | None]:
         """Reads up to `at_most` ids. Returns how many, and at the end the group that the request has joined.
 
         Raises `PromptTooLongError` if the batch has no room for the prompt and an answer, and what the model raises.

@@ -5,7 +5,7 @@ A cache is what one request owns: its KV cache and its codebook. Only the classe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from mlx_zip.codec import Codebook
@@ -58,14 +58,22 @@ class Group(Protocol):
 
 
 class Reading(Protocol):
-    """A request whose cache reads its `next_ids`. left: how many ids are still to be read."""
+    """A request whose cache reads its `next_ids`. left: how many ids are still to be read.
+
+    key: equal for those that can be read in one call, None for one that must be read alone.
+    """
 
     request: Any
 
     @property
     def left(self) -> int: ...
 
-    def read(self, at_most: int) -> tuple[int, Any]: ...
+    @property
+    def key(self) -> Hashable | None: ...
+
+    def read(self, at_most: int, others: Sequence[Any] = ()) -> tuple[int, Any]:
+        """Reads up to `at_most` ids, and all ids of the others. Returns how many, and at the end the group."""
+        ...
 
 
 class Served(Protocol):

@@ -72,6 +72,21 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
     return [*(_merged(layer) for layer in zip(*kvs, strict=True)), *last]
 
 
+def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequence[int]) -> list[Any]:
+    """Returns the cache of one batch, with sequences that have read nothing yet, for prompts of different lengths.
+
+    caches: of one sequence each. left_padding [B]: per sequence, how many of its first ids will be padding. Raises
+    `ModelError` as `merge_caches` does.
+    """
+    batch = merge_caches(model, caches)
+    state = find_state(batch)
+    for layer in entries_of(batch if state is None else batch[:-1]):
+        layer.prepare(left_padding=left_padding)
+    if state is not None:
+        state.left_padding = list(left_padding)
+    return batch
+
+
 def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None:
     """Adds the sequences of a cache, one or a batch, to a batch's cache, after those that are there.
 

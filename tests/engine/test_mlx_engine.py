@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from mlx_zip.codec import compress_next
-from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
-from mlx_zip.engine.mlx.group import Group
+from mlx_zip.engine import Emitted, Failed, Finished, Progress, Started, Submission
+from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.models.refill import Refill
 from support import tiny
 from support.generating import plain_model
-from support.serving import SAME, WAIT_S, alone, ask, at_once, both, logprobs_of, prompts, same, tiny_engine
+from support.serving import SAME, WAIT_S, Broken, alone, ask, at_once, both, logprobs_of, prompts, same, tiny_engine
 from support.slow_cases import slow_but
 
 FAMILIES = ["llama", "phi3", "gemma2", "plain"]
@@ -54,6 +54,47 @@ def test_requests_in_company_get_the_ids_that_they_get_alone(family, ahead):
         watches = [ask(engine, prompt, max_tokens=20 + 5 * i)[1] for i, prompt in enumerate(prompts(5))]
         for i, (watch, prompt) in enumerate(zip(watches, prompts(5), strict=True)):
             same(watch.wait(), alone(twin(family), prompt, max_tokens=20 + 5 * i))
+
+
+def read_together(monkeypatch):
+    """Returns a list that gets the sizes of the batches whose prompts are read in one call."""
+    sizes, real = [], Reading._read_together
+
+    def noted(self, readings):
+        sizes.append(len(readings))
+        return real(self, readings)
+
+    monkeypatch.setattr(Reading, "_read_together", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "phi3"))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_short_prompts_that_come_together_are_read_in_one_call(family, ahead, monkeypatch):
+    sizes, some = read_together(monkeypatch), [tiny.base_ids(40 + i, seed=i) for i in range(5)]
+    with tiny_engine(family, run={"ahead": ahead}) as engine:
+        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=30)[1] for prompt in some])
+        for watch, prompt in zip(watches, some, strict=True):
+            same(watch.wait(), alone(twin(family), prompt, max_tokens=30))
+            told = next(event for event in watch.events if isinstance(event, Progress))
+            assert told == Progress(watch.end.counts.prompt_ids, watch.end.counts.prompt_ids)
+    assert sizes == [5]
+
+
+def test_a_prompt_whose_first_id_cannot_be_chosen_fails_alone_among_those_read_with_it(monkeypatch):
+    sizes, some = read_together(monkeypatch), [tiny.base_ids(20, seed=i) for i in range(3)]
+    with tiny_engine() as engine:
+        watches = at_once(
+            engine,
+            lambda: [
+                ask(engine, prompt, max_tokens=9, constraint=Broken("mask", after=0) if i == 1 else None)[1]
+                for i, prompt in enumerate(some)
+            ],
+        )
+        assert isinstance(watches[1].wait().end, Failed)
+        for i in (0, 2):
+            same(watches[i].wait(), alone(twin(), some[i], max_tokens=9))
+    assert sizes == [3]
 
 
 @pytest.mark.slow

@@ -144,6 +144,25 @@ def test_events_of_a_request_come_in_order_and_the_last_one_comes_once():
     assert sorted(map(name_of, work.ended)) == list(range(1, 8))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((2, 2, 2, 2), [("read", 1, 2, 3, 4)]),
+        ((5, 5, 2), [("read", 1, 2), ("read", 3, 2)]),  # 15 with padding are more than a chunk
+        ((4, 4, 1), [("read", 1, 2), ("read", 3, 1)]),  # a fourth would be padding
+        ((30, 2), [("read", 1, 10), ("read", 2, 2), ("read", 1, 10), ("read", 1, 10)]),
+    ],
+)
+def test_short_prompts_that_come_together_are_read_in_one_call(lengths, expected):
+    work = Work()
+    work.served.key = "all"
+    for name, length in enumerate(lengths, start=1):
+        work.add(name, length)
+    work.all()
+    assert [note for note in work.served.notes if note[0] == "read"] == expected
+    assert len(work.ended) == len(lengths)
+
+
 def test_a_request_whose_reading_cannot_begin_fails_alone():
     work = Work()
     whole = work.served.make_reading

@@ -17,7 +17,12 @@ Notes = list[tuple[Any, ...]]  # ("read", request, ids) and ("step", request, ..
 
 
 class FakeServed:
-    """A plain model whose requests run in groups of one. notes: what was read and stepped, in order."""
+    """A plain model whose requests run in groups of one, or of those whose prompts were read in one call.
+
+    notes: what was read and stepped, in order. key: what readings have in common that can be read in one call.
+    """
+
+    key: object = None
 
     hyper, batches, machines, context, by_base, canonical, long_context = False, False, None, None, False, False, None
     vocab_size, kv_bytes_per_id, weight_bytes = VOCAB, 1, 0
@@ -55,7 +60,15 @@ class FakeReading:
     def __init__(self, served: FakeServed, request: Request) -> None:
         self.served, self.request, self.left = served, request, len(request.prompt_ids)
 
-    def read(self, at_most: int) -> tuple[int, Any]:
+    @property
+    def key(self) -> object:
+        return self.served.key if self.left == len(self.request.prompt_ids) else None
+
+    def read(self, at_most: int, others: Sequence[FakeReading] = ()) -> tuple[int, Any]:
+        if others:
+            requests = [one.request for one in (self, *others)]
+            self.served.notes.append(("read", *map(name_of, requests)))
+            return sum(one.left for one in (self, *others)), FakeGroup(self.served, requests)
         count = min(at_most, self.left)
         self.left -= count
         self.served.notes.append(("read", name_of(self.request), count))

@@ -10,7 +10,7 @@ A request joins after `Reading` has read its prompt, in chunks, so that other re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
 from mlx_zip.errors import MachineError
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
+from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches, merge_unread
 from mlx_zip.models.refill import Refill, factors_for
 from mlx_zip.models.rows.zip_state import find_state, submitting
 
@@ -213,7 +213,7 @@ class Group:
             self.requests += other.requests
             self.tokens += other.tokens
         self._ahead = None
-        self._bind()
+        self.bind()
 
     def _keep(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
@@ -230,9 +230,9 @@ class Group:
         else:
             filter_cache(self.cache, stay)
         self._ahead = None
-        self._bind()
+        self.bind()
 
-    def _bind(self) -> None:
+    def bind(self) -> None:
         """Makes each request use its row, and frees the memory of those that use it no more."""
         state = find_state(self.cache)
         for row, request in enumerate(self.requests):
@@ -273,11 +273,23 @@ class Reading:
         """How many ids are still to be read, again or for the first time."""
         return len(self._ids) - self._done + (0 if self._refill is None else self._refill.left)
 
-    def read(self, at_most: int) -> tuple[int, Group | None]:
+    @property
+    def key(self) -> Hashable | None:
+        """What readings have in common that can be read together, None if this one must be read alone.
+
+        They are whole prompts, on caches that hold nothing yet, and LongRoPE has the same factors for them.
+        """
+        empty = not self._done and not self._again and not self.request.held_ids
+        return tuple(self._factors.values()) if empty and self.served.batches else None
+
+    def read(self, at_most: int, others: Sequence[Reading] = ()) -> tuple[int, Group | None]:
         """Reads up to `at_most` ids, and the last id alone. Returns the ids read, and the group at the end.
 
-        Raises what the model raises, and what the request's own processors raise.
+        others: readings of the same `key` that are read whole in the same call. Raises what the model raises, and what
+        the request's own processors raise.
         """
+        if others:
+            return self._read_together([self, *others])
         left, last, group = self.left, len(self._ids) - 1, None
         with mx.stream(generation_stream):
             if self._refill is not None:
@@ -291,6 +303,29 @@ class Reading:
         total = self._again + last + 1
         self.request.send(Progress(total - self.left, total))
         return max(1, left - self.left), group
+
+    def _read_together(self, readings: Sequence[Reading]) -> tuple[int, Group]:
+        """Reads whole prompts as rows of one batch. Returns the ids read, padding included, and the group."""
+        served, requests, lengths = self.served, [one.request for one in readings], [len(one._next) for one in readings]
+        longest = max(lengths)
+        padding = [longest - length for length in lengths]
+        ids = np.full((len(readings), longest), served.model.config.pad_id if served.hyper else 0, np.int32)
+        for row, one in enumerate(readings):
+            ids[row, padding[row] :] = one._next
+        with mx.stream(generation_stream):
+            cache = merge_unread(served.model, [request.cache for request in requests], padding)
+            if longest > 1:
+                served.model(mx.array(ids[:, :-1]), cache=cache, **self._factors)
+                mx.eval([entry.state for entry in (cache[:-1] if served.hyper else cache)])
+            logits = served.model(mx.array(ids[:, -1:]), cache=cache)[:, -1]
+        for request, length in zip(requests, lengths, strict=True):
+            request.note_read(request.next_ids)
+            request.send(Progress(length, length))
+        mx.clear_cache()
+        group = Group(served, requests, cache, logits)
+        group.bind()
+        group.choose()
+        return ids.size, group
 
     def _read_again(self, refill: Refill, at_most: int) -> None:
         """Reads up to `at_most` ids of the context again. The request's cache is as before until all have been read."""
