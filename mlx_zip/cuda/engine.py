@@ -41,7 +41,7 @@ DEFAULT_SESSIONS = SessionOptions()
 class CudaEngine(ThreadedEngine):
     """An engine on PyTorch. load: returns model and tokenizer. make_store: see `open_cuda_engine`."""
 
-    def _served(self, load: Callable[[], tuple[CudaModel, Any]], name: str) -> CudaServed:
+    def _make_served(self, load: Callable[[], tuple[CudaModel, Any]], name: str) -> CudaServed:
         torch.set_grad_enabled(False)  # in this thread
         try:
             model, self.tokenizer = load()
@@ -51,10 +51,10 @@ class CudaEngine(ThreadedEngine):
         except torch.OutOfMemoryError as error:
             raise too_little(error) from error
 
-    def _reading(self, served: CudaServed, request: Request) -> CudaReading:
+    def _make_reading(self, served: CudaServed, request: Request) -> CudaReading:
         return CudaReading(served.seats, served.group, request)
 
-    def _scores(self, served: CudaServed, row: Compressed, top: int) -> Iterator[Scored]:
+    def _score_in_parts(self, served: CudaServed, row: Compressed, top: int) -> Iterator[Scored]:
         closed = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if served.canonical:
             assert served.facts.params is not None
@@ -64,7 +64,7 @@ class CudaEngine(ThreadedEngine):
     def _kv_bound(self, served: CudaServed) -> None:
         """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""
 
-    def _memory(self) -> dict[str, int]:
+    def _memory_figures(self) -> dict[str, int]:
         """Returns the tensors' bytes; on a CPU, where PyTorch does not count them, the process's peak only."""
         if self._device.type != "cuda":
             return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}

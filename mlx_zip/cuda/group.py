@@ -73,7 +73,7 @@ class CudaGroup:
                 continue
             try:
                 request.outgrown = request.outgrown or self._batch.room(request.cache.row) <= 1
-                request.take(self._read(request.cache.row))
+                request.count_chosen(self._read(request.cache.row))
             except Exception as error:
                 request.error = error
 
@@ -208,7 +208,7 @@ class CudaReading:
         row, begin = self.request.cache.row, self._done
         if (room := self._batch.room(row)) <= self.left:
             tokens, why = len(self.request.checked.base_ids), f"the KV caches have room for {self._batch.capacity} ids"
-            raise PromptTooLongError.of(tokens, self.request.fitting(room - 1), why)
+            raise PromptTooLongError.of(tokens, self.request.prompt_tokens_fitting(room - 1), why)
         end = min(begin + at_most, len(self._ids))
         self._batch.read(row, self._ids[begin:end], more=end < len(self._ids))
         self._done = end

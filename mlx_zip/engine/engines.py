@@ -65,7 +65,7 @@ def other_models(
     named: a model that the user named, None for none. open_model: opens a model by its name; by default without kept
     sessions. offered: further models, name -> what the model is, in words.
     """
-    name, opened, found = main.info.name, open_model or _opened, list[OtherModel]()
+    name, opened, found = main.info.name, open_model or _open_by_name, list[OtherModel]()
     kinds = {PARTNERS[name]: "control"} if name in PARTNERS else {}
     if named is not None and named != name:
         kinds.setdefault(named, "model")
@@ -80,7 +80,7 @@ def other_models(
     return found
 
 
-def _opened(name: str) -> Engine:
+def _open_by_name(name: str) -> Engine:
     """Returns an engine that keeps no sessions. Raises what `open_engine` raises."""
     from mlx_zip.engine.mlx.mlx_engine import open_engine
 
@@ -139,9 +139,9 @@ class Engines:
                 raise EngineStoppedError("the models have been closed")
             if self._is_open(name):
                 self._users += 1
-                return self._known
+                return self._other_engine
             self._moving = True
-        return self._replaced(other)
+        return self._open_instead(other)
 
     def release(self, engine: Engine) -> None:
         """Gives back an engine that `acquire` returned. The model stays open until another one is asked for."""
@@ -168,7 +168,7 @@ class Engines:
         self.close()
 
     @property
-    def _known(self) -> Engine:
+    def _other_engine(self) -> Engine:
         """The other model's engine, which is open."""
         assert self._engine is not None
         return self._engine
@@ -177,14 +177,14 @@ class Engines:
         """Returns whether the other model of this name is open and can serve."""
         return self._engine is not None and self._name == name and self._engine.alive
 
-    def _replaced(self, other: OtherModel) -> Engine:
+    def _open_instead(self, other: OtherModel) -> Engine:
         """Opens a model in place of the one that is open, and returns its engine, with one user."""
         try:
             if self._engine is not None:
                 self._engine.close()
             with self._changed:
                 self._engine, self._name = None, ""
-            opened = InTurn(_guarded(other), self._turns)
+            opened = InTurn(_open_or_raise_ours(other), self._turns)
             with self._changed:
                 self._engine, self._name, self._users = opened, other.name, 1
             return opened
@@ -194,7 +194,7 @@ class Engines:
                 self._changed.notify_all()
 
 
-def _guarded(other: OtherModel) -> Engine:
+def _open_or_raise_ours(other: OtherModel) -> Engine:
     """Returns the engine of a model. Raises `MlxZipError` with one clear message if the model cannot be opened."""
     try:
         return other.open()
@@ -240,16 +240,18 @@ class _Turns:
         """Runs a request now or later. Raises what the engine raises, and `EngineBusyError` if too many are held."""
         with self._lock:
             if goes := not self._held and self._engine in (None, request.engine):
-                self._begin(request)
+                self._note_begun(request)
             elif len(self._held) >= _MOST_HELD:
                 raise EngineBusyError(f"{len(self._held)} requests wait already; ask again later")
             else:
                 before = self._engine if self._engine is not request.engine else self._held[0].engine
                 assert before is not None
                 self._held.append(request)
-                self._tell(request, Held(before.info.name))  # with the lock, so that it comes before `Started`
+                self._deliver_or_cancel(
+                    request, Held(before.info.name)
+                )  # with the lock, so that it comes before `Started`
         if goes:
-            self._run(request)
+            self._submit_begun(request)
         return request.ticket
 
     def cancel(self, ticket: _Ticket, engine: Engine) -> None:
@@ -260,32 +262,32 @@ class _Turns:
             if held is not None:
                 self._held.remove(held)
         if held is not None:
-            self._tell(held, Finished("cancelled", Counts()))
+            self._deliver_or_cancel(held, Finished("cancelled", Counts()))
         elif ticket.inner is not None:
             engine.cancel(ticket.inner)
 
-    def _begin(self, request: _Request) -> None:
+    def _note_begun(self, request: _Request) -> None:
         """Notes that a request runs. The lock is held."""
         self._engine = request.engine
         self._running += 1
 
-    def _run(self, request: _Request) -> None:
+    def _submit_begun(self, request: _Request) -> None:
         """Submits a request that has begun. Raises what the engine raises."""
         try:
             request.ticket.inner = request.engine.submit(request.submission, partial(self._deliver, request))
         except BaseException:
-            self._ended()
+            self._note_ended()
             raise
         if request.ticket.cancelled:
             request.engine.cancel(request.ticket.inner)
 
     def _deliver(self, request: _Request, event: Event) -> None:
         """Delivers an event; after the last one, others may run."""
-        self._tell(request, event)
+        self._deliver_or_cancel(request, event)
         if isinstance(event, Finished | Failed):
-            self._ended()
+            self._note_ended()
 
-    def _tell(self, request: _Request, event: Event) -> None:
+    def _deliver_or_cancel(self, request: _Request, event: Event) -> None:
         """Delivers an event. A receiver that raises gets no more events, and its request is cancelled."""
         if request.deaf:
             return
@@ -296,7 +298,7 @@ class _Turns:
             request.deaf = True
             self.cancel(request.ticket, request.engine)
 
-    def _ended(self) -> None:
+    def _note_ended(self) -> None:
         """Notes that a request has ended, and lets held ones in."""
         with self._lock:
             self._running -= 1
@@ -305,18 +307,20 @@ class _Turns:
             self._engine, begun = None, list[_Request]()
             while self._held and self._engine in (None, self._held[0].engine):
                 begun.append(self._held.popleft())
-                self._begin(begun[-1])
+                self._note_begun(begun[-1])
         for request in begun:
-            self._run_held(request)
+            self._submit_held(request)
 
-    def _run_held(self, request: _Request) -> None:
+    def _submit_held(self, request: _Request) -> None:
         """Submits a request that was held; an error is delivered."""
         try:
-            self._run(request)
+            self._submit_begun(request)
         except MlxZipError as error:
-            self._tell(request, Failed(error))
+            self._deliver_or_cancel(request, Failed(error))
         except Exception as error:
-            self._tell(request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_line(error)}")))
+            self._deliver_or_cancel(
+                request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_line(error)}"))
+            )
 
 
 class InTurn(Engine):

@@ -140,7 +140,7 @@ class Request:
         context = served.context
         room = math.inf if context is None else context - used
         if context is not None and room < 1:
-            raise context_error(len(base_ids), self.fitting(context - 1 - found.ids), context)
+            raise context_error(len(base_ids), self.prompt_tokens_fitting(context - 1 - found.ids), context)
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
@@ -148,7 +148,7 @@ class Request:
         self._per_id = served.kv_bytes_per_id
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
-    def fitting(self, room: int) -> int:
+    def prompt_tokens_fitting(self, room: int) -> int:
         """Returns how many base tokens of the prompt fit where there is room for `room` of `prompt_ids`."""
         ids = self.prompt_ids[: max(0, room)]
         return self.cached_tokens + len(ids) if self.book is None else tokens_of(self.book.copy(), ids)
@@ -172,7 +172,7 @@ class Request:
     # ---- steps
 
     @property
-    def first_ids(self) -> np.ndarray:
+    def entry_first_ids(self) -> np.ndarray:
         """The first base id of each entry of the codebook, [entries]."""
         if self.book is None:
             return np.zeros(0, np.uint32)
@@ -196,7 +196,7 @@ class Request:
         return self._read if self.book is None else self.book.ids[self._begun_at :]
 
     @property
-    def stays(self) -> bool:
+    def takes_next_step(self) -> bool:
         """Whether the request takes part in the next step: it goes on, or its cache is to read its last id."""
         return self.error is None and (self.reason is None or self.inline.reads_last)
 
@@ -213,7 +213,7 @@ class Request:
             rows, lengths = book.logged(book.mark() - 1)
             return tuple(rows[0, : lengths[0]].tolist())
 
-    def cut(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+    def cut_at_end(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """Returns an expansion up to an eos or the limit, and why the answer ends with it, None if it goes on."""
         for n, base_id in enumerate(expansion, start=1):
             if base_id in self.submission.eos_ids:
@@ -222,10 +222,10 @@ class Request:
                 return expansion[:n], "length"
         return expansion, "length" if self.steps + 1 >= self._max_steps else None
 
-    def take(self, chosen: Chosen) -> None:
+    def count_chosen(self, chosen: Chosen) -> None:
         """Counts an id that has been chosen; the request ends with it if `reason` is not None then."""
         expansion = self.expand(chosen.id)
-        base_ids, self.reason = self.cut(expansion)
+        base_ids, self.reason = self.cut_at_end(expansion)
         if self.outgrown and self.reason is None:
             self.reason = "length"
         likely = tuple(Likely(self.expand(one), logprob) for one, logprob in chosen.likely)
@@ -236,11 +236,11 @@ class Request:
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
         if self._entries is None and self.book is not None:
-            self._entries = following(self.book, self.submission.show)
+            self._entries = follow_entries(self.book, self.submission.show)
         self.logprobs = chosen.logprobs
         self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely, last=self.reason is not None)
         if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
-            self._emitted = replace(self._emitted, origin=self._entries.of(self.book, chosen.id, len(expansion)))
+            self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
@@ -250,7 +250,7 @@ class Request:
         return position >= self._context
 
     @property
-    def emitted(self) -> int:
+    def emitted_base_tokens(self) -> int:
         """Base ids of the id that was taken last and not yet delivered."""
         return 0 if self._emitted is None else len(self._emitted.base_ids)
 
@@ -382,7 +382,7 @@ class Origins:
         self._prompt = self._book.base_length
         self._learned: list[_Entry] = []  # installed since the last call of `installed`
 
-    def of(self, book: Codebook, one: int, length: int) -> Origin | None:
+    def origin_of(self, book: Codebook, one: int, length: int) -> Origin | None:
         """Returns where the entry of the next id was learned, None for a base id.
 
         book: the request's codebook, which has not read that id. length: base ids of that id.
@@ -412,6 +412,6 @@ class Origins:
                 self._learned.append(self._book.entry(slot))
 
 
-def following(book: Codebook, origins: bool) -> _NewEntries | Origins:
+def follow_entries(book: Codebook, origins: bool) -> _NewEntries | Origins:
     """Returns what finds the entries that an answer's ids install. origins: whether to know where they were learned."""
     return Origins(book) if origins or book.params.policy != "freeze" else _NewEntries(book)

@@ -179,7 +179,7 @@ def answers(
         for at, (base_ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             submission = Submission(base_ids, max_tokens, ends, sampling, pack=pack, keep=False)
             running[at] = Answer(engine.tokenizer, engine.info.vocab_size, stops, memory)
-            tickets[at] = engine.submit(submission, partial(_put, arrived, at))
+            tickets[at] = engine.submit(submission, partial(_put_event, arrived, at))
         while running:
             at, event = arrived.get()
             if at not in running:  # its text has ended, and the engine is told below
@@ -194,5 +194,5 @@ def answers(
             engine.cancel(ticket)
 
 
-def _put(arrived: queue.SimpleQueue[tuple[int, Event]], at: int, event: Event) -> None:
+def _put_event(arrived: queue.SimpleQueue[tuple[int, Event]], at: int, event: Event) -> None:
     arrived.put((at, event))

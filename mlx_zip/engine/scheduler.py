@@ -89,11 +89,11 @@ class Scheduler:
         """Does one round: ends cancelled requests, lets waiting ones begin, reads prompts, and takes one step."""
         for request in [request for request in self.waiting if request.handle.cancelled]:
             self.waiting.remove(request)
-            self._end(request)
+            self._end_request(request)
         self._admit()
         self.read_prompts()
-        self._step()
-        self._bound_memory()
+        self._take_step()
+        self._end_outgrown()
         self._rounds += 1
         if self._rounds % CLEAR_EVERY == 0:
             self.served.free_unused()
@@ -103,10 +103,10 @@ class Scheduler:
 
         Raises what the store's `purge` raises.
         """
-        self.keep_none()
+        self.keep_no_session()
         return self.store.purge()
 
-    def keep_none(self) -> None:
+    def keep_no_session(self) -> None:
         """Keeps no session of the requests that have not ended."""
         for request in (*self.waiting, *self.running):
             request.keep = False
@@ -125,7 +125,7 @@ class Scheduler:
         for request in requests:
             request.error, request.whole = error, False
             try:
-                self._end(request)
+                self._end_request(request)
             except Exception:  # the device may have gone; the others are to be told all the same
                 log.exception("a request could not give up its memory")
 
@@ -135,7 +135,7 @@ class Scheduler:
         """Lets waiting requests begin, in their order, while there is room."""
         while self.waiting and len(running := self.running) < self.max_running and self._has_room(running):
             request = self.waiting.popleft()
-            self._guarded([request], partial(self._begin, request))
+            self._fail_if_it_raises([request], partial(self._begin_request, request))
             if request.ended:
                 return  # the memory that it gives up may be free after the next step only
 
@@ -143,10 +143,10 @@ class Scheduler:
         """Returns whether the KV caches have room for the next waiting request."""
         if self.max_kv_bytes is None or not running:
             return True
-        needed = sum(max(request.checked.kv_bytes, self._kv_bytes(request.held_ids)) for request in running)
+        needed = sum(max(request.checked.kv_bytes, self._kv_bytes_of(request.held_ids)) for request in running)
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
-    def _begin(self, request: Request) -> None:
+    def _begin_request(self, request: Request) -> None:
         """Gives a request its cache, what a session holds of its prompt or a new one, and lets its prompt be read."""
         checked = request.checked
         differing = self.store.differing(checked.base_ids, checked.pack_key)
@@ -174,18 +174,18 @@ class Scheduler:
         while self.readings and (left == chunk or min(chunk, self.readings[0].left) <= left):
             reading = self.readings.popleft()
             if reading.request.handle.cancelled:
-                self._end(reading.request)
+                self._end_request(reading.request)
                 continue
-            others = self._read_along(reading, left)
+            others = self._take_short_prompts(reading, left)
             requests = [one.request for one in (reading, *others)]
-            read, group = self._guarded(requests, partial(reading.read, chunk, others), (1, None))
+            read, group = self._fail_if_it_raises(requests, partial(reading.read, chunk, others), (1, None))
             left -= read
             if group is not None:
                 self.groups += [group] if group not in self.groups else []
             elif reading.request.error is None:
                 self.readings.append(reading)
 
-    def _read_along(self, reading: Reading, at_most: int) -> list[Reading]:
+    def _take_short_prompts(self, reading: Reading, at_most: int) -> list[Reading]:
         """Takes readings that are read in one call with this one: short prompts, `at_most` ids with their padding.
 
         At most a fifth of the ids is padding: on a CPU it costs as much as real ids.
@@ -203,39 +203,39 @@ class Scheduler:
 
     # ---- steps
 
-    def _step(self) -> None:
+    def _take_step(self) -> None:
         """Has every group take one step, and delivers the ids that were chosen before it."""
         before = [request for group in self.groups for request in group.requests]
-        if not self._may_merge():
-            self._each(lambda group: group.begin())
-        self._each(lambda group: group.read())
-        leaving = [request for found in self._each(lambda group: group.settle()) for request in found]
+        if not self._merges_now():
+            self._run_for_groups(lambda group: group.begin())
+        self._run_for_groups(lambda group: group.read())
+        leaving = [request for found in self._run_for_groups(lambda group: group.settle()) for request in found]
         self._regroup()
-        self._each(lambda group: group.launch())
+        self._run_for_groups(lambda group: group.launch())
         for request in before:
-            self._deliver(request)
+            self._deliver_emitted(request)
         for request in leaving:
-            self._end(request)
-        self._each(lambda group: group.finish())
+            self._end_request(request)
+        self._run_for_groups(lambda group: group.finish())
 
-    def _deliver(self, request: Request) -> None:
+    def _deliver_emitted(self, request: Request) -> None:
         """Delivers the id that a request has just taken, if there is one, and counts it."""
-        if request.emitted:
+        if request.emitted_base_tokens:
             self.totals.steps += 1
-            self.totals.base_tokens += request.emitted
-            self.totals.hypertokens += request.emitted > 1
+            self.totals.base_tokens += request.emitted_base_tokens
+            self.totals.hypertokens += request.emitted_base_tokens > 1
             request.send_emitted()
 
-    def _each(self, part: Callable[[Group], Any]) -> list[Any]:
+    def _run_for_groups(self, part: Callable[[Group], Any]) -> list[Any]:
         """Runs one part of a step for every group and returns what it returns. A group that fails is ended."""
         out = []
         for group in list(self.groups):
             requests = list(group.requests)
-            out.append(self._guarded(requests, partial(part, group), None, group))
+            out.append(self._fail_if_it_raises(requests, partial(part, group), None, group))
         self.groups = [group for group in self.groups if group.requests]
         return [one for one in out if one is not None]
 
-    def _may_merge(self) -> bool:
+    def _merges_now(self) -> bool:
         """Returns whether this step merges groups, so that its ids must be read before it begins."""
         return len(self.groups) > 1 and self.served.batches and any(o for _, *o in self._mergeable(self.groups))
 
@@ -244,8 +244,8 @@ class Scheduler:
         for group in list(self.groups):
             requests = list(group.requests)
             if rows := group.switching():
-                for request in self._guarded(requests, partial(group.split, rows), (), group):
-                    reading = self._guarded([request], partial(self._make_reading, request))
+                for request in self._fail_if_it_raises(requests, partial(group.split, rows), (), group):
+                    reading = self._fail_if_it_raises([request], partial(self._make_reading, request))
                     self.readings += [] if reading is None else [reading]
         self.groups = [group for group in self.groups if group.requests]
         if len(self.groups) < 2:
@@ -259,7 +259,7 @@ class Scheduler:
             for first, *others in self._mergeable(groups):
                 if others:
                     requests = [request for group in (first, *others) for request in group.requests]
-                    self._guarded(requests, partial(first.join, others), None, first)
+                    self._fail_if_it_raises(requests, partial(first.join, others), None, first)
                     self.groups = [group for group in self.groups if group not in others and group.requests]
 
     def _mergeable(self, groups: Sequence[Group]) -> list[list[Group]]:
@@ -282,21 +282,21 @@ class Scheduler:
 
     # ---- memory
 
-    def _kv_bytes(self, ids: int) -> int:
+    def _kv_bytes_of(self, ids: int) -> int:
         return ids * self.served.kv_bytes_per_id
 
-    def _bound_memory(self) -> None:
+    def _end_outgrown(self) -> None:
         """Ends the request that began last, as if at its limit, if the KV caches have outgrown their bound."""
         if self.max_kv_bytes is None or not (
             requests := [request for group in self.groups for request in group.requests]
         ):
             return
-        if self._kv_bytes(sum(request.held_ids for request in requests)) > self.max_kv_bytes:
+        if self._kv_bytes_of(sum(request.held_ids for request in requests)) > self.max_kv_bytes:
             max(requests, key=lambda request: request.begun_s).outgrown = True
 
     # ---- ends
 
-    def _guarded(
+    def _fail_if_it_raises(
         self, requests: Sequence[Request], call: Callable[[], Any], otherwise: Any = None, group: Any = None
     ) -> Any:
         """Returns what `call` returns, True for None. If it raises, fails the requests and returns `otherwise`."""
@@ -316,16 +316,16 @@ class Scheduler:
                 if group is not None or not isinstance(error, MlxZipError):
                     request.whole = False  # nobody knows what its cache holds now
                 request.error = request.error or error
-                self._end(request)
+                self._end_request(request)
             return otherwise
 
-    def _end(self, request: Request) -> None:
+    def _end_request(self, request: Request) -> None:
         """Ends a request: counts it, delivers its last event, and keeps its session."""
         if request.ended:
             return
         if self._raises and request.error is not None:
             raise request.error
-        self._deliver(request)
+        self._deliver_emitted(request)
         request.ended = True
         totals = self.totals
         totals.requests += 1
@@ -335,23 +335,23 @@ class Scheduler:
         totals.seconds = took if not totals.seconds else 0.9 * totals.seconds + 0.1 * took
         request.send_end()
         try:
-            self._keep(request)
+            self._keep_session(request)
         finally:
             request.handle.ended = True
             request.release()
             self._ended(request)
 
-    def _keep(self, request: Request) -> None:
+    def _keep_session(self, request: Request) -> None:
         """Puts a request's cache into the store, if the cache is whole and the request is to be kept."""
         cache, request.cache = request.cache, None
         try:
-            self._put(request, cache)
+            self._put_in_store(request, cache)
         finally:
             if cache is not None:
                 self.served.free(cache)
 
-    def _put(self, request: Request, cache: Any) -> None:
-        """Does what `_keep` does with a request's cache, which is None if there is none."""
+    def _put_in_store(self, request: Request, cache: Any) -> None:
+        """Does what `_keep_session` does with a request's cache, which is None if there is none."""
         handle = request.handle
         if cache is None or not request.whole or not request.keep or not request.held_ids:
             if handle.session is not None:

@@ -38,9 +38,9 @@ class Search(ABC):
         self.request, self.logits = request, logits
         self.token: int | None = None
         self._constraint, self._excluded, self._refused = request.submission.constraint, excluded, 0
-        mask, first_ids = np.asarray(self._constraint.mask(), bool), request.first_ids
+        mask, first_ids = np.asarray(self._constraint.mask(), bool), request.entry_first_ids
         self._entries = slice(request.vocab_size, request.vocab_size + len(first_ids))
-        self._open = _opened(mask, request.vocab_size, first_ids, logits.shape[1])
+        self._open = _open_columns(mask, request.vocab_size, first_ids, logits.shape[1])
 
     @abstractmethod
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
@@ -74,29 +74,29 @@ class Search(ABC):
         """
         scores, before = self.on_host(self.scores), self._refused
         while scores[token := int(scores.argmax())] > -math.inf:
-            if self._accepts(token):
-                self._take(token)
+            if self._is_accepted(token):
+                self._end_with(token)
                 return False
-            self._refuse(token, scores)
+            self._refuse_id(token, scores)
         if self._refused == before:
             if not self._excluded:
                 raise GenerationError(NOTHING)
             self._excluded = []  # what is left is what canonical decoding excludes
         return True
 
-    def _accepts(self, token: int) -> bool:
+    def _is_accepted(self, token: int) -> bool:
         """Returns whether the constraint accepts an open id; its mask has told so of base ids."""
         expansion = self.request.expand(token)
-        return len(expansion) == 1 or self._constraint.accepts(self.request.cut(expansion)[0])
+        return len(expansion) == 1 or self._constraint.accepts(self.request.cut_at_end(expansion)[0])
 
-    def _refuse(self, token: int, scores: np.ndarray) -> None:
+    def _refuse_id(self, token: int, scores: np.ndarray) -> None:
         """Closes a hypertoken; after `REFUSALS` of them, closes all."""
         self._refused += 1
         closed = token if self._refused < REFUSALS else self._entries
         self._open[closed] = False
         scores[closed] = -math.inf
 
-    def _take(self, token: int) -> None:
+    def _end_with(self, token: int) -> None:
         """Ends the search with an id."""
         self.token = token
         self.logits = self.close(self._chosen_from, self._open) if self._refused else self._chosen_from
@@ -109,12 +109,12 @@ def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lam
     """
     left = list(searches)
     while left:
-        left = [one for one in left if _goes_on(one, one.begin)]
+        left = [one for one in left if _run_part(one, one.begin)]
         compute([one.scores for one in left])
-        left = [one for one in left if _goes_on(one, one.look)]
+        left = [one for one in left if _run_part(one, one.look)]
 
 
-def _goes_on(one: Search, part: Callable[[], bool]) -> bool:
+def _run_part(one: Search, part: Callable[[], bool]) -> bool:
     """Returns what a part of a search returns; False if it raises, and the request's `error` is the exception then."""
     try:
         return part()
@@ -123,7 +123,7 @@ def _goes_on(one: Search, part: Callable[[], bool]) -> bool:
         return False
 
 
-def _opened(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:
+def _open_columns(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:
     """Returns which columns [W] bool are open.
 
     mask: which base ids may come next; those that it does not name may not. first_ids [N]: each entry's first base id.

@@ -101,7 +101,7 @@ class Checks:
         sampling.check_width(self.facts.width)
         sampling.check_biases(self.facts.vocab_size)
         _check_limits(submission, self.facts.width)
-        base_ids = self._prompt(submission.base_ids)
+        base_ids = self._checked_prompt(submission.base_ids)
         start, pack_key = self._packs.find(submission.pack)
         self._check_context(base_ids, start)
         kv_bytes = self._check_room(len(base_ids), submission.max_tokens)
@@ -113,14 +113,14 @@ class Checks:
 
     def prompt_size(self, base_ids: Sequence[int], pack: Any) -> int:
         """Returns how many ids a prompt is read as. Raises `GenerationError`."""
-        return self._ids(as_ids(base_ids), self._packs.find(pack)[0])
+        return self._count_ids(as_ids(base_ids), self._packs.find(pack)[0])
 
-    def _ids(self, base_ids: Uint32s, start: Any) -> int:
+    def _count_ids(self, base_ids: Uint32s, start: Any) -> int:
         """Returns how many ids the codec makes of base ids."""
         params = self.facts.params
         return len(base_ids) if params is None else len(compress(params.with_start(start), base_ids)[0])
 
-    def _prompt(self, ids: Sequence[int]) -> Uint32s:
+    def _checked_prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt's base ids. Raises `GenerationError` for an empty prompt and for what is no base id."""
         try:
             base_ids = as_ids(ids)
@@ -218,14 +218,14 @@ class _Packs:
             raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
         try:
             with self._lock:
-                found = self._read(pack)
-                return self._start(found), found.fingerprint
+                found = self._read_pack(pack)
+                return self._checked_start(found), found.fingerprint
         except GenerationError:
             raise
         except (MlxZipError, OSError) as error:
             raise GenerationError(f"pack: {error}") from error
 
-    def _read(self, pack: Any) -> Pack:
+    def _read_pack(self, pack: Any) -> Pack:
         """Returns the pack, from its file if that is new. Raises `DataError`."""
         if isinstance(pack, Pack) or not isinstance(pack, str | os.PathLike):
             return as_pack(pack)
@@ -234,9 +234,9 @@ class _Packs:
             facts = os.stat(path)
         except OSError as error:
             raise DataError(f"{path}: no such pack file") from error
-        return _kept(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
+        return _get_or_make(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
 
-    def _start(self, pack: Pack) -> Any:
+    def _checked_start(self, pack: Pack) -> Any:
         """Returns the pack's entries after checking them against tokenizer, codec and model, once per pack."""
 
         def checked() -> Any:
@@ -246,10 +246,10 @@ class _Packs:
             self._facts.params.with_start(pack)
             return pack
 
-        return _kept(self._checked, pack.fingerprint, checked)
+        return _get_or_make(self._checked, pack.fingerprint, checked)
 
 
-def _kept(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+def _get_or_make(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     """Returns what is kept under `key`, made if it is not; forgets the one used longest ago if there are too many."""
     if key not in kept:
         kept[key] = make()

@@ -118,10 +118,10 @@ class ThreadedEngine(Engine):
         self._check_alive()
         checked = self._checks.check(Submission(base_ids, max_tokens=1, top_logprobs=top_logprobs, pack=pack))
         params = self._checks.facts.params
-        row = _read_as(params, checked.base_ids, checked.start)
-        scores = self._inbox.ask(lambda: self._scores(self._scheduler.served, row, top_logprobs))
+        row = _compress_prompt(params, checked.base_ids, checked.start)
+        scores = self._inbox.ask(lambda: self._score_in_parts(self._scheduler.served, row, top_logprobs))
         parts = iter(lambda: self._inbox.ask(lambda: next(scores, None)), None)
-        return _prompt_ids(params, row, cast(Iterator[Scored], parts))
+        return _scores_as_prompt_ids(params, row, cast(Iterator[Scored], parts))
 
     def _check_alive(self) -> None:
         """Raises `EngineStoppedError` unless the engine can serve."""
@@ -140,9 +140,9 @@ class ThreadedEngine(Engine):
         ids = tuple(map(int, base_ids))
         with self._lock:
             self._noted[key] = ids
-        self._inbox.post(lambda: self._note(ticket, key, ids))
+        self._inbox.post(lambda: self._note_answer(ticket, key, ids))
 
-    def _note(self, ticket: Handle, key: str, ids: tuple[int, ...]) -> None:
+    def _note_answer(self, ticket: Handle, key: str, ids: tuple[int, ...]) -> None:
         """Notes an answer in the store, or until the request's session is there with the ticket."""
         if ticket.session is None and not ticket.ended:
             ticket.answers[key] = ids
@@ -165,15 +165,15 @@ class ThreadedEngine(Engine):
         self._inbox.ask(lambda: self._store.save(name, file))
 
     def load_session(self, file: Path) -> SessionInfo:
-        return self._inbox.ask(lambda: self._counted(self._store.load(file)))
+        return self._inbox.ask(lambda: self._update_figures(self._store.load(file)))
 
     def drop_session(self, name: str) -> None:
-        self._inbox.ask(lambda: self._counted(self._store.drop(name)))
+        self._inbox.ask(lambda: self._update_figures(self._store.drop(name)))
 
     def purge_sessions(self) -> int:
-        return self._inbox.ask(lambda: self._counted(self._scheduler.purge()))
+        return self._inbox.ask(lambda: self._update_figures(self._scheduler.purge()))
 
-    def _counted(self, result: Any = None) -> Any:
+    def _update_figures(self, result: Any = None) -> Any:
         """Shows other threads the store's figures of now; returns `result`."""
         self._kept = self._store.figures()
         return result
@@ -189,7 +189,7 @@ class ThreadedEngine(Engine):
             running=running,
             waiting=waiting - running,
             **self._kept,
-            **self._memory(),
+            **self._memory_figures(),
         )
 
     @property
@@ -222,39 +222,39 @@ class ThreadedEngine(Engine):
             self._loaded.set()
             self._serve()
             self._scheduler.served.settle()
-            self._stop(EngineStoppedError("the engine has been closed"))
+            self._fail_open_requests(EngineStoppedError("the engine has been closed"))
         except BaseException as fault:
             self._die(fault)
         finally:
             self._loaded.set()
             self._scheduler = self._store = None  # nobody has the model any more
-            self._left()
+            self._free_thread()
 
     def _load(self, load: Load, name: str, make_store: MakeStore) -> None:
         """Loads the model and makes what serves it."""
         options = self._options
-        served = self._served(load, name)
-        self.info = _bounded(served.info, options)
+        served = self._make_served(load, name)
+        self.info = _with_bounds_of(served.info, options)
         bound = self._kv_bound(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
         self._answers = self._store.answers()
         self._scheduler = Scheduler(
-            served, self._store, options.max_running, bound, self._ended, partial(self._reading, served)
+            served, self._store, options.max_running, bound, self._forget_ended, partial(self._make_reading, served)
         )
         self._totals = self._scheduler.totals
-        self._counted()
+        self._update_figures()
 
     @abstractmethod
-    def _served(self, load: Load, name: str) -> ServedByEngine:
+    def _make_served(self, load: Load, name: str) -> ServedByEngine:
         """Loads the model, sets `tokenizer`, and returns what serves requests. name: of the model."""
 
     @abstractmethod
-    def _reading(self, served: Any, request: Request) -> Reading:
-        """Returns what reads the prompt of a request that has its cache. served: what `_served` returned."""
+    def _make_reading(self, served: Any, request: Request) -> Reading:
+        """Returns what reads the prompt of a request that has its cache. served: what `_make_served` returned."""
 
     @abstractmethod
-    def _scores(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
+    def _score_in_parts(self, served: Any, row: Compressed, top: int) -> Iterator[Scored]:
         """Yields the scores of a row of ids, as many at a time as of a prompt are read between two steps.
 
         Used in the engine's thread only. top: how many of the likeliest ids to tell. Raises `GenerationError`.
@@ -265,20 +265,20 @@ class ThreadedEngine(Engine):
         return self._options.max_kv_bytes
 
     @abstractmethod
-    def _memory(self) -> dict[str, int]:
+    def _memory_figures(self) -> dict[str, int]:
         """Returns `memory_bytes` and `peak_memory_bytes` of `Figures`. Called from any thread."""
 
-    def _wake(self) -> None:
+    def _prepare_device(self) -> None:
         """Prepares the device for requests; called before they run."""
 
-    def _rest(self) -> float | None:
+    def _free_when_idle(self) -> float | None:
         """Gives up what only requests need, if the engine has been idle long enough; called while it is idle.
 
         Returns after how many seconds to call it again, None if nothing is left to give up.
         """
         return None
 
-    def _left(self) -> None:
+    def _free_thread(self) -> None:
         """Frees what belongs to the engine's thread, which ends."""
 
     def _serve(self) -> None:
@@ -287,10 +287,10 @@ class ThreadedEngine(Engine):
         while going:
             going = not self._closing  # what was submitted before that is in the inbox now
             if not scheduler.busy:
-                self._inbox.take(self._idle() if going else 0)
+                self._inbox.take(self._tend_when_idle() if going else 0)
             going = going or scheduler.busy
             if scheduler.busy:
-                self._wake()
+                self._prepare_device()
             while scheduler.busy:
                 if self._closing and time.monotonic() >= self._deadline:
                     scheduler.cancel_all()
@@ -299,14 +299,14 @@ class ThreadedEngine(Engine):
                 self._inbox.take(0)
             scheduler.served.free_unused()
 
-    def _idle(self) -> float | None:
+    def _tend_when_idle(self) -> float | None:
         """Does what is due without requests; returns after how many seconds there may be more, None for never."""
-        due = self._rest()
+        due = self._free_when_idle()
         return TEND_S if self._store.tend() else due
 
-    def _ended(self, request: Request) -> None:
+    def _forget_ended(self, request: Request) -> None:
         """Forgets a request that has ended."""
-        self._counted()
+        self._update_figures()
         with self._lock:
             self._open.pop(request, None)
             for key in request.handle.answers:  # they are in the store now, or nowhere
@@ -322,14 +322,14 @@ class ThreadedEngine(Engine):
         if self._loaded.is_set():
             ours = isinstance(fault, MlxZipError)  # its message says all
             log.critical("the engine's thread has ended: %s", first_line(fault), exc_info=None if ours else fault)
-        self._stop(stopped)
+        self._fail_open_requests(stopped)
         for call in calls:
             try:
                 call(fault)
             except Exception:
                 log.exception("a function given to on_death failed")
 
-    def _stop(self, error: EngineStoppedError) -> None:
+    def _fail_open_requests(self, error: EngineStoppedError) -> None:
         """Refuses all further calls and fails the requests that are left."""
         self._inbox.shut()
         if self._scheduler is not None:
@@ -350,14 +350,14 @@ class ThreadedEngine(Engine):
             log.exception("sessions could not be written")
 
 
-def _bounded(info: EngineInfo, options: ServeOptions) -> EngineInfo:
+def _with_bounds_of(info: EngineInfo, options: ServeOptions) -> EngineInfo:
     """Returns what a model is, with the bounds of an engine's options."""
     bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
     most = options.max_running + options.max_waiting
     return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
 
 
-def _read_as(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -> Compressed:
+def _compress_prompt(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -> Compressed:
     """Returns base ids as a model reads them. The first one is read alone, so that all others have a probability.
 
     params: None for a model without hypertokens. pack: see `Compressed`.
@@ -366,10 +366,10 @@ def _read_as(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -
     return compress_parts(begun, base_ids[:1], base_ids[1:], pack=pack)
 
 
-def _prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Scored]) -> Iterator[PromptId]:
+def _scores_as_prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Scored]) -> Iterator[PromptId]:
     """Yields the ids of a row, each with its score.
 
-    params: as in `_read_as`. parts: the scores of its second to its last id.
+    params: as in `_compress_prompt`. parts: the scores of its second to its last id.
     """
     book = None if params is None else Codebook(params.with_start(row.pack))
 
@@ -410,9 +410,9 @@ class _Inbox:
 
     def post(self, call: _Call) -> None:
         """Has the owner make a call soon; if it fails, that is logged. Raises `EngineStoppedError` after `shut`."""
-        self._put(call, None)
+        self._put_call(call, None)
 
-    def _put(self, call: _Call, future: Future[Any] | None) -> None:
+    def _put_call(self, call: _Call, future: Future[Any] | None) -> None:
         """Adds a call. future: gets its result, None if nobody waits for it."""
         with self._lock:
             if self._shut:
@@ -424,7 +424,7 @@ class _Inbox:
         if threading.get_ident() == self._owner:
             return call()
         future: Future[Any] = Future()
-        self._put(call, future)
+        self._put_call(call, future)
         return future.result()
 
     def wake(self) -> None:
@@ -438,7 +438,7 @@ class _Inbox:
         try:
             entry = self._calls.get(timeout=wait_s) if wait_s != 0 else self._calls.get_nowait()
             while True:
-                _make(*entry)
+                _run_call(*entry)
                 entry = self._calls.get_nowait()
         except queue.Empty:
             return
@@ -456,7 +456,7 @@ class _Inbox:
                 future.set_exception(EngineStoppedError("the engine has stopped"))
 
 
-def _make(call: _Call, future: Future[Any] | None) -> None:
+def _run_call(call: _Call, future: Future[Any] | None) -> None:
     """Makes a call. An exception goes to whoever waits, or to the log; what is no `Exception` ends the owner too."""
     try:
         result = call()

@@ -11,7 +11,7 @@ from support.serving import tiny_engine
 
 def test_the_ceiling_is_the_bandwidth_over_the_bytes_of_a_step(monkeypatch):
     calls = []
-    monkeypatch.setattr(mlx_engine, "_measured", {})
+    monkeypatch.setattr(mlx_engine, "_bandwidths", {})
     monkeypatch.setattr(mlx_engine, "memory_speed", lambda limit_s: calls.append(limit_s) or 1e9)
     with tiny_engine() as engine:
         found, again = engine.ceiling(), engine.ceiling()

@@ -154,7 +154,7 @@ def test_a_request_that_fails_to_begin_takes_no_row_from_the_next_one(monkeypatc
             raise MemoryError("no room for the prompt's ids")
         return whole(self, served, request)
 
-    monkeypatch.setattr(CudaEngine, "_reading", fails)
+    monkeypatch.setattr(CudaEngine, "_make_reading", fails)
     with engine(max_running=2) as made:
 
         def deliver(event):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec import Codebook, CodecParams, twin
 from mlx_zip.engine import Counted, Emitted
-from mlx_zip.engine.request import Origins, following
+from mlx_zip.engine.request import Origins, follow_entries
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.packs.pack import Pack
 from support import tiny
@@ -66,7 +66,7 @@ def test_origins_are_those_of_a_replay_by_the_plain_python_codec(params, seed, p
     book.rewind(prompt)
     found, origins = [], Origins(book)
     for one in ids[prompt:]:
-        origin = origins.of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
+        origin = origins.origin_of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
         book.push(one)
         found.append((origin and tuple(origin), origins.installed(book)))
     assert found == replayed(params, ids, prompt)
@@ -91,7 +91,7 @@ def test_ids_may_be_delivered_before_they_are_read(params, seed, read):
         done += n
         if done < len(ids):
             one = ids[done]
-            origin = origins.of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
+            origin = origins.origin_of(book, one, len(book.expand(one)) if one < V + len(book) else length(book, one))
             assert (origin and tuple(origin)) == replayed(params, ids, 10)[done - 10][0]
         learned += origins.installed(book)
     assert tuple(learned) == sum((entries for _, entries in replayed(params, ids, 10)), ())
@@ -102,7 +102,7 @@ def test_entries_are_found_alike_with_and_without_their_origins(seed):
     params = CodecParams(V, 12, 3)
     book, ids = Codebook(params), legal_ids(params, seed, 40)
     book.push(ids[:10])
-    plain, full = following(book, False), following(book, True)
+    plain, full = follow_entries(book, False), follow_entries(book, True)
     for one in ids[10:]:
         book.push(one)
         assert plain.installed(book) == full.installed(book)
@@ -118,9 +118,9 @@ def logs(monkeypatch):
 
     def recorded(book, origins):
         found.append((book.params, book.ids.tolist()))
-        return following(book, origins)
+        return follow_entries(book, origins)
 
-    monkeypatch.setattr("mlx_zip.engine.request.following", recorded)
+    monkeypatch.setattr("mlx_zip.engine.request.follow_entries", recorded)
     return found
 
 

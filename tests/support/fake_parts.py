@@ -96,7 +96,7 @@ class FakeGroup:
             if request.handle.cancelled:
                 request.reason = "cancelled"
             else:
-                request.take(Chosen(1))
+                request.count_chosen(Chosen(1))
 
     def settle(self) -> list[Request]:
         leaving = [request for request in self.requests if request.reason is not None]
@@ -129,17 +129,17 @@ class FakeGroup:
 class FakePartsEngine(ThreadedEngine):
     """An engine of these parts. load: returns a `FakeServed`."""
 
-    def _served(self, load: Callable[[], Any], name: str) -> Any:
+    def _make_served(self, load: Callable[[], Any], name: str) -> Any:
         self.tokenizer = None
         return load()
 
-    def _reading(self, served: Any, request: Request) -> Any:
+    def _make_reading(self, served: Any, request: Request) -> Any:
         return served.make_reading(request)
 
-    def _scores(self, served: Any, row: Any, top: int) -> Iterator[Any]:
+    def _score_in_parts(self, served: Any, row: Any, top: int) -> Iterator[Any]:
         raise AssertionError("these parts score nothing")
 
-    def _memory(self) -> dict[str, int]:
+    def _memory_figures(self) -> dict[str, int]:
         return {"memory_bytes": 0, "peak_memory_bytes": 0}
 
 

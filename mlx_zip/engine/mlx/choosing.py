@@ -58,9 +58,9 @@ class Choice:
         host = np.array(self.packed)
         width = (host.shape[1] - 2) // 2
         floats = host.view(np.float32)
-        return [self._row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
+        return [self._chosen_of_row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
 
-    def _row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
+    def _chosen_of_row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
         """Returns one row's id with what it asked for."""
         if top is None:
             return Chosen(int(ints[0]))
@@ -83,18 +83,18 @@ def choose(
     A row whose own work raises gets the exception as its `error`, and any id.
     """
     forced: dict[int, mx.array] = {}
-    logits = _processed(requests, logits, forced, end, pad_id)
+    logits = _process_logits(requests, logits, forced, end, pad_id)
     logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
-    y = _drawn(requests, logprobs, forced)
+    y = _draw_ids(requests, logprobs, forced)
     top, failed = tuple(request.submission.top_logprobs for request in requests), None
     if machines is not None:
         own = mx.array([request.error is not None for request in requests], mx.uint32)
         y, failed = mx.split(chosen_by_first(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
     kept = logprobs if any(request.inline.logprobs for request in requests) else None
-    return Choice(y, _packed(y, logprobs, top), top, failed, kept)
+    return Choice(y, _pack_logprobs(y, logprobs, top), top, failed, kept)
 
 
-def _drawn(requests: Sequence[Request], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
+def _draw_ids(requests: Sequence[Request], logprobs: mx.array, forced: dict[int, mx.array]) -> mx.array:
     """Returns ids [B], those in `forced` or what each row's sampler draws. Rows of one sampler are drawn together."""
     shared = requests[0].draws
     if (
@@ -119,33 +119,33 @@ def _drawn(requests: Sequence[Request], logprobs: mx.array, forced: dict[int, mx
     return mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(requests))])
 
 
-def _processed(
+def _process_logits(
     requests: Sequence[Request], logits: mx.array, forced: dict[int, mx.array], end: int | None, pad_id: int
 ) -> mx.array:
     """Returns logits [B, W] after every row's own processors. forced: gets the ids of rows that a constraint chose."""
     if not any(request.penalties or request.submission.constraint is not None for request in requests):
-        return _canonical_only(requests, logits, end, pad_id)
+        return _exclude_uncanonical(requests, logits, end, pad_id)
     rows: list[mx.array] = []
     searches: dict[int, Search] = {}
     for row, request in enumerate(requests):
         rows.append(logits[row : row + 1])
         try:
             if request.error is None:
-                found = _processed_row(request, rows[row], end)
+                found = _process_row(request, rows[row], end)
                 if isinstance(found, Search):
                     searches[row] = found
                 else:
                     rows[row] = found
         except Exception as error:
             request.error = error
-    _search(list(searches.values()))
+    _search_ids(list(searches.values()))
     for row, one in searches.items():
         if one.token is not None:
             rows[row], forced[row] = one.logits, mx.array([one.token], mx.uint32)
     return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
-def _processed_row(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
+def _process_row(request: Request, logits: mx.array, end: int | None) -> mx.array | Search:
     """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
     reads = any(not isinstance(one, PenaltyTerms) for one in request.penalties)  # these look at the codebook's log
     tokens: Any = mx.array(np.asarray(request.read_ids, np.int32)) if reads else None
@@ -157,7 +157,7 @@ def _processed_row(request: Request, logits: mx.array, end: int | None) -> mx.ar
     return without(logits, excluded) if excluded else logits
 
 
-def _canonical_only(requests: Sequence[Request], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
+def _exclude_uncanonical(requests: Sequence[Request], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
     """Returns logits [B, W] after canonical decoding, where rows have it."""
     if all(request.canonical is None for request in requests):
         return logits
@@ -167,7 +167,7 @@ def _canonical_only(requests: Sequence[Request], logits: mx.array, end: int | No
     return without_in_rows(logits, excluded, pad_id, end)
 
 
-def _packed(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:
+def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:
     """Returns what `Choice.packed` holds for ids y [B] chosen from logprobs [B, W]."""
     if all(one is None for one in top):
         return None
@@ -201,6 +201,6 @@ class Search(searching.Search):
         return np.array(scores[0])
 
 
-def _search(searches: Sequence[Search]) -> None:
+def _search_ids(searches: Sequence[Search]) -> None:
     """Finds the ids of several rows. A row whose own work raises gets the exception as its request's `error`."""
     searching.search(searches, mx.eval)

@@ -113,9 +113,9 @@ def stream_generate(
         sampler=sampler, logits_processors=logits_processors, prompt_progress_callback=prompt_progress_callback
     )
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
-    start = _start_of(pack, tokenizer, model)
+    start = _checked_start(pack, tokenizer, model)
     kv = (kv_bits, kv_group_size, quantized_kv_start)
-    how = RunOptions(*kv, prefill_step_size, max_kv_size=max_kv_size, ahead=_ahead(model))
+    how = RunOptions(*kv, prefill_step_size, max_kv_size=max_kv_size, ahead=_begins_ahead(model))
     served = Served(model, tokenizer, how)
     cache = served.new_cache(start)
     if prompt_cache is not None:
@@ -126,16 +126,16 @@ def stream_generate(
     turn = CacheTurn(tokenizer, prompt, cache)
     check_prompt(served, cache, turn)
     _check_limit(max_tokens)
-    draws = _draws(options, sampler, served)
+    draws = _make_draws(options, sampler, served)
     options.check_biases(served.vocab_size)
     run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
     run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
-    answer = Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory, turn.cached_tokens)
+    answer = Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory, turn.cached_tokens)
     facts = turn.base_ids, turn.kept_ids, _codec_of(cache), max_tokens, stop, options, how
-    return _with_wired_memory(model, _on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
+    return _with_wired_memory(model, _stream_on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
 
 
-def _on_cache(
+def _stream_on_cache(
     run: _Run,
     turn: CacheTurn,
     answer: Answer,
@@ -208,7 +208,7 @@ class _Run:
         """Adds a request. ends: ids that end it. start: what a new cache's codebook begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
         checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
-        self.requests.append(Request(checked, partial(_put, self._arrived, row), self._inline))
+        self.requests.append(Request(checked, partial(_put_event, self._arrived, row), self._inline))
 
     def agree(self, facts: object) -> None:
         """Raises `MachineError` if the model is on several machines and another one has other facts of the requests."""
@@ -241,29 +241,31 @@ class _Run:
         """
         served = self._served
         store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
-        reading = partial(_ToldReading, served, progress or (lambda read, total: None))
+        reading = partial(_ReportingReading, served, progress or (lambda read, total: None))
         scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
         for request in self.requests:
             scheduler.add(request)
         try:
             while scheduler.busy:
-                self._work(scheduler, scheduler.work)
-                ready = self._taken()
+                self._work_or_restore(scheduler, scheduler.work)
+                ready = self._take_events()
                 emitted = any(isinstance(event, Emitted) for _, event, _ in ready)
                 while self._cache is not None and emitted and scheduler.readings:
-                    self._work(scheduler, scheduler.read_prompts)  # LongRoPE's switch: the last id is yet to be read
+                    self._work_or_restore(
+                        scheduler, scheduler.read_prompts
+                    )  # LongRoPE's switch: the last id is yet to be read
                 yield from ready
         finally:
             for request in self.requests:
                 request.release()
 
-    def _taken(self) -> list[tuple[int, Event, Any]]:
+    def _take_events(self) -> list[tuple[int, Event, Any]]:
         """Takes the events of the last round."""
         found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
         self._arrived.clear()
         return found
 
-    def _work(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
+    def _work_or_restore(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
         """Takes a round, or a part of it. If something raises, the caller's cache is as when the last id was yielded.
 
         Before the first id it holds what has been read of the prompt.
@@ -283,11 +285,11 @@ class _Run:
             raise
 
 
-def _put(arrived: deque[tuple[int, Event]], row: int, event: Event) -> None:
+def _put_event(arrived: deque[tuple[int, Event]], row: int, event: Event) -> None:
     arrived.append((row, event))
 
 
-class _ToldReading(Reading):
+class _ReportingReading(Reading):
     """A `Reading` that tells a caller's function of its progress as mlx-lm does: before, after each chunk, and last."""
 
     def __init__(self, served: Served, progress: Callable[[int, int], None], request: Request) -> None:
@@ -300,12 +302,12 @@ class _ToldReading(Reading):
         super()._read_again(refill, at_most)
         self._progress(refill.done, self._total)
 
-    def _call(self, begin: int, end: int) -> None:
-        super()._call(begin, end)
+    def _read_ids(self, begin: int, end: int) -> None:
+        super()._read_ids(begin, end)
         self._progress(self._again + end, self._total)
 
-    def _group(self, last: int) -> Group:
-        group = super()._group(last)
+    def _make_group(self, last: int) -> Group:
+        group = super()._make_group(last)
         self._progress(self._total, self._total)
         return group
 
@@ -394,27 +396,27 @@ def stream_batch(
     options = Sampling.of(sampling, signature(stream_batch).parameters)
     _check_functions(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
-    start = _start_of(pack, tokenizer, model)
+    start = _checked_start(pack, tokenizer, model)
     check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
-    served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_ahead(model)))
+    served = Served(model, tokenizer, RunOptions(prefill_step_size=prefill_step_size, ahead=_begins_ahead(model)))
     _check_limit(max_tokens)
     options.check_biases(served.vocab_size)
-    run, answers, codecs = _Run(served, Inline(_draws(options, sampler, served), logprobs=True)), [], []
+    run, answers, codecs = _Run(served, Inline(_make_draws(options, sampler, served), logprobs=True)), [], []
     for prompt, own in zip(prompts, split_packs(start, len(prompts)), strict=True):
         cache = served.new_cache(own)
         turn = CacheTurn(tokenizer, prompt, cache)
         check_prompt(served, cache, turn)
         run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids, own)
-        answers.append(Answer(tokenizer, served.vocab_size, _stops(stop), mx.get_peak_memory))
+        answers.append(Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory))
         codecs.append(_codec_of(cache))
     facts = [request.submission.base_ids for request in run.requests], codecs, max_tokens, stop, options
-    return _with_wired_memory(model, _in_batch(run, answers, options.seed, facts))
+    return _with_wired_memory(model, _stream_in_batch(run, answers, options.seed, facts))
 
 
-def _in_batch(
+def _stream_in_batch(
     run: _Run, answers: Sequence[Answer], seed: int | None, facts: object
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (row, response) per emitted id until all rows have ended. facts: as in `_on_cache`."""
+    """Yields (row, response) per emitted id until all rows have ended. facts: as in `_stream_on_cache`."""
     run.agree(facts)
     _seed_random(seed)
     yield from run.responses(answers)
@@ -439,12 +441,12 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
     return given  # type: ignore[return-value]
 
 
-def _start_of(pack: Any, tokenizer: Any, model: Any) -> Any:
+def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
     """Returns what a new cache begins with. Raises `DataError` for a pack of another tokenizer, and `GenerationError`
     if the model has no hypertokens.
     """
     if isinstance(pack, list | tuple) and any(one is None or isinstance(one, PackLike) for one in pack):
-        return [_start_of(one, tokenizer, model) for one in pack]
+        return [_checked_start(one, tokenizer, model) for one in pack]
     if pack is not None and not is_zip(model):
         raise GenerationError(
             "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
@@ -470,7 +472,7 @@ def _check_limit(max_tokens: Any) -> None:
         raise GenerationError(f"max_tokens (--max-tokens) {rule}, got {max_tokens!r:.80}")
 
 
-def _stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """Returns stop strings as a tuple. Raises `GenerationError` for what is neither text nor a list."""
     if stop is None or isinstance(stop, str):
         return () if stop is None else (stop,)
@@ -479,7 +481,7 @@ def _stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _ahead(model: Any) -> bool | None:
+def _begins_ahead(model: Any) -> bool | None:
     """Returns `RunOptions.ahead`: a plain model's steps begin before the host has read their ids, as in mlx-lm."""
     return None if is_zip(model) else True
 
@@ -490,7 +492,7 @@ def _seed_random(seed: int | None) -> None:
         mx.random.seed(seed)
 
 
-def _draws(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
+def _make_draws(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
     """Returns the given sampler, else one made from the options. Raises `GenerationError` if both are given."""
     if sampler is not None:
         if ignored := options.sampler_options():

@@ -91,7 +91,7 @@ class Group:
                 request.reason = "cancelled"
                 continue
             try:
-                request.take(one)
+                request.count_chosen(one)
             except Exception as error:
                 request.error = error
 
@@ -102,22 +102,22 @@ class Group:
 
     def settle(self) -> list[Request]:
         """Takes out the requests that have ended or failed, and returns them, each with a cache of its own."""
-        leaving = [request for request in self.requests if not request.stays]
+        leaving = [request for request in self.requests if not request.takes_next_step]
         stay = [row for row, request in enumerate(self.requests) if request not in leaving]
         begun = self._begun is not None
         if begun:
-            self._follow(stay)
+            self._install_begun(stay)
         if leaving:
-            self._keep(stay)
+            self._keep_rows(stay)
         for request in leaving if begun and (stay or not self.served.hyper) else ():
             if request.reason == "cancelled" or request.error is not None:
-                self._take_back(request)
+                self._forget_last_id(request)
         return leaving
 
     def launch(self) -> None:
         """Enqueues the step that reads the ids, and the choice of the next ones unless there is a constraint."""
         if self._logits is None:
-            with mx.stream(generation_stream), self._submitting():
+            with mx.stream(generation_stream), self._submitting_parts():
                 ids = mx.array(self.tokens, mx.uint32)[:, None]
                 self._logits = self.served.model(ids, cache=self.cache)[:, -1]
         for request, token in zip(self.requests, self.tokens, strict=True):
@@ -134,7 +134,7 @@ class Group:
         if self._logits is not None:
             self.choose()
 
-    def _follow(self, stay: Sequence[int]) -> None:
+    def _install_begun(self, stay: Sequence[int]) -> None:
         """Completes the step that `begin` began, or takes it back if no request stays. stay: rows that go on."""
         begun, self._begun = self._begun, None
         assert begun is not None
@@ -153,7 +153,7 @@ class Group:
             for row, (request, token) in enumerate(zip(self.requests, self.tokens, strict=True)):
                 request.note_read([token] if row not in stay else [])
 
-    def _take_back(self, request: Request) -> None:
+    def _forget_last_id(self, request: Request) -> None:
         """Takes the last id, which was not delivered, out of a request's cache, if the cache can be trimmed."""
         assert request.cache is not None
         if self.served.hyper:
@@ -162,7 +162,7 @@ class Group:
             trim_prompt_cache(request.cache, 1)
             request.forget_last()
 
-    def _submitting(self) -> Any:
+    def _submitting_parts(self) -> Any:
         """Returns a context in which the device begins with a step's parts while the rest is built."""
         state = find_state(self.cache)
         return nullcontext() if state is None or self.served.ahead else submitting(state)
@@ -198,7 +198,7 @@ class Group:
         out = [self.requests[row] for row in rows]
         for row, request in zip(rows, out, strict=True):
             request.next_ids = np.array(self.tokens[row : row + 1], np.uint32)
-        self._keep([row for row in range(len(self.requests)) if row not in rows])
+        self._keep_rows([row for row in range(len(self.requests)) if row not in rows])
         return out
 
     def join(self, others: Sequence[Group]) -> None:
@@ -215,7 +215,7 @@ class Group:
         self._ahead = None
         self.bind()
 
-    def _keep(self, stay: Sequence[int]) -> None:
+    def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
@@ -297,8 +297,8 @@ class Reading:
             else:
                 begin, end = self._done, min(self._done + at_most, last)
                 if begin < end:
-                    self._call(begin, end)
-                group = self._group(last) if end == last else None
+                    self._read_ids(begin, end)
+                group = self._make_group(last) if end == last else None
                 self._done = end if group is None else last + 1
         total = self._again + last + 1
         self.request.send(Progress(total - self.left, total))
@@ -336,7 +336,7 @@ class Reading:
             refill.finish()
             self._refill = None
 
-    def _call(self, begin: int, end: int) -> None:
+    def _read_ids(self, begin: int, end: int) -> None:
         """Reads the ids from `begin` up to `end`."""
         served, cache = self.served, self.request.cache
         assert cache is not None
@@ -346,7 +346,7 @@ class Reading:
         self.request.note_read(self._next[begin:end])
         mx.clear_cache()
 
-    def _group(self, last: int) -> Group:
+    def _make_group(self, last: int) -> Group:
         """Reads the last id and returns the group of this request alone, with its next id chosen."""
         request, served = self.request, self.served
         assert request.cache is not None

@@ -109,7 +109,7 @@ class MlxEngine(ThreadedEngine):
 
     _wired: WiredMemory | None = None  # made in the engine's thread, which computes
 
-    def _served(self, load: Load, name: str) -> ServedByEngine:
+    def _make_served(self, load: Load, name: str) -> ServedByEngine:
         model, self.tokenizer = load()
         streams = [generation_stream, mx.default_stream(mx.default_device())]
         self._wired = WiredMemory(self._options.keep_wired_s, streams)
@@ -118,24 +118,24 @@ class MlxEngine(ThreadedEngine):
         _warn_if_large(name, served.weight_bytes)
         return served
 
-    def _reading(self, served: Served, request: Request) -> Reading:
+    def _make_reading(self, served: Served, request: Request) -> Reading:
         return Reading(served, request)
 
-    def _scores(self, served: Served, row: Compressed, top: int) -> Iterator[Scored]:
-        self._wake()
+    def _score_in_parts(self, served: Served, row: Compressed, top: int) -> Iterator[Scored]:
+        self._prepare_device()
         return score_in_parts(served.model, row, top, self._options.run.prefill_step_size)
 
     def _kv_bound(self, served: Any) -> int | None:
         return _memory_bound() if self._options.max_kv_bytes is None else self._options.max_kv_bytes
 
-    def _memory(self) -> dict[str, int]:
+    def _memory_figures(self) -> dict[str, int]:
         return {"memory_bytes": mx.get_active_memory(), "peak_memory_bytes": mx.get_peak_memory()}
 
-    def _wake(self) -> None:
+    def _prepare_device(self) -> None:
         if self._wired is not None:
             self._wired.hold()
 
-    def _rest(self) -> float | None:
+    def _free_when_idle(self) -> float | None:
         return None if self._wired is None else self._wired.rest()
 
     def unwire(self) -> bool:
@@ -148,7 +148,7 @@ class MlxEngine(ThreadedEngine):
         self._wired.free()
         return True
 
-    def _left(self) -> None:
+    def _free_thread(self) -> None:
         if self._wired is not None:
             self._wired.free()
         mx.clear_streams()
@@ -162,7 +162,7 @@ class MlxEngine(ThreadedEngine):
 
     def ceiling(self) -> Ceiling | None:
         served = self._inbox.ask(lambda: self._scheduler.served)
-        return _ceiling(served.model) if served.machines is None else None
+        return _measured_ceiling(served.model) if served.machines is None else None
 
 
 def _warn_if_large(name: str, weight_bytes: int) -> None:
@@ -187,10 +187,10 @@ def _memory_bound() -> int | None:
 
 _LIMIT_S = 0.5  # no further trial of the bandwidth begins after it
 _lock = threading.Lock()
-_measured: dict[str, float] = {}  # device -> bytes per second, measured once in this process
+_bandwidths: dict[str, float] = {}  # device -> bytes per second, measured once in this process
 
 
-def _ceiling(model: Any) -> Ceiling:
+def _measured_ceiling(model: Any) -> Ceiling:
     """Returns the ceiling of a model on this machine. The first call measures for up to a second."""
     if isinstance(model, BaseOnly):
         model = model.model
@@ -202,17 +202,17 @@ def _measured_bandwidth() -> float:
     """Returns how many bytes per second MLX reaches; measured by the first call, in a thread of its own."""
     device = str(mx.default_device())
     with _lock:
-        if device not in _measured:
-            thread = threading.Thread(target=_measure, args=(device,), name="mlx_zip-bandwidth")
+        if device not in _bandwidths:
+            thread = threading.Thread(target=_measure_bandwidth, args=(device,), name="mlx_zip-bandwidth")
             thread.start()
             thread.join()
-        return _measured[device]
+        return _bandwidths[device]
 
 
-def _measure(device: str) -> None:
+def _measure_bandwidth(device: str) -> None:
     """Measures the bandwidth, and frees the thread's streams and the memory."""
     try:
-        _measured[device] = memory_speed(_LIMIT_S)
+        _bandwidths[device] = memory_speed(_LIMIT_S)
     finally:
         mx.clear_cache()
         mx.clear_streams()

@@ -43,7 +43,7 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
     the model does not have.
     """
     for part in parts:
-        _check_ids(part, model.layout.vocab_size if is_zip(model) else base_config(model).get("vocab_size"))
+        _check_ids_below(part, model.layout.vocab_size if is_zip(model) else base_config(model).get("vocab_size"))
     return compress_parts(codec(model, pack), *parts, pack=pack) if is_zip(model) else compress_parts(None, *parts)
 
 
@@ -65,7 +65,7 @@ def _with_pack(params: CodecParams, pack: Pack) -> CodecParams:
         raise DataError(f"the pack (--pack) does not fit the model: {error}") from error
 
 
-def _check_ids(ids: Uint32s, limit: int | None) -> None:
+def _check_ids_below(ids: Uint32s, limit: int | None) -> None:
     """Raises `DataError` for an id of at least `limit`, the model's number of base ids; None for no check."""
     if limit is not None and len(ids) and ids.max() >= limit:
         raise DataError(
@@ -95,16 +95,16 @@ def score(
     if availability not in AVAILABILITY:
         raise ModelError(f"availability {availability!r} is not one of {', '.join(AVAILABILITY)}")
     results: dict[int, Scored] = {}
-    for batch in _batches(model, rows, batch_size):
+    for batch in _batch_by_length(model, rows, batch_size):
         scored = _score_batch(model, [rows[i] for i in batch], availability)
         for i, result in zip(batch, scored, strict=True):
-            _check(rows[i], result, i)
+            _check_finite(rows[i], result, i)
             results[i] = result
         progress(len(batch))
     return [results[i] for i in range(len(rows))]
 
 
-def _check(row: Compressed, result: Scored, i: int) -> None:
+def _check_finite(row: Compressed, result: Scored, i: int) -> None:
     """Raises `ModelError` if a log-probability is not finite. i: the row's index, for the message."""
     bad = np.flatnonzero(~np.isfinite(result.logprobs))
     if len(bad):
@@ -114,7 +114,7 @@ def _check(row: Compressed, result: Scored, i: int) -> None:
         )
 
 
-def _batches(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[list[int]]:
+def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[list[int]]:
     """Returns lists of row indices, one list per model call; rows of a list have similar lengths.
 
     The longest rows come first, so that memory runs out at once if it does.
@@ -134,21 +134,21 @@ def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Itera
 
     top: how many of the likeliest ids to tell.
     """
-    for part in _parts(model, [row], "causal", top, at_most):
+    for part in _score_calls(model, [row], "causal", top, at_most):
         yield Scored(*(array[0] for array in part))
 
 
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
     """Scores some rows together, in as many model calls as memory needs. availability: see `score`."""
     if scores_itself(model):
-        closed = [_excluded(model, [row])[1:] for row in rows]
+        closed = [_excluded_ids(model, [row])[1:] for row in rows]
         return [model.score_row(row, availability == "causal", at) for row, at in zip(rows, closed, strict=True)]
-    arrays = [np.concatenate(part, axis=1) for part in zip(*_parts(model, rows, availability), strict=True)]
+    arrays = [np.concatenate(part, axis=1) for part in zip(*_score_calls(model, rows, availability), strict=True)]
     # position t scores id t + 1, so a row of n ids has n - 1 scores
     return [Scored(*(array[b, : len(row.ids) - 1] for array in arrays)) for b, row in enumerate(rows)]
 
 
-def _parts(
+def _score_calls(
     model: Any, rows: Sequence[Compressed], availability: str, top: int = 0, at_most: int = LOGITS
 ) -> Iterator[tuple[NDArray[Any], ...]]:
     """Yields the fields of `Scored` for rows that are read together, [B, L, ...] of each model call's L positions."""
@@ -159,18 +159,18 @@ def _parts(
         row[: len(compressed.ids)] = compressed.ids
     cache = _make_cache(model, rows)
     options = {"causal": availability == "causal"} if is_zip(model) else {}
-    row, at, excluded = _excluded(model, rows)
-    for begin, end in _calls(model, rows, ids.shape, availability, at_most):
+    row, at, excluded = _excluded_ids(model, rows)
+    for begin, end in _call_columns(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
         # canonical: ids that the compressor would never write get no probability, unless they hold most of it
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
             canonical = mx.array(logits)
             canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
             logits = unless_most(canonical, logits)
-        yield _read(model, logits, ids[:, begin + 1 : end + 1], top)
+        yield _read_scores(model, logits, ids[:, begin + 1 : end + 1], top)
 
 
-def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64], ...]:
+def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64], ...]:
     """Returns which ids a canonical model forbids, as three arrays of one length: row, index of an id in that row, and
     an id that cannot follow there. They are empty for any other model.
     """
@@ -188,7 +188,7 @@ def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
     return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
 
 
-def _calls(
+def _call_columns(
     model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str, at_most: int
 ) -> list[tuple[int, int]]:
     """Returns the columns (begin, end) that each model call reads: so few that its logits fit into memory.
@@ -214,7 +214,7 @@ def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
     return int(np.searchsorted(rows[0].ends, context + 1)) if _by_base_length(model) else context
 
 
-def _read(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) -> tuple[NDArray[Any], ...]:
+def _read_scores(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) -> tuple[NDArray[Any], ...]:
     """Returns the fields of `Scored`, each [B, L, ...].
 
     logits: [B, L, W]. targets: the ids that follow, [B, L]. top: how many of the likeliest ids to tell.
@@ -228,7 +228,7 @@ def _read(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) ->
     if is_zip(model) and model.layout.codebook_size:
         hyper = logits[..., model.layout.vocab_size : model.layout.end]
         mass = mx.exp(mx.logsumexp(hyper, axis=-1) - total)
-    best = _likeliest(logits, top) if top else mx.zeros((*total.shape, 0), mx.uint32)
+    best = _likeliest_ids(logits, top) if top else mx.zeros((*total.shape, 0), mx.uint32)
     likely = mx.take_along_axis(logits, best, axis=-1) - total[..., None]
     mx.eval(chosen, greedy, mass, best, likely)
     types = (np.float64, np.bool_, np.float64, np.int64, np.float64)
@@ -237,7 +237,7 @@ def _read(model: Any, logits: mx.array, targets: NDArray[np.int32], top: int) ->
     )
 
 
-def _likeliest(logits: mx.array, top: int) -> mx.array:
+def _likeliest_ids(logits: mx.array, top: int) -> mx.array:
     """Returns the indices [..., top] of the largest logits [..., W], largest first, in a fraction of a sort's time."""
     some = mx.argpartition(-logits, kth=top - 1, axis=-1)[..., :top]
     order = mx.argsort(-mx.take_along_axis(logits, some, axis=-1), axis=-1)

@@ -127,11 +127,11 @@ class ServedByEngine(Served):
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
         super().__init__(model, tokenizer, options)
-        self.kv_bytes_per_id = self._try_out()
-        self.facts = self._facts()
+        self.kv_bytes_per_id = self._run_one_id()
+        self.facts = self._make_facts()
         self.info = engine_info(name, name_of(model), self.facts)
 
-    def _try_out(self) -> int:
+    def _run_one_id(self) -> int:
         """Runs the model on one id; returns the bytes per id of its KV caches.
 
         So a model that cannot run fails when it is loaded, and the first request finds it warm.
@@ -142,7 +142,7 @@ class ServedByEngine(Served):
         plain = [entry for entry in entries_of(_kv_of(cache)) if type(entry) is KVCache]
         return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
 
-    def _facts(self) -> ModelFacts:
+    def _make_facts(self) -> ModelFacts:
         model = self.model
         return ModelFacts(
             vocab_size=self.vocab_size,
@@ -262,7 +262,7 @@ class Draws:
         """Returns the chosen id [1] of log-probabilities [1, W]."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
-        return _drawn(self._cut(logprobs), self.options.temp, self._next_key())
+        return _draw(self._leave_out_unlikely(logprobs), self.options.temp, self._next_key())
 
     def scores(self, logprobs: mx.array) -> mx.array:
         """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn.
@@ -272,9 +272,9 @@ class Draws:
         """
         if self.greedy:
             return logprobs
-        return _scored(self._cut(logprobs), self.options.temp, self._next_key())
+        return _gumbel_scores(self._leave_out_unlikely(logprobs), self.options.temp, self._next_key())
 
-    def _cut(self, logprobs: mx.array) -> mx.array:
+    def _leave_out_unlikely(self, logprobs: mx.array) -> mx.array:
         """Returns logprobs [1, W] with -inf for the ids that top-p, min-p, XTC and top-k leave out."""
         options = self.options
         if 0 < options.top_p < 1:
@@ -311,12 +311,12 @@ class Draws:
 
 
 @mx.compile
-def _drawn(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
+def _draw(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
     """Returns ids [1] drawn from log-probabilities [1, W] at this temperature."""
     return mx.random.categorical(logprobs * (1.0 / temp), key=key)
 
 
 @mx.compile
-def _scored(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
+def _gumbel_scores(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
     """Returns scores [1, W] whose highest is a draw at this temperature (Gumbel's trick)."""
     return logprobs * (1.0 / temp) + mx.random.gumbel(logprobs.shape, key=key)

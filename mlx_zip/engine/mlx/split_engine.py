@@ -41,12 +41,12 @@ def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> S
     the folder of sessions. Raises what `mlx_zip.load` raises.
     """
     kept = options.pop("sessions", DEFAULT_SESSIONS)
-    sessions = None if kept is None else _share_of(kept, group)
+    sessions = None if kept is None else _share_of_bounds(kept, group)
     made = open_engine(model_name, **options, sessions=sessions, group=group, make=partial(SplitEngine, group))
     return cast(SplitEngine, made)
 
 
-def _share_of(sessions: SessionOptions, group: Group) -> SessionOptions:
+def _share_of_bounds(sessions: SessionOptions, group: Group) -> SessionOptions:
     """Returns the options of this machine's store: its files hold its share, and no other machine may read them."""
     share = f"{SHARE}{group.rank() + 1}-of-{group.size()}"
     folder = None if sessions.folder is None else sessions.folder / share
@@ -76,7 +76,7 @@ class SplitEngine(MlxEngine):
 
     # ---- requests
 
-    def _scores(self, served: Any, row: Any, top: int) -> NoReturn:
+    def _score_in_parts(self, served: Any, row: Any, top: int) -> NoReturn:
         raise GenerationError("a model that is split over several machines does not tell how likely a prompt is")
 
     def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
@@ -95,11 +95,11 @@ class SplitEngine(MlxEngine):
     def _add(self, request: Request) -> None:
         """Notes a request for the others; it is given to the scheduler together with theirs."""
         self._requests[self._numbers] = request
-        self._news.append(["add", self._numbers, _as_json(request.checked)])
+        self._news.append(["add", self._numbers, _checked_to_json(request.checked)])
         self._numbers += 1
 
-    def _ended(self, request: Request) -> None:
-        super()._ended(request)
+    def _forget_ended(self, request: Request) -> None:
+        super()._forget_ended(request)
         self._requests = {number: one for number, one in self._requests.items() if one is not request}
 
     # ---- sessions
@@ -121,7 +121,7 @@ class SplitEngine(MlxEngine):
     def _purge(self) -> int:
         """Forgets this machine's sessions, and notes for the others to do so before the next round."""
         self._news.append(["purge"])
-        return self._counted(self._store.purge())
+        return self._update_figures(self._store.purge())
 
     # ---- the engine's thread
 
@@ -142,13 +142,13 @@ class SplitEngine(MlxEngine):
             while going:
                 going = self._exchange()
                 if going and scheduler.busy:
-                    self._wake()
+                    self._prepare_device()
                 while going and scheduler.busy:
                     scheduler.work()
                     self._running = len(scheduler.running)
                     going = self._exchange()
                 if not scheduler.busy:
-                    self._idle()
+                    self._tend_when_idle()
 
     def _exchange(self) -> bool:
         """Sends or receives what has happened since the last round, and does it. Returns whether there is a next round.
@@ -158,7 +158,7 @@ class SplitEngine(MlxEngine):
         """
         for group in self._scheduler.groups:
             group.wait()
-        news = json.dumps(self._gather(), default=_plain).encode() if self._first else b""
+        news = json.dumps(self._gather(), default=_plain_values).encode() if self._first else b""
         with mx.stream(generation_stream):
             received = bytes_from_first(self._group, b"" if news == b"[]" else news)
         going = True
@@ -166,12 +166,12 @@ class SplitEngine(MlxEngine):
             if what == "end":
                 going = False
             elif what == "add":
-                self._begin(*facts)
+                self._begin_request(*facts)
             elif what == "cancel" and facts[0] in self._requests:
                 self._requests[facts[0]].handle.confirm()  # type: ignore[attr-defined]
             elif what == "purge":  # all machines mark the same requests; the first has forgotten its sessions already
-                self._scheduler.keep_none()
-                self._counted(None if self._first else self._store.purge())
+                self._scheduler.keep_no_session()
+                self._update_figures(None if self._first else self._store.purge())
         return going
 
     def _gather(self) -> list[News]:
@@ -189,11 +189,11 @@ class SplitEngine(MlxEngine):
         over = closing and not (news or scheduler.busy)
         return [["end"]] if over else news
 
-    def _begin(self, number: int, facts: Mapping[str, Any]) -> None:
+    def _begin_request(self, number: int, facts: Mapping[str, Any]) -> None:
         """Gives a request to the scheduler, on every machine in the same round."""
         if not self._first:
             self._requests[number] = request = Request(
-                self._checks.check(_from_json(facts, self.info.vocab_size)), lambda event: None
+                self._checks.check(_submission_from_json(facts, self.info.vocab_size)), lambda event: None
             )
             request.handle = _SharedHandle()
         self._scheduler.add(self._requests[number])
@@ -278,7 +278,7 @@ class _SameSessions:
         return None if differing else found
 
 
-def _as_json(checked: Checked) -> dict[str, Any]:
+def _checked_to_json(checked: Checked) -> dict[str, Any]:
     """Returns a request as JSON; a constraint stays on the first machine."""
     submission, sampling = checked.submission, asdict(checked.sampling)
     sampling["logit_bias"] = list((checked.sampling.logit_bias or {}).items())
@@ -294,8 +294,8 @@ def _as_json(checked: Checked) -> dict[str, Any]:
     }
 
 
-def _from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
-    """Returns the request that `_as_json` was given."""
+def _submission_from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
+    """Returns the request that `_checked_to_json` was given."""
     entries = facts["pack"]
     facts = {**facts, "pack": None if entries is None else Pack(tuple(map(tuple, entries)))}
     sampling = {**facts["sampling"], "logit_bias": dict(facts["sampling"]["logit_bias"]) or None}
@@ -303,7 +303,7 @@ def _from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
     return Submission(**{**facts, "eos_ids": frozenset(facts["eos_ids"]), "sampling": sampling}, constraint=constraint)
 
 
-def _plain(value: Any) -> Any:
+def _plain_values(value: Any) -> Any:
     """Returns a NumPy number as a number of Python, for JSON."""
     if isinstance(value, np.generic):
         return value.item()
