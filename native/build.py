@@ -21,9 +21,10 @@ SOURCES = [
     "pieces.c",
     "bpe.c",
     "patches.c",
+    "lookup.c",
     "python.c",
 ]
-HEADERS = ["mlxzip.h", "rows.h", "phrases.h", "bpe.h", "patches.h", "python.h"]
+HEADERS = ["mlxzip.h", "rows.h", "phrases.h", "bpe.h", "patches.h", "lookup.h", "python.h"]
 
 
 def contract() -> str:

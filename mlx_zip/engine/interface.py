@@ -141,7 +141,8 @@ class Emitted:
     logprob: natural log-probability that it was chosen from, None unless asked for. likely: the most likely ids of the
     step, most likely first. learned: base ids of each entry that was installed in the codebook since the last event of
     this kind, as a rule by this id. origin: with `Submission.show`, where a hypertoken's entry was learned, None for a
-    base id. last: whether the answer ends with this id, at an eos or a limit.
+    base id. last: whether the answer ends with this id, at an eos or a limit. from_draft: whether it had been proposed,
+    so that it took no pass of the model.
     """
 
     id: int
@@ -151,6 +152,7 @@ class Emitted:
     learned: tuple[tuple[int, ...], ...] = ()
     origin: Origin | None = None
     last: bool = False
+    from_draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class Counts:
 
     cached_tokens: base tokens of the prompt that were not read, because a session held them. hypertokens: steps that
     emitted a hypertoken. entries, codebook_size: how full the codebook is. kv_bytes_saved: bytes of KV cache that the
-    base model would need for the same text beyond what is needed here. first_id_s: from submission to the first id.
+    base model would need for the same text beyond what is needed here. proposed, accepted: ids of drafts, and those of
+    them that were emitted; each of these saved a pass of the model. first_id_s: from submission to the first id.
     """
 
     prompt_tokens: int = 0
@@ -171,6 +174,8 @@ class Counts:
     entries: int = 0
     codebook_size: int = 0
     kv_bytes_saved: int = 0
+    proposed: int = 0
+    accepted: int = 0
     queued_s: float = 0.0
     first_id_s: float = 0.0
     total_s: float = 0.0

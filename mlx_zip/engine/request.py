@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -55,7 +56,7 @@ class Chosen:
     """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids.
 
     failed: whether the request failed on the first of several machines. logprobs [W]: what it was chosen from, for a
-    request with `Inline.logprobs`.
+    request with `Inline.logprobs`. from_draft: as in `Emitted`.
     """
 
     id: int
@@ -63,6 +64,7 @@ class Chosen:
     likely: list[tuple[int, float]] = field(default_factory=list)
     failed: bool = False
     logprobs: Any = None
+    from_draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Request:
         self._state: State | None = None
         self._row = 0
         self._emitted: Emitted | None = None
+        self.drafter: Drafter | None = None  # None if nothing is to be proposed
         self._entries: _NewEntries | Origins | None = None  # made with the first id, None for a plain model
         self._counted_s = 0.0
         self._deaf = self.outgrown = self.ended = False
@@ -146,6 +149,8 @@ class Request:
         self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
         self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
+        if served.options.draft_ids:
+            self.drafter = Drafter(served.options.draft_ids, [*self.held_base_ids(), *rest.tolist()])
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
@@ -235,12 +240,32 @@ class Request:
         self.steps += 1
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
+        if self.drafter is not None:
+            self.drafter.append(base_ids)
         if self._entries is None and self.book is not None:
             self._entries = follow_entries(self.book, self.submission.show)
         self.logprobs = chosen.logprobs
-        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely, last=self.reason is not None)
+        self._emitted = Emitted(
+            chosen.id, base_ids, chosen.logprob, likely, last=self.reason is not None, from_draft=chosen.from_draft
+        )
         if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
             self._emitted = replace(self._emitted, origin=self._entries.origin_of(self.book, chosen.id, len(expansion)))
+
+    def propose(self, last: int) -> list[int]:
+        """Returns ids that may come after the id that was taken last: no more than the answer may still have.
+
+        None are proposed beyond the position where LongRoPE's factors change.
+        """
+        if self.drafter is None or self.reason is not None:
+            return []
+        room = min(self._limit - self.base_tokens, self._max_steps - self.steps) - 1
+        if self._context is not None:
+            position, per_id = self.held_ids, 1
+            if self._by_base:
+                position, per_id = self.book.base_length + len(self.expand(last)), self.book.params.merge_size
+            if position < self._context:
+                room = min(room, (self._context - position - 1) // per_id)
+        return self.drafter.propose(last, self.book, int(min(room, self.drafter.most)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
@@ -301,6 +326,8 @@ class Request:
             entries=0 if book is None else len(book),
             codebook_size=0 if book is None else book.params.codebook_size,
             kv_bytes_saved=saved,
+            proposed=0 if self.drafter is None else self.drafter.proposed,
+            accepted=0 if self.drafter is None else self.drafter.accepted,
             queued_s=(self.begun_s or now) - self.submitted_s,
             first_id_s=self.first_s - self.submitted_s if self.first_s else 0.0,
             total_s=now - self.submitted_s,

@@ -25,7 +25,9 @@ class GenerationResponse:
     prompt_tokens, generation_tokens: base tokens of the prompt and of the output so far; prompt_ids, steps: the same
     counted in ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes: UTF-8 bytes of
     text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length". cached_tokens: base
-    tokens of a conversation that the prompt cache held already; they are not among prompt_tokens.
+    tokens of a conversation that the prompt cache held already; they are not among prompt_tokens. from_draft: whether a
+    draft had proposed `token`, so that it took no pass of the model. accepted: the number of such ids
+    so far.
     """
 
     text: str
@@ -43,11 +45,18 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None = None
     cached_tokens: int = 0
+    from_draft: bool = False
+    accepted: int = 0
 
     @property
     def base_tokens_per_step(self) -> float:
         """Base tokens per emitted id."""
         return self.generation_tokens / self.steps
+
+    @property
+    def base_tokens_per_pass(self) -> float:
+        """Base tokens per pass of the model; ids that a draft had proposed took none."""
+        return self.generation_tokens / max(1, self.steps - self.accepted)
 
     @property
     def hyper_share(self) -> float:
@@ -64,6 +73,8 @@ class GenerationResponse:
             "steps": self.steps,
             "hypertokens": self.hypertokens,
             "base_tokens_per_step": self.base_tokens_per_step,
+            "accepted": self.accepted,
+            "base_tokens_per_pass": self.base_tokens_per_pass,
             "hyper_share": self.hyper_share,
             "generation_tokens_per_s": self.generation_tps,
             "text_bytes": self.bytes,
@@ -72,15 +83,19 @@ class GenerationResponse:
 
 
 def footer(response: GenerationResponse) -> str:
-    """Returns four lines of figures: mlx-lm's three, in base tokens, and one about hypertokens."""
+    """Returns lines of figures: mlx-lm's three, in base tokens, one about hypertokens, one about drafts if any."""
     last = response
+    drafts = (
+        f"\nDrafts: {last.accepted} of {last.steps} ids proposed and accepted, "
+        f"{last.base_tokens_per_pass:.3f} base tokens per pass"
+    )
     return (
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {last.peak_memory:.3f} GB\n"
         f"Hypertokens: {last.generation_tokens} base tokens in {last.steps} steps "
         f"({last.base_tokens_per_step:.3f} per step), {last.hyper_share:.1%} of steps hypertokens; "
-        f"prompt {last.prompt_tokens} base tokens in {last.prompt_ids} ids"
+        f"prompt {last.prompt_tokens} base tokens in {last.prompt_ids} ids" + (drafts if last.accepted else "")
     )
 
 
@@ -105,6 +120,7 @@ class Answer:
         self._text, self._vocab_size, self._memory = TextStream(tokenizer, None, stops), vocab_size, memory
         self._first_s = 0.0
         self._prompt_tokens = self._prompt_ids = self._tokens = self._steps = self._hypertokens = self._bytes = 0
+        self._accepted = 0
         self._cached_tokens, self._last = cached_tokens, 0
         self.start()
 
@@ -123,16 +139,20 @@ class Answer:
             self._prompt_tokens = event.prompt_tokens - event.cached_tokens
             self._prompt_ids, self._cached_tokens = event.prompt_ids, self._cached_tokens + event.cached_tokens
         elif isinstance(event, Emitted):
-            return self._response(event.id, self._text.feed(event.base_ids, event.last), logprobs)
+            piece = self._text.feed(event.base_ids, event.last)
+            return self._response(event.id, piece, logprobs, from_draft=event.from_draft)
         elif isinstance(event, Finished):  # although no id was the last one
             return self._response(self._last, self._text.finish("length"), None, step=False)
         return None
 
-    def _response(self, token: int, piece: Piece, logprobs: Any, step: bool = True) -> GenerationResponse:
+    def _response(
+        self, token: int, piece: Piece, logprobs: Any, step: bool = True, from_draft: bool = False
+    ) -> GenerationResponse:
         """Returns the response for an emitted id. step: whether the id is one of a step."""
         now = time.perf_counter()
         self._first_s, self._last = self._first_s or now, token
         self._steps += step
+        self._accepted += from_draft
         self._hypertokens += step and token >= self._vocab_size
         self._tokens += len(piece.base_ids)
         self._bytes += len(piece.text.encode("utf-8", "replace"))
@@ -152,6 +172,8 @@ class Answer:
             peak_memory=self._memory() / 1e9,
             finish_reason=piece.finish_reason,
             cached_tokens=self._cached_tokens,
+            from_draft=from_draft,
+            accepted=self._accepted,
         )
 
 

@@ -1,16 +1,16 @@
 #!/bin/sh
 # Fuzzes the C code, SECONDS (default 20) per target, under address and undefined-behaviour sanitizers:
-#   native/fuzz/run.sh [SECONDS [TARGET...]]     targets: compress push bytes rows phrases bpe patches
+#   native/fuzz/run.sh [SECONDS [TARGET...]]     targets: compress push bytes rows phrases bpe patches lookup
 # With libFuzzer (clang) coverage leads and inputs are kept in corpus/; otherwise driver.c makes random ones.
 set -eu
 cd "$(dirname "$0")"
 seconds=${1:-20}
 [ $# -gt 0 ] && shift
-[ $# -gt 0 ] || set -- compress push bytes rows phrases bpe patches
+[ $# -gt 0 ] || set -- compress push bytes rows phrases bpe patches lookup
 mkdir -p bin
 flags="-std=c11 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all"
 library="../params.c ../compress.c ../turns.c ../codebook.c ../read.c ../bytes.c ../rows.c"
-library="$library ../phrases.c ../phrases_encode.c ../pieces.c ../bpe.c ../patches.c"
+library="$library ../phrases.c ../phrases_encode.c ../pieces.c ../bpe.c ../patches.c ../lookup.c"
 fuzzer=${FUZZ_CC:-clang}
 printf '#include "fuzz.h"\nint LLVMFuzzerTestOneInput(const uint8_t *d, size_t n) { return d && n ? 0 : 0; }\n' > bin/probe.c
 for target in "$@"; do

@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
+from mlx_zip.engine.drafts import DRAFT_IDS, draft_ids_of
 from mlx_zip.engine.interface import Emitted, Event, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, held_ids
@@ -64,6 +65,8 @@ class GenerateOptions(BatchOptions, total=False):
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
+    draft: str
+    num_draft_tokens: int
     prompt_progress_callback: Callable[[int, int], None] | None
 
 
@@ -83,6 +86,8 @@ def stream_generate(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    draft: str = "off",
+    num_draft_tokens: int = DRAFT_IDS,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
@@ -100,7 +105,9 @@ def stream_generate(
     logits_processors: they get the ids as the model reads them, hypertokens included. prompt_progress_callback: called
     with the number of prompt ids read so far and of all, and so again when LongRoPE's switch of factors has the context
     read again. max_kv_size: as in `bounded_cache`, for a new cache. kv_bits, kv_group_size, quantized_kv_start: KV
-    cache quantization as in mlx-lm.
+    cache quantization as in mlx-lm. draft: "lookup" has the model check up to `num_draft_tokens` ids per pass that
+    followed where the text was alike before; "off" for one id per pass. The ids are the same, except where two logits
+    differ by less than a pass over several ids rounds.
 
     At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
     even if the text ends before that id.
@@ -115,7 +122,13 @@ def stream_generate(
     tokenizer, kept = as_tokenizer(tokenizer), prompt_cache is not None
     start = _checked_start(pack, tokenizer, model)
     kv = (kv_bits, kv_group_size, quantized_kv_start)
-    how = RunOptions(*kv, prefill_step_size, max_kv_size=max_kv_size, ahead=_begins_ahead(model))
+    how = RunOptions(
+        *kv,
+        prefill_step_size,
+        max_kv_size=max_kv_size,
+        ahead=_begins_ahead(model),
+        draft_ids=draft_ids_of(draft, num_draft_tokens),
+    )
     served = Served(model, tokenizer, how)
     cache = served.new_cache(start)
     if prompt_cache is not None:

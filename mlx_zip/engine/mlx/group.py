@@ -21,6 +21,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.mlx.choosing import Choice, choose
+from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
 from mlx_zip.errors import MachineError
@@ -43,6 +44,7 @@ class Group:
         self._begun: mx.array | None = None  # the body's output of a step that began before its ids were read
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
+        self._draft: DraftedPass | None = None  # of a group of one request
 
     # ---- one step
 
@@ -64,6 +66,7 @@ class Group:
             not served.ahead
             or self._choice is None
             or any(request.submission.constraint is not None for request in self.requests)
+            or self._expects_draft()
         ):
             return
         with mx.stream(generation_stream):
@@ -90,6 +93,7 @@ class Group:
             if request.handle.cancelled:
                 request.reason = "cancelled"
                 continue
+            one.from_draft = self._draft is not None and self._draft.proposes(one.id)
             try:
                 request.count_chosen(one)
             except Exception as error:
@@ -118,8 +122,7 @@ class Group:
         """Enqueues the step that reads the ids, and the choice of the next ones unless there is a constraint."""
         if self._logits is None:
             with mx.stream(generation_stream), self._submitting_parts():
-                ids = mx.array(self.tokens, mx.uint32)[:, None]
-                self._logits = self.served.model(ids, cache=self.cache)[:, -1]
+                self._logits = self._next_logits()
         for request, token in zip(self.requests, self.tokens, strict=True):
             request.note_read([token])
         if len(self.requests) == 1:
@@ -128,6 +131,37 @@ class Group:
             mx.async_eval(self._logits)
         else:
             self.choose()
+
+    def _next_logits(self) -> mx.array:
+        """Returns the logits [B, W] after the ids that were taken, from a draft that proposed them or a pass."""
+        if self._draft is not None and self._draft.follow(self.tokens[0]):
+            return self._draft.logits
+        self._end_draft()
+        if len(self.requests) == 1 and (proposed := self._propose()):
+            drafter = self.requests[0].drafter
+            assert drafter is not None
+            self._draft = DraftedPass(self.served, self.cache, drafter, self.tokens[0], proposed)
+            return self._draft.logits
+        ids = mx.array(self.tokens, mx.uint32)[:, None]
+        return self.served.model(ids, cache=self.cache)[:, -1]
+
+    def _propose(self) -> list[int]:
+        """Returns ids that may come after the id that was taken, in a group of one request."""
+        request = self.requests[0]
+        if request.drafter is None:
+            return []
+        return request.propose(self.tokens[0])[: draft_room(self.served, self.cache)]
+
+    def _expects_draft(self) -> bool:
+        """Returns whether the next logits may come from a draft, so that no step is to begin before its id is read."""
+        drafter = self.requests[0].drafter if len(self.requests) == 1 else None
+        return self._draft is not None or (drafter is not None and drafter.expects_to_propose)
+
+    def _end_draft(self) -> None:
+        """Forgets the draft; ids that were proposed and not taken are in no cache."""
+        if self._draft is not None:
+            self._draft.end()
+            self._draft = None
 
     def finish(self) -> None:
         """Chooses the next ids if `launch` did not."""
@@ -204,6 +238,8 @@ class Group:
     def join(self, others: Sequence[Group]) -> None:
         """Takes in the rows of other groups, which must not be used any more. Ids have been read, nothing more."""
         caches = [other.cache for other in others]
+        for group in (self, *others):
+            group._end_draft()
         if len(self.requests) == 1:
             self.cache = merge_caches(self.served.model, [self.cache, *caches])
         else:
@@ -217,6 +253,7 @@ class Group:
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
         """Keeps these rows only; those that leave get a cache of their own."""
+        self._end_draft()
         batch, requests = len(self.requests) > 1, self.requests
         for row, request in enumerate(requests):
             if row not in stay:
@@ -243,6 +280,7 @@ class Group:
         """Frees the cache and forgets the requests, after the group has failed."""
         self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
+        self._draft = None
 
     @property
     def length(self) -> int:

@@ -107,6 +107,20 @@ class SequenceRows:
         if self.can_evict:
             self.replaced = [set() for _ in self.books]
 
+    def encoded_rows(self) -> tuple[int, np.ndarray]:
+        """Returns which entries of a single sequence have their rows in the tables, for `mark_encoded_again`."""
+        return self.encoded_outputs[0], self.encoded_inputs.copy()
+
+    def mark_encoded_again(self, before: tuple[int, np.ndarray]) -> None:
+        """Marks rows that were in the tables before ids were forgotten, of entries that the same ids install again.
+
+        before: from `encoded_rows`. Under policies that evict, nothing is marked: slots may have held several entries.
+        """
+        n = len(self.books[0])
+        if not self.can_evict:
+            self.encoded_outputs[0] = max(self.encoded_outputs[0], min(before[0], n))
+            self.encoded_inputs[0, :n] |= before[1][0, :n]
+
     def _mark_rows_missing(self, b: int, slots: np.ndarray) -> None:
         if self.places is None:
             self.encoded_inputs[0, slots] = False

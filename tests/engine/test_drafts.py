@@ -1,0 +1,303 @@
+"""Drafts: several proposed ids per pass, and what is emitted is what it would be without them."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_zip.codec import compress
+from mlx_zip.engine import Finished
+from mlx_zip.engine.drafts import Drafter, Lookup
+from mlx_zip.engine.mlx.drafted import DraftedPass
+from mlx_zip.engine.mlx.generate import stream_generate
+from mlx_zip.errors import GenerationError
+from support import tiny
+from support.generating import ENDLESS, never_ending, plain_model
+from support.serving import ask, at_once, tiny_engine
+from support.slow_cases import slow_but
+from support.steps import decode_steps
+
+PROMPT = tiny.base_ids(20) * 3
+
+
+class Oracle:
+    """Proposes the ids of an answer that is known, with every `wrong`-th of them replaced; in place of `Lookup`."""
+
+    answer: Sequence[int] = ()
+    wrong = 0
+
+    def __init__(self, base_ids=()):
+        self.at = 0
+
+    def append(self, base_ids):
+        self.at += len(base_ids)
+
+    def propose(self, most):
+        found = self.answer[self.at : self.at + most]
+        if self.wrong:
+            found = [(one + 1) % tiny.VOCAB if (self.at + i) % self.wrong == 0 else one for i, one in enumerate(found)]
+        return np.array(found, np.uint32), 9 if self.at < len(self.answer) else 0
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    class Own(Oracle):
+        pass
+
+    monkeypatch.setattr("mlx_zip.engine.drafts.Lookup", Own)
+    return Own
+
+
+def answer_of(model, prompt=PROMPT, max_tokens=60, **options):
+    return list(stream_generate(model, ENDLESS, prompt, max_tokens, **options))
+
+
+def assert_equal_answers(drafted, alone):
+    assert [one.token for one in drafted] == [one.token for one in alone]
+    assert "".join(one.text for one in drafted) == "".join(one.text for one in alone)
+    assert drafted[-1].finish_reason == alone[-1].finish_reason
+    for one, other in zip(drafted, alone, strict=True):
+        np.testing.assert_array_equal(np.isfinite(one.logprobs), np.isfinite(other.logprobs))
+        finite = np.isfinite(np.array(one.logprobs))
+        np.testing.assert_allclose(
+            np.array(one.logprobs)[finite], np.array(other.logprobs)[finite], rtol=1e-5, atol=5e-5
+        )
+
+
+# ---- the text that is looked up
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2], 2, ([3, 4], 2)),
+        ([7, 8, 1, 7, 8, 2, 7, 8], 1, ([2], 2)),  # the last occurrence
+        ([5, 1, 2, 3, 9, 4, 1, 2, 3, 8, 5, 1, 2, 3], 1, ([9], 4)),  # the longest one
+        ([1, 2, 1, 2], 5, ([1, 2, 1, 2, 1], 2)),  # beyond the end it goes on from the occurrence
+        ([1, 2, 3], 4, ([], 0)),
+        ([], 4, ([], 0)),
+        ([1], 4, ([], 0)),
+        ([6] * 100, 3, ([6, 6, 6], 32)),
+    ],
+)
+def test_what_followed_the_longest_common_run_is_proposed(text, most, expected):
+    lookup = Lookup()
+    for one in text:
+        lookup.append([one])
+    found, match = lookup.propose(most)
+    assert (found.tolist(), match) == expected
+    whole, match = Lookup(text).propose(most)
+    assert (whole.tolist(), match) == expected
+
+
+def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_right():
+    drafter = Drafter(16, [1, 2, 3, 4, 5] * 8)
+    widths = []
+    for proposed, accepted in [(8, 8), (16, 16), (16, 2), (3, 0), (1, 1), (2, 2)]:
+        drafter.note_end(proposed, accepted)
+        widths.append(len(drafter.propose(1, None, 100)))
+    assert widths == [16, 16, 3, 1, 2, 4]
+    assert (drafter.proposed, drafter.accepted) == (46, 29)
+
+
+# ---- what is emitted
+
+
+def models(family, **changes):
+    return plain_model() if family == "plain" else tiny.tiny_model(family, **changes).eval()
+
+
+OPTIONS = [
+    {},
+    {"temp": 0.8, "seed": 3},
+    {"temp": 1.1, "top_k": 9, "min_p": 0.02, "top_p": 0.9, "seed": 4},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 2.0}},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("wrong", [0, 5])
+@pytest.mark.parametrize("family", slow_but(["llama", "phi3", "gemma2", "qwen3", "plain"], "llama", "plain"))
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_ids_and_log_probabilities_are_those_without_a_draft(family, mode, wrong, options, oracle):
+    changes = {} if family == "plain" else {"position_mode": mode}
+    model = models(family, **changes)
+    alone = answer_of(model, **options)
+    oracle.answer, oracle.wrong = [one for response in alone for one in response.base_ids], wrong
+    drafted = answer_of(model, draft="lookup", **options)
+    assert_equal_answers(drafted, alone)
+    if not wrong and family == "plain":
+        assert drafted[-1].accepted > len(alone) // 2
+    assert sum(one.from_draft for one in drafted) == drafted[-1].accepted
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_bodies_that_run_ahead_take_turns_with_drafts(family, oracle):
+    model = models(family)
+    alone = answer_of(model)
+    oracle.answer, oracle.wrong = [one for response in alone for one in response.base_ids], 7
+    ids = PROMPT if family == "plain" else compress(model.config.codec_params, PROMPT)[0]
+    cache = make_prompt_cache(model)
+    made = decode_steps(
+        model, np.array(ids), cache, sampler=make_sampler(0), max_steps=len(alone), ahead=True, draft_ids=6
+    )
+    assert [one for one, _ in made] == [one.token for one in alone]
+
+
+def test_canonical_decoding_excludes_the_same_ids(oracle):
+    model = models("llama")
+    model.row_source.config = replace(model.config, canonical=True)
+    alone = answer_of(model, temp=0.7, seed=1)
+    oracle.answer, oracle.wrong = [one for response in alone for one in response.base_ids], 6
+    assert_equal_answers(answer_of(model, temp=0.7, seed=1, draft="lookup"), alone)
+
+
+@pytest.mark.parametrize("policy", ["lru", "use-count"])
+def test_codebooks_that_evict_take_drafts(policy, oracle):
+    sizes = {"initial_vocab_size": tiny.VOCAB, "max_codebook_size": 24, "max_subtokens": tiny.MERGE}
+    model = models("llama", compression={**sizes, "disabled_ids": [0, 1, 2], "policy": policy})
+    alone = answer_of(model, max_tokens=150)
+    oracle.answer = [one for response in alone for one in response.base_ids]
+    assert_equal_answers(answer_of(model, max_tokens=150, draft="lookup"), alone)
+
+
+@pytest.mark.parametrize("start", [10, 70, 75, 5000])
+def test_kv_caches_are_quantized_after_the_same_id(start, oracle):
+    model = wide_plain_model()
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+    alone = answer_of(model, **options)
+    oracle.answer = [one for response in alone for one in response.base_ids]
+    drafted = answer_of(model, draft="lookup", **options)
+    assert_equal_answers(drafted, alone)
+    assert drafted[-1].accepted > 0
+
+
+def wide_plain_model():
+    mx.random.seed(0)
+    config = {**tiny.tiny_config(), "model_type": "llama", "vocab_size": 40, "head_dim": 32}
+    return llama.Model(llama.ModelArgs.from_dict(config))
+
+
+def test_no_id_is_proposed_where_longropes_factors_would_change(oracle):
+    model = models("phi3")
+    border = model.traits.long_context
+    assert border is not None
+    prompt = tiny.base_ids(border - 20)
+    alone = answer_of(model, prompt, max_tokens=120)
+    oracle.answer = [one for response in alone for one in response.base_ids]
+    drafted = answer_of(model, prompt, max_tokens=120, draft="lookup")
+    assert_equal_answers(drafted, alone)
+
+
+# ---- ends, caches and engines
+
+
+def test_a_stop_an_eos_and_a_limit_inside_a_draft_end_the_answer_there(oracle):
+    model = models("plain")
+    whole = answer_of(model)
+    oracle.answer = [one.token for one in whole]
+    for limit in range(1, 12):
+        drafted = answer_of(model, max_tokens=limit, draft="lookup")
+        assert [one.token for one in drafted] == oracle.answer[:limit]
+        assert drafted[-1].finish_reason == "length"
+    stop = whole[6].text
+    assert stop
+    drafted = answer_of(model, stop=stop, draft="lookup")
+    assert [one.text for one in drafted] == [one.text for one in answer_of(model, stop=stop)]
+    tokenizer = never_ending()
+    tokenizer._eos_token_ids = {oracle.answer[5]}
+    ends = [
+        [one.token for one in stream_generate(model, tokenizer, PROMPT, 60, draft=draft)] for draft in ("off", "lookup")
+    ]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+@pytest.mark.parametrize("stops_after", [1, 3, 6, 14])
+def test_a_callers_cache_holds_what_was_yielded_and_nothing_more(family, stops_after, oracle):
+    model = models(family)
+    alone = answer_of(model)
+    oracle.answer = [one for response in alone for one in response.base_ids]
+    cache, other = make_prompt_cache(model), make_prompt_cache(model)
+    made = stream_generate(model, ENDLESS, PROMPT, 60, prompt_cache=cache, draft="lookup")
+    for _ in range(stops_after):
+        next(made)
+    between = copy.deepcopy(cache)
+    made.close()
+    plain = stream_generate(model, ENDLESS, PROMPT, 60, prompt_cache=other)
+    for _ in range(stops_after):
+        next(plain)
+    plain.close()
+    for one in (cache, between):
+        assert [entry.size() for entry in one] == [entry.size() for entry in other]
+    goes_on = [
+        [one.token for one in stream_generate(model, ENDLESS, [5, 6, 7], 20, prompt_cache=held)]
+        for held in (other, cache, between)
+    ]
+    assert goes_on[0] == goes_on[1] == goes_on[2]
+
+
+def test_rows_that_a_draft_has_encoded_are_not_encoded_again(oracle):
+    model, encoded = models("phi3"), []
+    alone = answer_of(model)
+    oracle.answer = [one for response in alone for one in response.base_ids]
+
+    class Counting(DraftedPass):
+        def follow(self, chosen):
+            found = super().follow(chosen)
+            if found:
+                encoded.append(self._state.outputs_encoded())
+            return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_zip.engine.mlx.group.DraftedPass", Counting)
+        answer_of(model, draft="lookup")
+    assert encoded
+    assert all(encoded)
+
+
+def test_an_engine_gives_the_same_with_drafts_alone_and_in_company():
+    prompts = [tiny.base_ids(20, i) * 3 for i in range(4)]
+    with tiny_engine("plain") as engine:
+        expected = [ask(engine, prompt, max_tokens=50)[1].wait().ids for prompt in prompts]
+    with tiny_engine("plain", run={"draft_ids": 8}) as engine:
+        first = ask(engine, prompts[0], max_tokens=50)[1].wait()
+        assert first.ids == expected[0]
+        assert isinstance(first.end, Finished)
+        assert 0 < first.end.counts.accepted <= first.end.counts.proposed
+        assert sum(one.from_draft for one in first.emitted) == first.end.counts.accepted
+        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=50)[1] for prompt in prompts])
+        assert [watch.wait().ids for watch in watches] == expected
+        later = ask(engine, prompts[1], max_tokens=50)[1]
+        same_again = ask(engine, prompts[2], max_tokens=20)[1]
+        assert later.wait().ids == expected[1]
+        assert same_again.wait().ids == expected[2][:20]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"draft": "magic"}, "draft (--draft) must be one of off, lookup, got 'magic'"),
+        ({"draft": "lookup", "num_draft_tokens": 0}, "from 1 to 64, got 0"),
+        ({"draft": "lookup", "num_draft_tokens": 10_000}, "from 1 to 64, got 10000"),
+        ({"draft": "lookup", "num_draft_tokens": True}, "from 1 to 64, got True"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(options, said):
+    with pytest.raises(GenerationError, match="draft") as caught:
+        answer_of(plain_model(), **options)
+    assert said in str(caught.value)
+
+
+def test_caches_that_cannot_be_trimmed_get_no_draft():
+    model = plain_model()
+    options = {"max_kv_size": 32, "prompt": PROMPT}
+    drafted, alone = answer_of(model, draft="lookup", **options), answer_of(model, **options)
+    assert [one.token for one in drafted] == [one.token for one in alone]
+    assert drafted[-1].accepted == 0
