@@ -26,7 +26,7 @@ from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.fingerprints import Fingerprints
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar

@@ -21,7 +21,7 @@ from mlx_zip.converters.tensors import INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
 from mlx_zip.errors import ConversionError, first_line
 from mlx_zip.files import whole_folder, write_json
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.fingerprints import Fingerprints, host_bytes
 from mlx_zip.packs.pack import IN_FOLDER, save_pack
 from mlx_zip.progress import ProgressBar

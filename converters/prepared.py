@@ -22,8 +22,8 @@ from mlx_zip.converters.tensors import FLOATS, Table, Tensor, load, read_model_f
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.models.architectures import check_config
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.decoder_blocks import check_config
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 

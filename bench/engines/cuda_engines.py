@@ -18,7 +18,7 @@ from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.model_folder import model_folder, read_config
 from mlx_zip.text.tokenizers import load_tokenizer
 
 from .device_clock import read_bandwidth, torch_device, wait, yardstick

@@ -62,7 +62,7 @@ def from_config(
 
 def zip_args(config: Mapping[str, Any], options: ZipOptions) -> Any:
     """Returns the arguments of a model with hypertokens. config: the decoder's config.json."""
-    from mlx_zip.models.folders import ModelArgs
+    from mlx_zip.models.model_folder import ModelArgs
 
     return ModelArgs.from_dict(zip_config(config, options))
 

@@ -22,7 +22,7 @@ from mlx_zip.cuda.kernels.packed import Packed, unpack
 from mlx_zip.cuda.network.checkpoint import read_folder
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.folders import read_config
+from mlx_zip.models.model_folder import read_config
 
 from .device_clock import read_bandwidth, torch_device, yardstick
 from .runs import Engine, Run, kv_bytes, zip_ids

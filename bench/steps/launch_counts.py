@@ -24,9 +24,9 @@ from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import added_launches, gpu_forms, launches
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import Ahead
 
 PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps at most
 SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model

@@ -80,7 +80,7 @@ class Hook:
 MODEL, ROWS, AHEAD = (
     "mlx_zip.models.zip_model:Model",
     "mlx_zip.models.row_source:RowSource",
-    "mlx_zip.models.ahead:Ahead",
+    "mlx_zip.models.two_part_step:Ahead",
 )
 STATE = "mlx_zip.models.rows.zip_state:ZipState"
 PLAIN_HOOKS = (

@@ -28,7 +28,7 @@ from mlx_zip.converters.tensors import some
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer
 from mlx_zip.errors import ConfigError, ConversionError, DataError
 from mlx_zip.files import write_json
-from mlx_zip.models.architectures import check_config
+from mlx_zip.models.decoder_blocks import check_config
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from mlx_zip.device import choose_device
 from mlx_zip.errors import GenerationError, missing_library
-from mlx_zip.models.decoders import refused_by_torch
-from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.decoder_options import refused_by_torch
+from mlx_zip.models.model_folder import model_folder, read_config
 
 AUTO, MLX, TORCH, CUDA = "auto", "mlx", "torch", "cuda"
 NAMES = (AUTO, MLX, TORCH, CUDA)

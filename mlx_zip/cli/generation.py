@@ -21,7 +21,7 @@ from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_
 from mlx_zip.cli.serving.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain
 from mlx_zip.packs import chosen as chosen_packs
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
 def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_Opened]:
     """Opens an engine on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
-    from mlx_zip.models.folders import model_folder
+    from mlx_zip.models.model_folder import model_folder
     from mlx_zip.sampling.options import Sampling
     from mlx_zip.text.prompts import encode_prompt
 

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_zip.arguments import add_codebook
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.errors import GenerationError
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why

@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(folder: Path) -> None:
     """Prints one line per session, and their number and size. Raises `OSError`."""
+    from mlx_zip.engine.sessions.file_format import BadFileError, read
     from mlx_zip.engine.sessions.files import session_paths
     from mlx_zip.engine.sessions.folder import folders_of
-    from mlx_zip.engine.sessions.format import BadFileError, read
 
     sizes = []
     for path in (path for one in folders_of(folder) for path in session_paths(one)):

@@ -19,8 +19,7 @@ from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Seat, Seats
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sequence import Begin, Snapshot
-from mlx_zip.engine.sessions.files import check_held
-from mlx_zip.engine.sessions.format import (
+from mlx_zip.engine.sessions.file_format import (
     FACTS,
     TORCH,
     BadFileError,
@@ -31,7 +30,8 @@ from mlx_zip.engine.sessions.format import (
     own_pack_key,
     positions_mark,
 )
-from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
+from mlx_zip.engine.sessions.files import check_held
+from mlx_zip.engine.sessions.session import Ids, Kept, Parts
 from mlx_zip.errors import ModelError
 from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -41,7 +41,7 @@ WHICH = "which"  # the fact that tells the set of rotary frequencies
 
 
 class CudaCaches:
-    """The rows of one model's batch. See `mlx_zip.engine.sessions.kept`.
+    """The rows of one model's batch. See `mlx_zip.engine.sessions.session`.
 
     A snapshot never changes, so a request always gets a copy of it, on the device.
     """

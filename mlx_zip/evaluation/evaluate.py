@@ -23,8 +23,8 @@ from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, me
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import Settings, measure_rates
 from mlx_zip.layout import MODEL_TYPE, is_zip
-from mlx_zip.models.folders import ModelArgs, is_plain
 from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
+from mlx_zip.models.model_folder import ModelArgs, is_plain
 from mlx_zip.models.rows.fingerprints import model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import (
 
 from mlx_zip.errors import ModelError
 from mlx_zip.layout import is_zip
-from mlx_zip.models.inputs import kv_length
+from mlx_zip.models.call_inputs import kv_length
 from mlx_zip.models.rows.zip_state import ZipState, find_state
 
 _SINGLE = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them

@@ -28,7 +28,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_zip.errors import ConfigError
-from mlx_zip.models.decoders import original_context, rope_errors, rotated_columns
+from mlx_zip.models.decoder_options import original_context, rope_errors, rotated_columns
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.files import at_home
 from mlx_zip.layout import MODEL_TYPE, is_zip
-from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, packed_config, read_config
 from mlx_zip.models.machines import Group, check_equal, check_sharding, split, together
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG, model_folder, packed_config, read_config
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs.pack import IN_FOLDER, Pack, PackLike, as_pack, pack_in_folder
 from mlx_zip.text.tokenizers import damaged_json, quiet_transformers

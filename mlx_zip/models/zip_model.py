@@ -18,9 +18,7 @@ import numpy as np
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
-from mlx_zip.models.architectures import make_decoder
-from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.inputs import (
+from mlx_zip.models.call_inputs import (
     PositionedCache,
     check_shape,
     cut_offsets,
@@ -30,9 +28,11 @@ from mlx_zip.models.inputs import (
     positions_of,
     read_ids,
 )
+from mlx_zip.models.decoder_blocks import make_decoder
 from mlx_zip.models.layers import Positions
+from mlx_zip.models.longrope_refill import Refill
 from mlx_zip.models.machines import check_sharding, shard_layers
-from mlx_zip.models.refill import Refill
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.row_source import RowSource, Side
 from mlx_zip.models.rows.encoders import encode_entries, make_encoder
 from mlx_zip.models.rows.row_tables import RowTable
@@ -232,7 +232,7 @@ class Model(nn.Module):
         """Returns the body's output [B, L, D] for ids [B, L], which the state has just read. long: as in `__call__`.
 
         When a call changes LongRoPE's factors, the KV caches are filled again from the whole id log, in this call; a
-        loop does that beforehand, some ids at a time (`mlx_zip.models.refill`).
+        loop does that beforehand, some ids at a time (`mlx_zip.models.longrope_refill`).
         """
         length = length_of(ids)
         positions = positions_of(state, ids, self.config.position_mode, self.traits.long_context)
@@ -298,7 +298,7 @@ class Model(nn.Module):
     def read_table(self, state: ZipState) -> RowTable:
         """Returns the table that a call reads input rows from: the output table if both sides have the same rows.
 
-        Bodies that run ahead always read `state.inputs` (`mlx_zip.models.ahead`).
+        Bodies that run ahead always read `state.inputs` (`mlx_zip.models.two_part_step`).
         """
         return state.outputs if self.sides_are_one else state.inputs
 

@@ -17,8 +17,8 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import sole_user
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.folders import plain_codec
 from mlx_zip.models.loading import load, model_folder, read_config
+from mlx_zip.models.model_folder import plain_codec
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows

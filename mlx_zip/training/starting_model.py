@@ -31,8 +31,8 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.loading import load_failures, read_config, rope_settings
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import grows

@@ -13,7 +13,7 @@ from mlx_zip.bench.steps import tracer as profile_hooks
 from mlx_zip.bench.steps.launch_counts import step_launches
 from mlx_zip.bench.steps.tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.two_part_step import Ahead
 from support import tiny, tiny_bench
 from support.places import DOCS
 from support.tiny_bench import ON

@@ -10,7 +10,7 @@ from mlx_zip.bench.steps import mac_steps
 from mlx_zip.bench.steps.launch_counts import step_seconds
 from mlx_zip.bench.steps.mac_steps import BASE, BEFORE, MAX, NOW, Behaviour, Chip, Cost, Host, Step
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.ahead import INPUTS_TOGETHER
+from mlx_zip.models.two_part_step import INPUTS_TOGETHER
 from support import tiny_bench
 from support.places import DOCS, REPO
 

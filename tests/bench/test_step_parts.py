@@ -11,8 +11,8 @@ from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.steps import host_parts
 from mlx_zip.bench.steps.host_parts import PARTS
 from mlx_zip.bench.steps.tracer import CPU
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.rows.zip_state import ZipState
+from mlx_zip.models.two_part_step import Ahead
 from support import tiny_bench
 
 PROMPT, TEXT = tuple(range(5, 25)), (5, 6, 7, 8) * 10

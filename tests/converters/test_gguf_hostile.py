@@ -14,7 +14,7 @@ import pytest
 
 from mlx_zip.converters.gguf.gguf_file import read_gguf
 from mlx_zip.errors import ConversionError, ModelError
-from mlx_zip.models.folders import model_folder
+from mlx_zip.models.model_folder import model_folder
 from support import gguf_files as files
 from support import gguf_vocabularies as vocabularies
 from support.converting import convert

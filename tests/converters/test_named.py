@@ -19,8 +19,8 @@ from mlx_zip.converters import named as making
 from mlx_zip.converters.named import make_named
 from mlx_zip.errors import ConversionError, ModelError
 from mlx_zip.files import sole_user
-from mlx_zip.models.folders import model_folder
 from mlx_zip.models.loading import load
+from mlx_zip.models.model_folder import model_folder
 from support.checkpoints import edit_json
 from support.converting import config_of, convert
 from support.named_models import (

@@ -197,7 +197,7 @@ def test_a_pack_that_a_request_names_is_used(tmp_path):
 def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
     import mlx.core as mx
 
-    from mlx_zip.models.base_only import BaseOnly
+    from mlx_zip.models.without_hypertokens import BaseOnly
 
     mlx, prompt = tiny_model(encoder=ENCODER), base_ids(20)
     base = BaseOnly(mlx)
@@ -289,7 +289,7 @@ def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
     import mlx.core as mx
     import mlx.utils
 
-    from mlx_zip.models.folders import ModelArgs, packed_config
+    from mlx_zip.models.model_folder import ModelArgs, packed_config
     from mlx_zip.models.zip_model import Model
 
     hypertokens = tiny_model(encoder=ENCODER)

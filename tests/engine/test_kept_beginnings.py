@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecParams, compress
 from mlx_zip.codec import compress_next
-from mlx_zip.engine.sessions.kept import Kept
+from mlx_zip.engine.sessions.session import Kept
 
 VOCAB = 3  # so few that texts repeat themselves all the time
 TEXT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)

@@ -14,7 +14,7 @@ from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
 from mlx_zip.engine.mlx.group import Group
 from mlx_zip.engine.sessions.store import SessionOptions
-from mlx_zip.models.refill import Refill
+from mlx_zip.models.longrope_refill import Refill
 from support import tiny
 from support.generating import plain_model
 from support.serving import SAME, WAIT_S, alone, ask, at_once, both, logprobs_of, prompts, same, tiny_engine

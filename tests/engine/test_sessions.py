@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_zip.engine.sessions.list import PrefixIndex
 from mlx_zip.engine.sessions.mlx_caches import forked
+from mlx_zip.engine.sessions.session_list import PrefixIndex
 from mlx_zip.errors import EngineError
 from mlx_zip.models.rows.zip_state import find_state
 from support import keeping, tiny

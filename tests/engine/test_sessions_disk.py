@@ -18,11 +18,11 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
 from mlx_zip.cli import main
+from mlx_zip.engine.sessions import file_format as session_format
 from mlx_zip.engine.sessions import folder as session_folder
-from mlx_zip.engine.sessions import format as session_format
 from mlx_zip.engine.sessions.files import SessionBytes
 from mlx_zip.engine.sessions.folder import purge
-from mlx_zip.engine.sessions.kept import Slot
+from mlx_zip.engine.sessions.session import Slot
 from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
 from mlx_zip.models.rows.zip_state import find_state

@@ -8,8 +8,8 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import compress
-from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.serving import ask, at_once, tiny_engine

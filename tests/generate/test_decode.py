@@ -13,10 +13,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.row_source import RowSource
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.zip_model import Model
 from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny

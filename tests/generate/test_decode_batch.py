@@ -6,9 +6,9 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache
 
 from mlx_zip.codec import compress
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import filter_cache
 from mlx_zip.models.launches import launches
+from mlx_zip.models.two_part_step import Ahead
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.early_reads import steps_without_row

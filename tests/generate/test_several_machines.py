@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.errors import ModelError
-from mlx_zip.models.decoders import FAMILIES
+from mlx_zip.models.decoder_options import FAMILIES
 from mlx_zip.models.machines import SHARDED_TYPES, check_sharding
 from support import tiny
 from support.command_line import runner

@@ -10,12 +10,12 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import _get_classes
 
 from mlx_zip.codec import compress
-from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.launches import added_launches, gpu_forms
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.row_tables import HeadTable, RowTable, TurningTable
 from mlx_zip.models.rows.zip_state import ZipState
+from mlx_zip.models.two_part_step import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.zip_model import Model
 from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import Ahead
 from support import tiny
 from support.slow_cases import slow_but
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.models.base_only import BaseOnly
+from mlx_zip.models.without_hypertokens import BaseOnly
 from support import tiny
 
 

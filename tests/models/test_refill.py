@@ -9,8 +9,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache, trim_prompt_cache
 
 from mlx_zip.codec import compress
-from mlx_zip.models.inputs import kv_length
-from mlx_zip.models.refill import Refill
+from mlx_zip.models.call_inputs import kv_length
+from mlx_zip.models.longrope_refill import Refill
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.zip_model import Model

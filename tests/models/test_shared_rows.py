@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import Ahead
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from support import tiny

@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="parity with transformers needs trans
 import mlx.core as mx
 import torch
 
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.models.zip_model import Model
 from support import upstream

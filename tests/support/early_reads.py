@@ -1,7 +1,7 @@
 """Which steps read a hypertoken before its input row is in the table, told from the ids alone."""
 
 from mlx_zip.codec import Codebook
-from mlx_zip.models.ahead import INPUTS_TOGETHER
+from mlx_zip.models.two_part_step import INPUTS_TOGETHER
 
 
 def steps_without_row(model, prompts, emitted):

@@ -21,7 +21,7 @@ from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checked
-from mlx_zip.models.refill import factors_for
+from mlx_zip.models.longrope_refill import factors_for
 from mlx_zip.sampling.options import Sampling
 
 _TOKENIZER: Any = SimpleNamespace(eos_token_ids=(), encode=lambda text: [])

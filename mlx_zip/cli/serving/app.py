@@ -21,7 +21,7 @@ from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server
 from mlx_zip.cli.serving.serving_flags import SAMPLING, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
 from mlx_zip.sampling.options import Sampling

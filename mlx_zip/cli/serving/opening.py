@@ -12,7 +12,7 @@ from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, reason
 from mlx_zip.files import at_home, check_in
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain
 from mlx_zip.packs.chosen import check_slots, load_options, named
 
 if TYPE_CHECKING:

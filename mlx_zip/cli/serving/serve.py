@@ -19,7 +19,7 @@ from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server
 from mlx_zip.cli.serving.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain
 from mlx_zip.packs.chosen import read_packs
 
 __all__ = ["REFUSED", "add_arguments", "run"]

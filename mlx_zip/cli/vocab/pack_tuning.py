@@ -14,7 +14,7 @@ from mlx_zip.cli.actions import add_json, writable
 from mlx_zip.cli.preparation import add_text_flags, sources
 from mlx_zip.cli.training import add_some, stopped
 from mlx_zip.errors import DataError
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain
 from mlx_zip.progress import counted
 
 EXAMPLE = """example:

@@ -26,8 +26,8 @@ from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.decoders import TORCH_BITS, TORCH_GROUPS
-from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.decoder_options import TORCH_BITS, TORCH_GROUPS
+from mlx_zip.models.model_folder import model_folder, read_config
 
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
 _WORDS = "U32"  # dtype of packed matrices

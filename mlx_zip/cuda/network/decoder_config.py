@@ -9,7 +9,7 @@ from typing import Any
 from mlx_zip.cuda.network.frequencies import Rope, make_rope
 from mlx_zip.errors import ConfigError
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.decoders import (
+from mlx_zip.models.decoder_options import (
     TORCH_FAMILIES,
     check_options,
     head_width,

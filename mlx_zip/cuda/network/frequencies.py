@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mlx_zip.errors import ConfigError
-from mlx_zip.models.decoders import original_context, rope_errors, rotated_columns
+from mlx_zip.models.decoder_options import original_context, rope_errors, rotated_columns
 
 SHORT, LONG = 0, 1  # rows of `Rope.frequencies`
 
@@ -39,7 +39,8 @@ class Rope:
 
 
 def make_rope(parameters: Mapping[str, Any], head_width: int, config: Mapping[str, Any]) -> Rope:
-    """Returns the rotation that rope parameters (`mlx_zip.models.decoders.layer_rope`) describe. Raises `ConfigError`.
+    """Returns the rotation that rope parameters (`mlx_zip.models.decoder_options.layer_rope`) describe. Raises
+    `ConfigError`.
 
     Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """

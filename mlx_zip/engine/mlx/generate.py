@@ -33,8 +33,8 @@ from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.loading import load
+from mlx_zip.models.longrope_refill import Refill
 from mlx_zip.models.machines import check_equal
-from mlx_zip.models.refill import Refill
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.sampling.processors import Sampling, SamplingOptions, make_sampler

@@ -24,10 +24,10 @@ from mlx_zip.engine.mlx.choosing import Choice, choose
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
 from mlx_zip.errors import MachineError
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
-from mlx_zip.models.refill import Refill, factors_for
+from mlx_zip.models.longrope_refill import Refill, factors_for
 from mlx_zip.models.rows.zip_state import find_state, submitting
+from mlx_zip.models.two_part_step import Ahead
 
 
 class Group:

@@ -28,10 +28,10 @@ from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.mlx_caches import open_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
-from mlx_zip.models.base_only import BaseOnly
 from mlx_zip.models.loading import load, step_bytes
 from mlx_zip.models.machines import Group
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.without_hypertokens import BaseOnly
 
 __all__ = ["DEFAULT_SESSIONS", "MlxEngine", "ServeOptions", "open_engine"]
 DEFAULT_SESSIONS = SessionOptions()

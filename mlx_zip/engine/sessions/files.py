@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_zip.engine.sessions.format import FACTS, INDEX, BadFileError, Contents, Marks, Tensor, read, write
-from mlx_zip.engine.sessions.kept import Caches, Kept
+from mlx_zip.engine.sessions.file_format import FACTS, INDEX, BadFileError, Contents, Marks, Tensor, read, write
+from mlx_zip.engine.sessions.session import Caches, Kept
 from mlx_zip.errors import EngineError, MlxZipError, first_line, reason
 
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecursionError)

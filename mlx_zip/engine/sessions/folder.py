@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_zip.engine.sessions.files import SessionBytes, found_in, session_paths
-from mlx_zip.engine.sessions.kept import Caches, Kept, Slot, new_name, stamp_of
+from mlx_zip.engine.sessions.session import Caches, Kept, Slot, new_name, stamp_of
 from mlx_zip.errors import EngineError, reason
 from mlx_zip.files import begin_use, make_private
 

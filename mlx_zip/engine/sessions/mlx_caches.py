@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_from_json
 from mlx_zip.engine.mlx.served import bounded_cache
-from mlx_zip.engine.sessions.files import check_held
-from mlx_zip.engine.sessions.format import (
+from mlx_zip.engine.sessions.file_format import (
     BadFileError,
     Contents,
     Marks,
@@ -33,7 +32,8 @@ from mlx_zip.engine.sessions.format import (
     own_pack_key,
     positions_mark,
 )
-from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
+from mlx_zip.engine.sessions.files import check_held
+from mlx_zip.engine.sessions.session import Ids, Kept, Parts
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.layout import base_config, is_zip

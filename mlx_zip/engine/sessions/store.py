@@ -26,8 +26,8 @@ import numpy as np
 from mlx_zip.engine.interface import Differing, SessionInfo
 from mlx_zip.engine.sessions.files import SessionBytes, read_session
 from mlx_zip.engine.sessions.folder import SessionFolder
-from mlx_zip.engine.sessions.kept import Caches, Kept, Noted, Slot, answers_within, new_name, stamp_of
-from mlx_zip.engine.sessions.list import SessionList
+from mlx_zip.engine.sessions.session import Caches, Kept, Noted, Slot, answers_within, new_name, stamp_of
+from mlx_zip.engine.sessions.session_list import SessionList
 from mlx_zip.errors import EngineError, UnknownSessionError, reason
 
 log = logging.getLogger("mlx_zip")

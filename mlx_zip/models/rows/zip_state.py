@@ -51,9 +51,9 @@ class ZipState(SequenceRows):
     row_answers: per sequence, text -> base ids of each answer that was generated with the cache; copied with the state,
     but not saved.
 
-    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.ahead`). submit: called by
-    a model call with arrays that it will not change any more, so that a decode loop can have them computed while the
-    rest is built; by default it does nothing. Neither of the two is saved or copied.
+    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.two_part_step`). submit:
+    called by a model call with arrays that it will not change any more, so that a decode loop can have them computed
+    while the rest is built; by default it does nothing. Neither of the two is saved or copied.
     """
 
     def __init__(

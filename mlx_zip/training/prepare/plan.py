@@ -171,7 +171,7 @@ def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
     """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
     if "zip2zip" not in config:
         return None
-    from mlx_zip.models.folders import ModelArgs
+    from mlx_zip.models.model_folder import ModelArgs
 
     return ModelArgs(dict(config)).zip_config.codec_params
 

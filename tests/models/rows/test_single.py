@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows import encoders as module
 from mlx_zip.models.rows.encoders import SingleEncoder, encode_entries, is_supported
 from mlx_zip.models.rows.row_store import RowStore

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.engine.interface import Differing
-from mlx_zip.engine.sessions.kept import Ids, Kept, Noted
+from mlx_zip.engine.sessions.session import Ids, Kept, Noted
 
 _SHOWN = 12  # base ids on either side of a difference
 _MOST_TRIED = 4  # sessions with the same common prefix; they differ by the border of one id at most

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.models.batching import all_or_nothing
-from mlx_zip.models.inputs import cut_offsets, kv_length, positions_of_log
+from mlx_zip.models.call_inputs import cut_offsets, kv_length, positions_of_log
 from mlx_zip.models.rows.zip_state import ZipState
 
 

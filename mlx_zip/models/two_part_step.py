@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.models.inputs import cut_offsets, positions_ahead, read_ids
+from mlx_zip.models.call_inputs import cut_offsets, positions_ahead, read_ids
 from mlx_zip.models.rows.zip_state import HostIds, ZipState
 from mlx_zip.models.zip_model import Model
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_zip.models.decoders import (
+from mlx_zip.models.decoder_options import (
     FAMILIES,
     check_options,
     head_width,

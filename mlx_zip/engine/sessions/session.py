@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.sessions.format import Contents, Marks
+from mlx_zip.engine.sessions.file_format import Contents, Marks
 
 Ids = NDArray[np.uint32]
 Noted = dict[str, tuple[int, ...]]  # key of an answer, its text for example -> base ids
