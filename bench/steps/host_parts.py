@@ -34,7 +34,7 @@ PARTS = {  # name: what the host does; in a step's order
     "graph": "builds the body's graph",
     "enqueue": "hands graphs to the device (mx.async_eval)",
     "id": "waits for the id",
-    "follow": "updates the codebook, fills the row tables (Ahead.follow)",
+    "follow": "updates the codebook, fills the row tables (TwoPartStep.follow)",
     "head": "builds the head and the choice of the next id",
     "text": "makes text of the id; in the engine: counts and delivers the id",
     "rest": "does what is left",

@@ -13,14 +13,14 @@ import numpy as np
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ModelError
 from mlx_zip.models.rows.encoders import encode_entries
-from mlx_zip.models.rows.fingerprints import ModelName
+from mlx_zip.models.rows.fingerprints import KeptFingerprint
 from mlx_zip.models.rows.row_store import RowKind, RowKinds, RowStore
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.pack import Pack
 
 
-class Side(NamedTuple):
+class RowSide(NamedTuple):
     """One side of a model, input or output, and how its hyper rows are encoded.
 
     name: "input" or "output". encoder: the hyper-encoder. matrix: the module whose rows the encoder reads. training:
@@ -46,7 +46,7 @@ class RowSource:
     ) -> None:
         self.config, self.store, self.pack = config, store, pack
         self._kinds = RowKinds(fingerprints, config.merge_size, config.pad_id)
-        self._name = ModelName()
+        self._name = KeptFingerprint()
 
     def for_copy(self) -> RowSource:
         """Returns a row source for a copy of the model, with this one's config, store and pack.
@@ -105,14 +105,14 @@ class RowSource:
         if self.store is not None:
             self.store.settle()
 
-    def rows(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+    def rows(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Returns rows [N, D] of N > 0 entries, from the store or encoded: base_ids [N, merge_size], lengths [N]."""
         encode = partial(self.encode, side)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
         return self.store.rows(self._kind(side), base_ids, lengths, encode)
 
-    def encode(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+    def encode(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Returns rows [N, D] of N > 0 entries, encoded now; a single entry takes a quicker way, except in training."""
         if len(lengths) == 1 and not side.training:
             single = self._kinds.single(side.name, side.encoder, side.matrix)
@@ -120,13 +120,13 @@ class RowSource:
                 return single(mx.array(base_ids[:, : int(lengths[0])]))
         return encode_entries(side.encoder, side.matrix, base_ids, lengths)
 
-    def _kind(self, side: Side) -> RowKind:
+    def _kind(self, side: RowSide) -> RowKind:
         """Returns the store's name for the rows that this side makes with its weights of now."""
         return self._kinds.kind(side.name, side.encoder, side.matrix)
 
     # ---- the row tables of a request
 
-    def fill_inputs(self, state: ZipState, side: Side, places: np.ndarray) -> None:
+    def fill_inputs(self, state: ZipState, side: RowSide, places: np.ndarray) -> None:
         """Puts the input rows of the entries at places [N], which are missing, into the input table.
 
         side: the input side, or the output side if both sides have the same rows; output rows must be filled then.
@@ -146,7 +146,7 @@ class RowSource:
             state.inputs.put(places, rows, limit)
         state.encoded_inputs[0, places] = True
 
-    def fill_outputs(self, state: ZipState, side: Side) -> None:
+    def fill_outputs(self, state: ZipState, side: RowSide) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if state.places is not None:
             return state.share_outputs(partial(self.rows, side))
@@ -159,7 +159,7 @@ class RowSource:
                 state.outputs.put(slots, self.rows(side, *state.entries(slots)), limit)
         return state.mark_outputs_encoded()
 
-    def _one_row(self, state: ZipState, side: Side, slot: int) -> mx.array:
+    def _one_row(self, state: ZipState, side: RowSide, slot: int) -> mx.array:
         """Returns the row [1, D] of one slot of a single sequence; the store is asked without numpy."""
         book, row = state.books[0], None
         entry = partial(book.rows, slot, 1)
@@ -193,7 +193,7 @@ class RowSource:
             )
         return self.pack
 
-    def put_tuned(self, state: ZipState, sides: Sequence[tuple[Side, RowTable]]) -> None:
+    def put_tuned(self, state: ZipState, sides: Sequence[tuple[RowSide, RowTable]]) -> None:
         """Puts the tuned rows of all sequences into the tables, cast to the type of encoded rows.
 
         sides: each side to fill, with its table. Where both sides have the same rows, only the output side is filled;
@@ -209,7 +209,7 @@ class RowSource:
                     table.put_run(0, rows[side.name], self.config.codebook_size)
                 state.mark_tuned_rows(list(rows))
 
-    def _tuned_rows(self, pack: Pack, side: Side) -> mx.array:
+    def _tuned_rows(self, pack: Pack, side: RowSide) -> mx.array:
         """Returns a pack's tuned rows [P, D] of one side, in the type of encoded rows."""
         assert pack.rows is not None
         rows = pack.rows.output if side.name == "output" else pack.rows.input

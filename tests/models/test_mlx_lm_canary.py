@@ -334,7 +334,7 @@ def test_a_dequantized_model_has_float_layers_of_the_same_values():
 
 
 def test_a_batch_cache_replaces_its_offset_and_never_changes_it_in_place():
-    """Layers share one offset array (`mlx_zip.models.call_inputs.cut_offsets`)."""
+    """Layers share one offset array (`mlx_zip.models.call_inputs.set_plain_offsets`)."""
     caches, keys = [BatchKVCache([0, 1]), BatchKVCache([0, 1])], mx.zeros((2, 1, 1, 4))
     caches[0].offset = caches[1].offset = shared = mx.array([5, 4])
     caches[0].update_and_fetch(keys, keys)

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.models.two_part_step import Ahead
+from mlx_zip.models.two_part_step import TwoPartStep
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from support import tiny
@@ -27,7 +27,7 @@ def stepped(model, cache, ids, ahead=False):
     """Logits [B, W] of a step that reads ids [B]."""
     ids = mx.array(ids)
     if ahead:
-        one = Ahead(model, cache)
+        one = TwoPartStep(model, cache)
         return np.array(one.follow(one.run(ids), ids)[:, -1])
     return np.array(model(ids[:, None], cache=cache)[:, -1])
 

@@ -66,7 +66,7 @@ class RowTable:
         have = self.capacity
         if self.array is not None and places <= have:
             return self.array
-        more = mx.zeros(self._shape(_capacity(places, limit) - have, like.shape[-1]), like.dtype)
+        more = mx.zeros(self._shape(_rounded_capacity(places, limit) - have, like.shape[-1]), like.dtype)
         return more if self.array is None else mx.concatenate([self.array, more], axis=self.PLACE_AXIS)
 
     def take(self, places: mx.array) -> mx.array:
@@ -85,7 +85,9 @@ class RowTable:
         """
         made = type(self)()
         if self.array is not None and len(places):
-            chosen = np.pad(np.minimum(places, self.capacity - 1), (0, _capacity(len(places), limit) - len(places)))
+            chosen = np.pad(
+                np.minimum(places, self.capacity - 1), (0, _rounded_capacity(len(places), limit) - len(places))
+            )
             made.array = mx.take(self.array, mx.array(chosen), axis=self.PLACE_AXIS)
         return made
 
@@ -104,7 +106,7 @@ class RowTable:
         return 0 if self.array is None else self.array.nbytes
 
 
-class HeadTable(RowTable):
+class ColumnTable(RowTable):
     """Output rows, held as the columns of a matrix: `array` is [1, D, capacity].
 
     A step multiplies the body's output [B, 1, D] with the whole table. On the CPU that takes half as long with columns
@@ -139,7 +141,7 @@ class HeadTable(RowTable):
         return 1, width, places
 
 
-class TurningTable(RowTable):
+class TwoCopyTable(RowTable):
     """Input rows in two copies that are written in turn, for bodies that begin before the host has read their id.
 
     MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a row
@@ -199,7 +201,7 @@ class TurningTable(RowTable):
         return super().nbytes + (0 if self._idle is None else self._idle.nbytes)
 
 
-def _capacity(places: int, limit: int | None) -> int:
+def _rounded_capacity(places: int, limit: int | None) -> int:
     """Returns how many places a table gets that needs `places`; limit: the maximum number, None for no limit."""
     capacity = -(-places // CAPACITY_STEP) * CAPACITY_STEP
     return capacity if limit is None else min(capacity, limit)

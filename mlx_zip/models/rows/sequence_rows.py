@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec import Codebook, Installed
-from mlx_zip.models.rows.row_tables import CAPACITY_STEP, HeadTable, RowTable, TurningTable
+from mlx_zip.models.rows.row_tables import CAPACITY_STEP, ColumnTable, RowTable, TwoCopyTable
 from mlx_zip.packs.pack import Tuned, tuned_fingerprint
 
 
@@ -45,7 +45,7 @@ class SequenceRows:
         """Empties the row tables; the next model call fills them again. shared: whether they are a batch's."""
         batch, size = len(self.books), self.books[0].params.codebook_size if self.books else 0
         self.inputs: RowTable = RowTable()
-        self.outputs = HeadTable()
+        self.outputs = ColumnTable()
         self.places = Places(batch, size) if shared else None
         self.encoded_inputs = np.zeros((1, 0 if shared else size), dtype=bool)
         self.encoded_outputs = [0] * batch
@@ -57,7 +57,7 @@ class SequenceRows:
         self.places = Places(0, codebook_size)
 
     def _copy_rows(self, twin: SequenceRows) -> None:
-        twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
+        twin.inputs, twin.outputs = self.inputs.copy(), cast(ColumnTable, self.outputs.copy())
         twin.places = None if self.places is None else self.places.copy()
         twin.encoded_inputs = self.encoded_inputs.copy()
         twin.encoded_outputs = list(self.encoded_outputs)
@@ -75,9 +75,9 @@ class SequenceRows:
         return all(self.bound)
 
     def read_in_turns(self) -> None:
-        """Makes the table of input rows a `TurningTable`, for bodies that begin before the host has read their id."""
-        if not isinstance(self.inputs, TurningTable):
-            self.inputs = TurningTable.of(self.inputs)
+        """Makes the table of input rows a `TwoCopyTable`, for bodies that begin before the host has read their id."""
+        if not isinstance(self.inputs, TwoCopyTable):
+            self.inputs = TwoCopyTable.of(self.inputs)
 
     # ---- output rows
 
@@ -185,10 +185,10 @@ class SequenceRows:
         base_ids, lengths = self.books[0].rows(first, int(places.max()) - first + 1)
         return base_ids[places - first], lengths[places - first].astype(np.int64)
 
-    def _unpacked(self, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray]:
+    def _unpacked(self, keys: Sequence[EntryKey]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries of keys as base_ids [N, merge_size], padded, and lengths [N]."""
         params = self.books[0].params
-        return entries_of(keys, params.merge_size, params.pad_id or 0)
+        return unpack_entry_keys(keys, params.merge_size, params.pad_id or 0)
 
     # ---- tuned rows
 
@@ -228,14 +228,14 @@ class SequenceRows:
             places = places[len(slots) :]
         self.mark_outputs_encoded()
 
-    def _shared(self, keys: Sequence[Key], rows: Callable[[list[int]], mx.array]) -> list[int]:
+    def _shared(self, keys: Sequence[EntryKey], rows: Callable[[list[int]], mx.array]) -> list[int]:
         """Returns the places of entries. Those without one get the next places.
 
         rows(indices into `keys`) returns the output rows of the entries that have no place so far.
         """
         assert self.places is not None
         self._make_room(sum(key not in self.places.of for key in keys))  # this may give up places
-        of, first = self.places.of, dict[Key, int]()  # two sequences may have the same new entry
+        of, first = self.places.of, dict[EntryKey, int]()  # two sequences may have the same new entry
         for i, key in enumerate(keys):
             if key not in of:
                 first.setdefault(key, i)
@@ -292,7 +292,7 @@ class SequenceRows:
 
     # ---- sequences that join and leave
 
-    def _keys(self, b: int, slots: Sequence[int]) -> list[Key]:
+    def _keys(self, b: int, slots: Sequence[int]) -> list[EntryKey]:
         """Returns the keys of the entries in some slots of sequence b. Tuned rows make other keys than encoded ones."""
         book, mark = self.books[b], tuned_fingerprint(self.tuned[b])
         tuned = 0 if mark is None else len(book.params.start or ())
@@ -337,7 +337,9 @@ class SequenceRows:
 
 # ---- where the rows of a batch's entries are in the tables that its sequences share
 
-Key = bytes | tuple[str, bytes]  # an entry's base ids as 32-bit words; with tuned rows, after the pack's fingerprint
+EntryKey = (
+    bytes | tuple[str, bytes]
+)  # an entry's base ids as 32-bit words; with tuned rows, after the pack's fingerprint
 
 
 class Places:
@@ -352,14 +354,14 @@ class Places:
 
     def __init__(self, batch: int, codebook_size: int) -> None:
         self.index = np.zeros((batch, codebook_size), np.int32)
-        self.keys: list[Key] = []
-        self.of: dict[Key, int] = {}
+        self.keys: list[EntryKey] = []
+        self.of: dict[EntryKey, int] = {}
         self._same: int | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add(self, keys: Sequence[Key]) -> None:
+    def add(self, keys: Sequence[EntryKey]) -> None:
         """Gives these entries, which have no place yet, the next places."""
         for key in keys:
             self.keys.append(key)
@@ -413,7 +415,7 @@ class Places:
         return twin
 
 
-def entries_of(keys: Sequence[Key], merge_size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def unpack_entry_keys(keys: Sequence[EntryKey], merge_size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns entries as base_ids [N, merge_size] uint32, padded with `pad_id`, and lengths [N]."""
     base_ids, lengths = np.full((len(keys), merge_size), pad_id, np.uint32), np.empty(len(keys), np.int64)
     for i, key in enumerate(keys):
@@ -426,7 +428,7 @@ def entries_of(keys: Sequence[Key], merge_size: int, pad_id: int) -> tuple[np.nd
 
 
 @dataclass(frozen=True)
-class Evicted:
+class EvictedEntry:
     """An entry that was evicted within a call of L ids.
 
     sequence, slot: where it was installed. begin, end: it was installed after each id in columns begin to end - 1 of
@@ -441,7 +443,7 @@ class Evicted:
     length: int
 
 
-def differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray:
+def entries_differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray:
     """Returns whether each of N entries differs in `some` and `others`, [N] bool.
 
     some, others: (base_ids [N, merge_size], lengths [N]).
@@ -449,7 +451,7 @@ def differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarr
     return (some[0] != others[0]).any(axis=1) | (some[1] != others[1])
 
 
-def evicted_in_call(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed, first: int) -> list[Evicted]:
+def evicted_in_call(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed, first: int) -> list[EvictedEntry]:
     """Returns the entries of sequence b that were evicted within a call.
 
     held: the sequence's entries before the call, as (base_ids, lengths). new: the entries that the call installed.
@@ -459,6 +461,6 @@ def evicted_in_call(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed,
     entries = zip(new.slots.tolist(), (first + new.at).tolist(), new.base_ids, new.lengths, strict=True)
     for slot, column, base_ids, length in entries:
         if slot in now and now[slot][0] < column:
-            out.append(Evicted(b, slot, now[slot][0], column, now[slot][1], int(now[slot][2])))
+            out.append(EvictedEntry(b, slot, now[slot][0], column, now[slot][1], int(now[slot][2])))
         now[slot] = column, base_ids, length
     return out

@@ -20,12 +20,12 @@ import numpy as np
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.params_json import params_from_json, params_to_json
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.models.rows.sequence_rows import Evicted, SequenceRows, differ, evicted_in_call
+from mlx_zip.models.rows.sequence_rows import EvictedEntry, SequenceRows, entries_differ, evicted_in_call
 from mlx_zip.packs.pack import Pack, Tuned, pack_of, tuned_fingerprint
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 
-Answers = dict[str, tuple[int, ...]]  # text -> base ids
+AnswerIds = dict[str, tuple[int, ...]]  # text -> base ids
 HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for one id of a single sequence
 
 
@@ -39,7 +39,7 @@ class Advance(NamedTuple):
 
     live: np.ndarray | int
     available: np.ndarray | int
-    evicted: tuple[Evicted, ...] = ()
+    evicted: tuple[EvictedEntry, ...] = ()
 
 
 class ZipState(SequenceRows):
@@ -63,11 +63,11 @@ class ZipState(SequenceRows):
         tuned: Sequence[Tuned] | None = None,
     ) -> None:
         self.left_padding = [int(n) for n in left_padding]
-        self.books = _books_of(params, len(self.left_padding))
+        self.books = _make_codebooks(params, len(self.left_padding))
         self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
         self.offset = 0
         self.long_rope = False
-        self.row_answers: list[Answers] = [{} for _ in self.books]
+        self.row_answers: list[AnswerIds] = [{} for _ in self.books]
         self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
         self._forget_loop()
         self._forget_spans()
@@ -85,7 +85,7 @@ class ZipState(SequenceRows):
         return first
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerIds:
         """The answers of the first sequence, as a map that may be added to."""
         return self.row_answers[0]
 
@@ -111,7 +111,7 @@ class ZipState(SequenceRows):
     def _forget_loop(self) -> None:
         """Sets what a decode loop keeps here to how it is before one begins."""
         self.second_bodies = 0
-        self.submit: Callable[..., None] = _keep_lazy
+        self.submit: Callable[..., None] = _leave_lazy
 
     def begun_with(self, packs: Sequence[Any]) -> None:
         """Takes tuned rows from the packs that the sequences of a saved state began with.
@@ -120,7 +120,7 @@ class ZipState(SequenceRows):
         with, `DataError` for a file that is no pack.
         """
         given = [None if pack is None else pack_of(pack) for pack in packs]
-        self.tuned = [_checked_tuned(*one) for one in zip(self.books, self.tuned, given, strict=True)]
+        self.tuned = [_tuned_rows_of_pack(*one) for one in zip(self.books, self.tuned, given, strict=True)]
 
     # ---- one model call
 
@@ -164,7 +164,7 @@ class ZipState(SequenceRows):
             raise
         self.offset += length
         live = np.array([len(book) for book in self.books])
-        evicted: list[Evicted] = []
+        evicted: list[EvictedEntry] = []
         for b, (entries, new) in enumerate(zip(held, pushed, strict=False)):  # `held` is empty under freeze
             self._mark_rows_missing(b, new.slots)
             evicted += evicted_in_call(b, entries, new, int(first[b]))
@@ -245,7 +245,7 @@ class ZipState(SequenceRows):
             columns = first[b] + np.flatnonzero(ids[b, first[b] :] >= vocab_size)
             rows, lengths = (x[columns - ids.shape[1]] for x in book.logged(book.mark() - ids.shape[1] + int(first[b])))
             now = [x[ids[b, columns].astype(np.int64) - vocab_size] for x in book.rows(0, len(book))]
-            other = differ((rows, lengths), now)
+            other = entries_differ((rows, lengths), now)
             found.append((np.full(other.sum(), b), columns[other], rows[other], lengths[other].astype(np.int64)))
         sequence, columns, rows, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return sequence, columns, rows, lengths
@@ -276,14 +276,14 @@ class ZipState(SequenceRows):
     @state.setter
     def state(self, value: Sequence[Any]) -> None:
         """Rebuilds the state from saved parts, of version 1 or 2."""
-        params, ids, lengths, left_padding, offset, long_rope, *marks = _checked_state(
+        params, ids, lengths, left_padding, offset, long_rope, *marks = _parts_of_known_version(
             value, {STATE_VERSION: 7, TUNED_VERSION: 8}
         )
         padding, log = np.array(left_padding), np.array(ids)
         expected = np.maximum(0, int(offset) - padding)
         if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
             raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
-        books = _books_of(params_from_json(params), len(padding))
+        books = _make_codebooks(params_from_json(params), len(padding))
         tuned: list[Tuned] = [*_tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
@@ -319,7 +319,7 @@ class ZipState(SequenceRows):
             book.rewind(max(0, self.offset - self.left_padding[b]))
             if self.can_evict:
                 now = book.rows(0, len(book))
-                self._mark_rows_missing(b, np.flatnonzero(differ([x[: len(book)] for x in held], now)))
+                self._mark_rows_missing(b, np.flatnonzero(entries_differ([x[: len(book)] for x in held], now)))
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             if self.places is None:
@@ -450,7 +450,7 @@ class ZipState(SequenceRows):
         return copy.deepcopy(self)  # a shallow copy would share codebooks
 
 
-def _books_of(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
+def _make_codebooks(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
     """Returns a new codebook per sequence. params: one codec for all, or one per sequence.
 
     Raises `ModelError` for another number of codecs, or codecs that differ in more than their start entries.
@@ -463,7 +463,7 @@ def _books_of(params: CodecParams | Sequence[CodecParams], batch: int) -> list[C
     return [Codebook(codec) for codec in codecs]
 
 
-def _checked_tuned(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
+def _tuned_rows_of_pack(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
     """Returns the tuned rows of a sequence, taken from the pack that the caller says it was begun with.
 
     book: the sequence's codebook. tuned: what is known of its tuned rows so far, returned if `pack` is None. Raises
@@ -475,33 +475,33 @@ def _checked_tuned(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
     mark, given = tuned_fingerprint(tuned), pack.tuned_fingerprint
     if own != pack.entries or mark != given:
         raise ModelError(
-            f"the cache was begun with another pack ({_described(own, mark)}) than the one given "
-            f"({_described(pack.entries, given)}): give the pack that it was begun with, or make a new cache"
+            f"the cache was begun with another pack ({_describe_pack(own, mark)}) than the one given "
+            f"({_describe_pack(pack.entries, given)}): give the pack that it was begun with, or make a new cache"
         )
     return tuned if pack.rows is None else pack
 
 
-def _described(entries: Sequence[Any], mark: str | None) -> str:
+def _describe_pack(entries: Sequence[Any], mark: str | None) -> str:
     """Returns a pack in a few words, for messages. mark: the fingerprint of its tuned rows, None without them."""
     rows = "" if mark is None else f", tuned rows {mark[:12]}"
     return f"{len(entries)} entries{rows}" if len(entries) else "no entries"
 
 
-def _keep_lazy(*arrays: mx.array) -> None:
+def _leave_lazy(*arrays: mx.array) -> None:
     """Does nothing: the arrays stay lazy until a value is read."""
 
 
 @contextmanager
-def submitting(state: ZipState) -> Iterator[None]:
+def submit_parts_early(state: ZipState) -> Iterator[None]:
     """Inside, the device begins with a step's parts while the rest of the step is still built."""
     state.submit = mx.async_eval
     try:
         yield
     finally:
-        state.submit = _keep_lazy
+        state.submit = _leave_lazy
 
 
-def find_state(cache: Sequence[Any]) -> ZipState | None:
+def find_zip_state(cache: Sequence[Any]) -> ZipState | None:
     """Returns the cache's `ZipState`, or None for a plain model's cache."""
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
 
@@ -509,7 +509,7 @@ def find_state(cache: Sequence[Any]) -> ZipState | None:
 # ---- parts of a state as JSON, for mlx-lm's cache files
 
 
-def _checked_state(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
+def _parts_of_known_version(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
     """Returns the parts of a saved state after its first, the version.
 
     sizes: how many parts a state of each known version has. Raises `ModelError` for another version or number of parts.
