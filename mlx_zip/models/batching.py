@@ -168,7 +168,6 @@ def _left_padding(kv: Sequence[Any]) -> list[int]:
 
 
 def _raise_unless_indices(kv: Sequence[Any], indices: Sequence[int]) -> None:
-    """Raises `ModelError` unless indices name at least one sequence of a batch, each once."""
     size = _batch_size(next(flatten_cache_lists(kv)))
     if not len(indices) or len(set(indices)) < len(indices) or not all(0 <= i < size for i in indices):
         raise ModelError(f"indices must name sequences of the batch of {size}, each once, got {list(indices)}")

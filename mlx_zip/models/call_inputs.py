@@ -26,13 +26,14 @@ def raise_unless_ids_shape(ids: mx.array) -> None:
 
 
 def read_ids_on_host(ids: mx.array, state: ZipState) -> HostIds:
-    """Returns ids [B, L] on the host, as uint32 or, where `takes_one` allows it, as one number. Ids [B] become [B, 1].
+    """Returns ids [B, L] on the host, as uint32 or, where `takes_single_id` allows it, as one number. Ids [B] become
+    [B, 1].
 
     This is the only time that a model call waits for the device. The one id of a generation step is read without
     numpy: reading half a gigabyte of weights has evicted numpy's code from the processor's caches, and using numpy
     again would cost as much as all other work on the host. Raises `ModelError` for an id that does not fit 32 bits.
     """
-    if ids.size == 1 and state.takes_one():
+    if ids.size == 1 and state.takes_single_id():
         one = cast(int, ids.item())
         _raise_unless_32_bits(one, one)
         return one
@@ -48,7 +49,6 @@ def ids_per_sequence(ids: HostIds) -> int:
 
 
 def _raise_unless_32_bits(low: int, high: int) -> None:
-    """Raises `ModelError` unless the smallest and the largest id of a call fit 32 bits."""
     if low < 0 or high > 0xFFFFFFFF:
         raise ModelError(f"ids from {low} to {high} are not all 32-bit token ids")
 

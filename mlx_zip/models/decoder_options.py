@@ -92,7 +92,6 @@ def raise_if_options_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _raise_unless_size(key: str, value: Any) -> None:
-    """Raises `ConfigError` unless the value of this key of config.json is a positive integer below 2^31."""
     if type(value) is not int or not 1 <= value < 1 << 31:
         raise ConfigError(f"config.json: {key} must be a positive integer below 2^31, got {value!r}")
 

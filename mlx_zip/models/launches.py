@@ -77,7 +77,6 @@ def _norm_stand_in(x: mx.array, *args: Any, **options: Any) -> mx.array:
 
 
 def _rope_stand_in(x: mx.array, *args: Any, offset: Any = 0, **options: Any) -> mx.array:
-    """Stands in for `mx.fast.rope`, whose offset may be an array."""
     out = mx.softmax(x, axis=-1)
     return mx.depends(out, [offset]) if isinstance(offset, mx.array) else out  # type: ignore[attr-defined]
 
@@ -85,13 +84,11 @@ def _rope_stand_in(x: mx.array, *args: Any, offset: Any = 0, **options: Any) -> 
 def _attention_stand_in(
     q: mx.array, k: mx.array, v: mx.array, *args: Any, mask: Any = None, **options: Any
 ) -> mx.array:
-    """Stands in for `mx.fast.scaled_dot_product_attention`."""
     others = [k, v, *([mask] if isinstance(mask, mx.array) else [])]
     return mx.depends(mx.softmax(q, axis=-1), others)  # type: ignore[attr-defined]
 
 
 def _dequantize_stand_in(w: mx.array, scales: mx.array, *args: Any, bits: int = 4, **options: Any) -> mx.array:
-    """Stands in for `mx.dequantize`."""
     values = mx.softmax(mx.broadcast_to(scales[..., :1], (*w.shape[:-1], w.shape[-1] * 32 // bits)), axis=-1)
     others = [w, *(one for one in args if isinstance(one, mx.array)), *options.values()]
     return mx.depends(values, [one for one in others if isinstance(one, mx.array)])  # type: ignore[attr-defined]

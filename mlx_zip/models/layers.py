@@ -223,7 +223,6 @@ class RMSNorm(nn.RMSNorm):
 
 @mx.compile
 def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Returns RMSNorm of x, compiled to few operations."""
     return x * mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps) * weight
 
 

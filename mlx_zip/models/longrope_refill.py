@@ -37,17 +37,17 @@ class LongRopeRefill:
         self._h: mx.array | None = None  # embeddings [B, total, D]
 
     @property
-    def left(self) -> int:
+    def ids_left(self) -> int:
         """How many ids per sequence are still to be read."""
         return self.total - self.done
 
-    def read(self, at_most: int) -> mx.array:
+    def read_next(self, at_most: int) -> mx.array:
         """Reads up to `at_most` ids per sequence; returns the body's output [B, L, D] for them, not yet computed."""
         model, state = self._model, self._state
         embeddings = self._h
         if embeddings is None:
             model.row_source.settle_unsubmitted()
-            model.bind_tuned(state)
+            model.bind_tuned_rows(state)
             model.fill_outputs(state)  # input rows may be the same ones
             self._log = state.log(model.config.pad_id)
             embeddings = self._h = model.embed(state, self._log)

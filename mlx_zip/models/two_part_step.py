@@ -41,13 +41,13 @@ class TwoPartStep:
         """Returns the body's output [B, 1, D] for ids [B], which the host need not have read; pass it to `follow`.
 
         Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
-        `Model.forget` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between its
-        short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the model.
+        `Model.trim_cache` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between
+        its short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the model.
         """
         model = self.model
         kv, state = model.check_cache(self.cache)
-        model.bind_tuned(state)
-        self._fill_inputs(state)
+        model.bind_tuned_rows(state)
+        self._fill_missing_inputs(state)
         table, layout = state.inputs, model.layout
         capacity = state.slots_covered() or layout.codebook_size
         if ids.dtype.size != 4:  # narrow types cannot hold every id, and MLX compares uint64 with a signed id as floats
@@ -59,7 +59,7 @@ class TwoPartStep:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            h = _put_hyper_rows(hyper, table.take(state.at_slots(slots)), h)
+            h = _put_hyper_rows(hyper, table.take(state.places_at_slots(slots)), h)
         h = model.run_layers(model.scaled(h), kv, positions)
         set_plain_offsets(kv, state.left_padding)
         return h
@@ -72,7 +72,7 @@ class TwoPartStep:
         """
         model, kv, state = self.model, self.cache[:-1], self.cache[-1]
         host_ids = read_ids_on_host(ids, state)
-        had_rows = self._had_rows(state, host_ids)
+        had_rows = self._had_input_rows(state, host_ids)
         advance = state.advance(host_ids)
         model.fill_outputs(state)
         if not had_rows:
@@ -82,23 +82,23 @@ class TwoPartStep:
             h = model.hidden(kv, state, host_ids)
         return model.joint_head(h, state, advance, causal=False)
 
-    def _fill_inputs(self, state: ZipState) -> None:
+    def _fill_missing_inputs(self, state: ZipState) -> None:
         """Puts the missing input rows of installed entries into the table of input rows, if they are enough."""
         if state.places is not None:
             self.model.fill_outputs(state)  # gives new entries their places
         places = state.missing_installed_inputs()
         if len(places) >= (1 if self.model.sides_are_one else INPUT_ROWS_TOGETHER):
             self.model.fill_outputs(state)
-            state.read_in_turns()
+            state.use_two_copies_of_inputs()
             self.model.row_source.fill_inputs(state, self.model.input_side, places)
 
-    def _had_rows(self, state: ZipState, ids: HostIds) -> bool:
+    def _had_input_rows(self, state: ZipState, ids: HostIds) -> bool:
         """Returns whether the body had the input row of every hypertoken among ids [B, 1], which the state is yet to
         read. One that is installed by being read (LZW's KwKwK) never has a row.
         """
         end = self.model.layout.vocab_size
         column = [ids] if isinstance(ids, int) else ids[:, 0].tolist()
-        return all(one < end or state.has_input(b, one - end) for b, one in enumerate(column))
+        return all(one < end or state.has_input_row(b, one - end) for b, one in enumerate(column))
 
 
 @partial(mx.compile, shapeless=True)

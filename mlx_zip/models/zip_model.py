@@ -116,13 +116,13 @@ class Model(nn.Module):
         kv, state = self.check_cache(cache)
         host_ids, before = read_ids_on_host(ids, state), state.offset
         self.row_source.settle_unsubmitted()
-        self.bind_tuned(state)
+        self.bind_tuned_rows(state)
         try:
             advance = state.advance(host_ids)
             self.fill_outputs(state)  # first, so that new rows can be encoded while the rest of the call is built
             return self.joint_head(self.hidden(kv, state, host_ids, long), state, advance, causal)
         except BaseException:  # after an interrupt, for example, codebook and KV caches must still agree
-            self.forget(cache, before)
+            self.trim_cache(cache, before)
             raise
 
     # ---- the cache of a request
@@ -193,7 +193,7 @@ class Model(nn.Module):
         state = cache[-1] if len(cache) == len(self.layers) + 1 else None
         if not isinstance(state, ZipState):
             raise ModelError("the cache is not one that this model's make_cache() made")
-        if not state.fits(self.config.codec_params):
+        if not state.fits_codec(self.config.codec_params):
             raise ModelError("the cache was made with other codec parameters than this model's")
         kv = cache[:-1]
         for length in map(kv_length, kv):
@@ -210,23 +210,23 @@ class Model(nn.Module):
             state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size
         )
 
-    def forget(self, cache: Sequence[Any], offset: int) -> None:
+    def trim_cache(self, cache: Sequence[Any], offset: int) -> None:
         """Trims codebooks and KV caches to `offset` ids per sequence. Those that hold no more than that stay."""
         cache[-1].trim(cache[-1].offset - offset)
         for layer_cache in cache[:-1]:
             layer_cache.trim(max(0, kv_length(layer_cache) - offset))
 
-    def bind_tuned(self, state: ZipState) -> None:
+    def bind_tuned_rows(self, state: ZipState) -> None:
         """Puts the tuned rows that a request begins with into its row tables, if they are not there yet.
 
         Raises `ModelError`, with nothing done, for rows of another model or a saved state whose pack is not loaded.
         """
-        if state.tuned_bound:
+        if state.has_all_tuned_rows:
             return
-        for pack in self.row_source.find_packs(state):
+        for pack in self.row_source.resolve_packs(state):
             self.check_pack(pack)
         sides = [(self.side("output"), state.outputs), (self.side("input"), state.inputs)]
-        self.row_source.put_tuned(state, sides[:1] if self.sides_are_one else sides)
+        self.row_source.put_tuned_rows(state, sides[:1] if self.sides_are_one else sides)
 
     # ---- from ids to the body's output
 
@@ -242,7 +242,7 @@ class Model(nn.Module):
             positions = replace(positions, long=long)
         if positions.long != state.long_rope and state.offset > length:
             refill = LongRopeRefill(self, kv, state, positions.long)
-            h = refill.read(state.offset)[:, -length:]
+            h = refill.read_next(state.offset)[:, -length:]
             refill.finish()
             return h
         state.long_rope = positions.long
@@ -269,7 +269,7 @@ class Model(nn.Module):
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
-        rows = self.read_table(state).take(mx.array(places))
+        rows = self.input_row_table(state).take(mx.array(places))
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
@@ -293,11 +293,11 @@ class Model(nn.Module):
         slot = self.layout.slot(one)
         if not self.sides_are_one and not state.encoded_inputs[0, slot]:
             self.row_source.fill_inputs(state, self.input_side, np.array([slot]))
-        rows = self.read_table(state).rows
+        rows = self.input_row_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
 
-    def read_table(self, state: ZipState) -> RowTable:
+    def input_row_table(self, state: ZipState) -> RowTable:
         """Returns the table that a call reads input rows from: the output table if both sides have the same rows.
 
         Bodies that run ahead always read `state.inputs` (`mlx_zip.models.two_part_step`).
@@ -306,7 +306,7 @@ class Model(nn.Module):
 
     def fill_outputs(self, state: ZipState) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
-        if not state.outputs_encoded():
+        if not state.has_all_output_rows():
             self.row_source.fill_outputs(state, self.side("output"))
 
     @property
@@ -350,24 +350,24 @@ class Model(nn.Module):
         base = self.base_logits(h)
         parts = [base[..., : self.layout.vocab_size]]
         if state.outputs.array is not None:
-            hyper = self.cap(state.outputs.times(h).astype(base.dtype))
+            hyper = self.cap(state.outputs.times_rows(h).astype(base.dtype))
             opened = advance.available if causal else advance.live
-            parts += self._by_slot(hyper, h, state, opened, advance.evicted if causal else ())
+            parts += self._slot_logits(hyper, h, state, opened, advance.evicted if causal else ())
         columns = sum(part.shape[-1] for part in parts)
         closed = mx.array(-mx.inf, base.dtype)
         parts.append(mx.broadcast_to(closed, (*base.shape[:-1], self.layout.width - columns)))
         return mx.concatenate(parts, axis=-1)
 
-    def _by_slot(
+    def _slot_logits(
         self, hyper: mx.array, h: mx.array, state: ZipState, opened: int | np.ndarray, evicted: Sequence[EvictedEntry]
     ) -> list[mx.array]:
         """Returns logits by slot in parts [B, L, slots of the part], -inf for slots that cannot be chosen.
 
         hyper [B, L, places]: the logits of h [B, L, D] by place. opened: as in `_mask_closed_slots`.
         """
-        alike = 0 if evicted or state.places is None else state.slots_alike(int(np.min(opened)))
-        own = state.by_slot(hyper, alike)
-        own = self._with_evicted(own, h, evicted) if evicted else own
+        alike = 0 if evicted or state.places is None else state.count_slots_with_equal_places(int(np.min(opened)))
+        own = state.values_by_slot(hyper, alike)
+        own = self._restore_evicted_logits(own, h, evicted) if evicted else own
         parts = [hyper[..., :alike], _mask_closed_slots(own, opened, alike)]
         return parts[0 if alike else 1 :]
 
@@ -375,7 +375,7 @@ class Model(nn.Module):
         """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped where the model caps."""
         return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
-    def _with_evicted(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:
+    def _restore_evicted_logits(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:
         """Corrects the slots' logits for entries that were evicted within the call, and returns them.
 
         hyper [B, L, slots]: logits of h [B, L, D] and the entries that the slots hold after the call. At the positions

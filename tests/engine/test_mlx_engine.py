@@ -125,7 +125,7 @@ def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode,
 @pytest.fixture
 def work(monkeypatch):
     """What engines do, in order: ("again", ids) for a context that is read again, ("step", requests) for a step."""
-    seen, read, launch = [], LongRopeRefill.read, Group.launch
+    seen, read, launch = [], LongRopeRefill.read_next, Group.launch
 
     def noting_read(self, at_most):
         before = self.done
@@ -137,7 +137,7 @@ def work(monkeypatch):
         seen.append(("step", [len(request.checked.base_ids) for request in self.requests]))
         return launch(self)
 
-    monkeypatch.setattr(LongRopeRefill, "read", noting_read)
+    monkeypatch.setattr(LongRopeRefill, "read_next", noting_read)
     monkeypatch.setattr(Group, "launch", noting_launch)
     return seen
 
@@ -202,7 +202,7 @@ def test_a_prompt_that_goes_on_beyond_longropes_border_is_read_after_its_session
 
 
 def test_a_request_that_is_cancelled_while_its_context_is_read_again_leaves_a_whole_session(monkeypatch):
-    model, prompt, read, tickets = tiny.tiny_model("phi3").eval(), tiny.base_ids(20, 5), LongRopeRefill.read, []
+    model, prompt, read, tickets = tiny.tiny_model("phi3").eval(), tiny.base_ids(20, 5), LongRopeRefill.read_next, []
     with tiny_engine("phi3", sessions=SessionOptions(), run={"prefill_step_size": 8}) as engine:
 
         def cancelling(self, at_most):
@@ -210,7 +210,7 @@ def test_a_request_that_is_cancelled_while_its_context_is_read_again_leaves_a_wh
             return read(self, at_most)
 
         with monkeypatch.context() as patch:
-            patch.setattr(LongRopeRefill, "read", cancelling)
+            patch.setattr(LongRopeRefill, "read_next", cancelling)
             _, watch = at_once(engine, lambda: _asked(engine, prompt, tickets))
             watch.wait()
         assert watch.end.reason == "cancelled"

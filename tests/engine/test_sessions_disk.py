@@ -233,7 +233,7 @@ def test_a_conversation_that_began_with_a_tuned_pack_goes_on_with_it_after_a_res
     again = keeping.store(folder=folder)
     assert again.checkout(held + NEXT, "") is None
     found = again.checkout(held + NEXT, "tuned")
-    find_zip_state(found.cache).begun_with([start])
+    find_zip_state(found.cache).bind_start_packs([start])
     assert keeping.greedy("zip", found.cache, NEXT) == wanted
 
 
@@ -453,7 +453,7 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
         if isinstance(entry, KVCache | RotatingKVCache):
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
     ids = {"base_ids": [3] * cache[0].offset} if find_zip_state(cache) is None else {}
-    kept = store._named(store.put(cache, pack_key=OWN, **ids))
+    kept = store._session_named(store.put(cache, pack_key=OWN, **ids))
     snapshots = [SessionSnapshot(kept, store.caches, {}) for _ in range(2)]
     snapshots[0].write(tmp_path / "before", {})
     del snapshots[0]
@@ -519,7 +519,7 @@ def test_a_dropped_session_whose_file_cannot_be_deleted_is_warned_of(folder, mon
         name, _ = keeping.conversation(kind, store)
         assert begun.wait(30)
         store.drop(name)
-        patch.setattr(SessionFile, "delete", refuse)
+        patch.setattr(SessionFile, "delete_if_unchanged", refuse)
         go.set()
         store.flush()
     assert "read-only" in caplog.text
@@ -533,7 +533,7 @@ def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeyp
     for seed in range(3):
         keeping.conversation(kind, store, seed)
     store.flush()
-    delete, refused = SessionFile.delete, []
+    delete, refused = SessionFile.delete_if_unchanged, []
 
     def refuse_once(slot):
         if not refused:
@@ -541,7 +541,7 @@ def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeyp
             raise PermissionError(errno.EACCES, "read-only")
         delete(slot)
 
-    monkeypatch.setattr(SessionFile, "delete", refuse_once)
+    monkeypatch.setattr(SessionFile, "delete_if_unchanged", refuse_once)
     with pytest.raises(EngineError, match="read-only"):
         store.purge()
     assert store.sessions() == []
@@ -550,7 +550,7 @@ def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeyp
 
 def test_a_file_that_vanishes_while_the_folder_is_read_hides_no_other(folder, monkeypatch, caplog):
     held = saved(folder)
-    found, gone = session_folder.found_in, folder / f"{0:016x}.safetensors"
+    found, gone = session_folder.read_session_index, folder / f"{0:016x}.safetensors"
     gone.write_bytes(files(folder)[0].read_bytes())
 
     def vanishing(path, marks):
@@ -558,7 +558,7 @@ def test_a_file_that_vanishes_while_the_folder_is_read_hides_no_other(folder, mo
         gone.unlink(missing_ok=True)
         return kept
 
-    monkeypatch.setattr(session_folder, "found_in", vanishing)
+    monkeypatch.setattr(session_folder, "read_session_index", vanishing)
     assert keeping.store(folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
 
 
@@ -594,7 +594,7 @@ def test_the_bytes_on_disk_are_the_keys_and_values_in_the_models_type(folder):
     _, held = keeping.conversation("torch bfloat16", store)
     (kept,) = store._list
     assert str(found["keys_values"].dtype) == "torch.bfloat16"
-    assert found["keys_values"].find_equal(kept.cache.keys_values)
+    assert found["keys_values"].equal(kept.cache.keys_values)
     assert found["base_ids"].tolist() == held
 
 

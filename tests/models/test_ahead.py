@@ -223,7 +223,7 @@ def viewed(array):
 
 
 def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
-    table, row, places = TwoCopyTable.of(RowTable()), mx.ones((1, 8)), set()
+    table, row, places = TwoCopyTable.from_table(RowTable()), mx.ones((1, 8)), set()
     for slot in range(20):
         body = viewed(table.array)  # a body in flight reads this copy
         table.put_run(slot, slot * row, 64)
@@ -235,10 +235,10 @@ def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
 
 @pytest.mark.parametrize("at", range(2))
 def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, monkeypatch):
-    table, row = TwoCopyTable.of(RowTable()), mx.ones((1, 8))
+    table, row = TwoCopyTable.from_table(RowTable()), mx.ones((1, 8))
     for slot in range(5):
         table.put_run(slot, slot * row, 64)
-    write, calls = RowTable._with_run, iter(range(9))
+    write, calls = RowTable._write_run, iter(range(9))
 
     def interrupted(self, *args):
         if next(calls) == at:
@@ -246,7 +246,7 @@ def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, m
         return write(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowTable, "_with_run", interrupted)
+        patch.setattr(RowTable, "_write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             table.put_run(5, 5 * row, 64)
     for slot in range(5, 9):
@@ -273,7 +273,7 @@ def test_an_output_row_is_written_in_place():
     np.testing.assert_array_equal(np.array(table.rows)[0, 1:20, 3], np.arange(1, 20))
 
 
-@pytest.mark.parametrize("kind", [RowTable, ColumnTable, lambda: TwoCopyTable.of(RowTable())])
+@pytest.mark.parametrize("kind", [RowTable, ColumnTable, lambda: TwoCopyTable.from_table(RowTable())])
 def test_every_table_holds_what_was_put_last(kind):
     rng, width, limit = np.random.default_rng(0), 5, 600
     table, expected = kind(), np.zeros((limit, width), np.float32)
@@ -289,7 +289,7 @@ def test_every_table_holds_what_was_put_last(kind):
         found = np.array(table.rows)
         np.testing.assert_array_equal(found[0], expected[: found.shape[1]])
     twin, some = table.copy(), rng.permutation(table.capacity)[:300]
-    kept = table.kept(some, 400)
+    kept = table.select(some, 400)
     table.put(np.array([0]), mx.full((1, width), 9.0), limit)
     np.testing.assert_array_equal(np.array(twin.rows)[0], expected[: found.shape[1]])
     np.testing.assert_array_equal(np.array(kept.rows)[0, :300], expected[some])

@@ -89,7 +89,7 @@ class Requests(RuleBasedStateMachine):
     @rule(number=st.integers(0, LAST))
     def body_without_its_end(self, number):
         TwoPartStep(self.model, self.cache).run(mx.array([self.chosen(number)]))
-        self.model.forget(self.cache, len(self.ids))
+        self.model.trim_cache(self.cache, len(self.ids))
 
     @precondition(lambda self: len(self.ids) > 1)
     @rule(n=st.integers(1, 4))

@@ -101,8 +101,8 @@ def read_again(model: Any, cache: list[Any], ids: np.ndarray, chunk: int) -> dic
     """Makes a cache ready for calls that read ids [B, L] next, in chunks; returns further arguments of the calls."""
     factors, refill = plan_rope_factors(model, cache, ids)
     if refill is not None:
-        while refill.left:
-            refill.read(chunk)
+        while refill.ids_left:
+            refill.read_next(chunk)
             mx.eval([entry.state for entry in refill.filled])
         refill.finish()
     return factors

@@ -279,7 +279,7 @@ class _Run:
         except BaseException:
             if state is not None:
                 of_prompt = min(state.offset, self._kept + len(self.requests[0].prompt_ids))
-                self._served.model.forget(self._cache, of_prompt if self._yielded is None else self._yielded)
+                self._served.model.trim_cache(self._cache, of_prompt if self._yielded is None else self._yielded)
             raise
 
 
@@ -435,7 +435,7 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
         state = model.check_cache(given)[1]
         if len(state.books) > 1:
             raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
-        state.begun_with([start])
+        state.bind_start_packs([start])
     return given  # type: ignore[return-value]
 
 

@@ -141,7 +141,7 @@ class Group:
         assert self._choice is not None
         if not stay:
             if self.served.hyper:
-                self.served.model.forget(self.cache, find_zip_state(self.cache).offset)  # type: ignore[union-attr]
+                self.served.model.trim_cache(self.cache, find_zip_state(self.cache).offset)  # type: ignore[union-attr]
             else:
                 for request, token in zip(self.requests, self.tokens, strict=True):
                     request.note_read([token])
@@ -157,7 +157,7 @@ class Group:
         """Takes the last id, which was not delivered, out of a request's cache, if the cache can be trimmed."""
         assert request.cache is not None
         if self.served.hyper:
-            self.served.model.forget(request.cache, request.book.mark() - 1)
+            self.served.model.trim_cache(request.cache, request.book.mark() - 1)
         elif can_trim_prompt_cache(request.cache):
             trim_prompt_cache(request.cache, 1)
             request.forget_last()
@@ -271,7 +271,7 @@ class Reading:
     @property
     def left(self) -> int:
         """How many ids are still to be read, again or for the first time."""
-        return len(self._ids) - self._done + (0 if self._refill is None else self._refill.left)
+        return len(self._ids) - self._done + (0 if self._refill is None else self._refill.ids_left)
 
     def read(self, at_most: int) -> tuple[int, Group | None]:
         """Reads up to `at_most` ids, and the last id alone. Returns the ids read, and the group at the end.
@@ -294,10 +294,10 @@ class Reading:
 
     def _read_again(self, refill: LongRopeRefill, at_most: int) -> None:
         """Reads up to `at_most` ids of the context again. The request's cache is as before until all have been read."""
-        refill.read(at_most)
+        refill.read_next(at_most)
         mx.eval([entry.state for entry in refill.filled])
         mx.clear_cache()
-        if not refill.left:
+        if not refill.ids_left:
             refill.finish()
             self._refill = None
 

@@ -211,7 +211,6 @@ class SessionFolder:
                 path.unlink(missing_ok=True)
 
     def _warn_once(self, kind: str, what: str) -> None:
-        """Logs a warning about the folder, the first time that this kind of failure occurs."""
         if kind not in self._warned_kinds:
             self._warned_kinds.add(kind)
             log.warning("session folder %s %s", self.folder, what)
@@ -247,7 +246,6 @@ def _purge_single_folder(folder: Path) -> tuple[int, int]:
 
 
 def _delete_files(paths: Iterable[Path]) -> None:
-    """Deletes files; one that is gone is no error. Raises `OSError`."""
     for path in paths:
         path.unlink(missing_ok=True)
 

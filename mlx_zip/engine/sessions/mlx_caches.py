@@ -105,7 +105,7 @@ class MlxCaches:
     def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> list[Any]:
         cache = session.cache if move else copy_prefix(session.cache, ids, len(session.ends) - ids)
         if start is not None:
-            find_zip_state(cache).begun_with([start])  # type: ignore[union-attr]
+            find_zip_state(cache).bind_start_packs([start])  # type: ignore[union-attr]
         return cache
 
     def to_file_parts(self, session: Session) -> FileParts:

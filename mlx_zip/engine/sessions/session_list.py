@@ -191,7 +191,6 @@ class PrefixIndex:
 
 
 def _common_prefix_length(some: Ids, others: Ids) -> int:
-    """Returns how many ids two sequences have in common at their beginning."""
     n = min(len(some), len(others))
     differ = some[:n] != others[:n]
     at = int(differ.argmax()) if n else 0

@@ -235,7 +235,6 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _raise_unless_in_range(name: str, value: Any, low: int, high: int) -> None:
-    """Raises `ConfigError` naming the field unless its value is an integer from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
@@ -375,6 +374,5 @@ def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
 
 
 def _sha256_of_file(path: Path) -> str:
-    """Returns the sha256 of a file as hex."""
     with open(path, "rb") as file:
         return file_digest(file, "sha256").hexdigest()

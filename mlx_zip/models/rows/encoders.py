@@ -454,7 +454,6 @@ def _is_known_layer(module: Any) -> bool:
 
 
 def _matrix_float_bytes(encoder: nn.Module) -> int:
-    """Returns the size of the encoder's matrices in float32, in bytes."""
     return sum(4 * _values(module) for module in _linear_layers(encoder))
 
 

@@ -129,14 +129,14 @@ class KeptFingerprint:
         self._places: list[TensorPlace] = []
         self._found = ""
 
-    def keep(self, model: nn.Module, found: str) -> None:
+    def set(self, model: nn.Module, found: str) -> None:
         """Keeps a fingerprint that was computed elsewhere, until one of the model's tensors is replaced."""
         self._places, self._found = list(tensor_places(model)), found
 
-    def of(self, model: nn.Module) -> str:
+    def of_model(self, model: nn.Module) -> str:
         """Returns the fingerprint of the model as it is now."""
         if not self._found or not are_unchanged(self._places):
-            self.keep(model, model_fingerprint(model))
+            self.set(model, model_fingerprint(model))
         return self._found
 
 

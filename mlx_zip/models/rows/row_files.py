@@ -82,10 +82,10 @@ class RowFile:
             self.cells, self.capacity = _read_header(self.handle, rows)
             self.shape = _c_shape(rows, self.cells)
             self.stride = lib.mlxzip_rows_stride(self.shape)
-            self._check()
+            self._raise_if_too_short()
             try:
                 self._map = mmap.mmap(self.handle, self.records_at, flags=_MAP_FLAGS, prot=mmap.PROT_READ)
-            except ValueError as error:  # the file was truncated since `_check`
+            except ValueError as error:  # the file was truncated since `_raise_if_too_short`
                 raise DamagedFileError(str(error)) from error
             self._cells = ffi.from_buffer("uint8_t[]", self._map)
             self._scratch = ffi.new("uint8_t[]", self.stride)
@@ -111,7 +111,7 @@ class RowFile:
         """Whether the file has not been deleted."""
         return os.fstat(self.handle).st_nlink > 0
 
-    def _check(self) -> None:
+    def _raise_if_too_short(self) -> None:
         """Raises `DamagedFileError` if the file is too short for its index: reading the map would end in SIGBUS."""
         if os.fstat(self.handle).st_size < self.records_at:
             raise DamagedFileError(self.path)
@@ -122,7 +122,7 @@ class RowFile:
         For each key that is found, sets `found` to true and writes the row to `rows` [N, bytes]. Raises
         `DamagedFileError` if the file is too short for its index.
         """
-        self._check()
+        self._raise_if_too_short()
         return lib.mlxzip_rows_find(
             self.shape,
             self._cells,
@@ -134,11 +134,11 @@ class RowFile:
             self._scratch,
         )
 
-    def room(self) -> int:
+    def free_records(self) -> int:
         """Returns how many more records fit."""
-        return max(0, self.capacity - self._count())
+        return max(0, self.capacity - self._record_count())
 
-    def _count(self) -> int:
+    def _record_count(self) -> int:
         """Returns how many records there are, a torn last one included."""
         return -(-(os.fstat(self.handle).st_size - self.records_at) // self.stride)
 
@@ -149,8 +149,8 @@ class RowFile:
         """
         data = np.empty(len(keys) * self.stride, np.uint8)
         lib.mlxzip_rows_seal(self.shape, _c_words(keys), _c_bytes(rows), len(keys), _c_bytes(data))
-        self._check()
-        first, value, placed = self._count(), ffi.new("uint64_t *"), 0
+        self._raise_if_too_short()
+        first, value, placed = self._record_count(), ffi.new("uint64_t *"), 0
         if first + len(keys) >= 1 << 32:
             return 0
         handle = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -248,7 +248,6 @@ def _read_header(handle: int, rows: RowSet) -> tuple[int, int]:
 
 
 def _write_all(handle: int, data: memoryview, at: int) -> None:
-    """Writes all of `data` to an open file, from byte `at` on. Raises `OSError`."""
     while data:
         written = os.pwrite(handle, data, at)
         if written == 0:
@@ -257,7 +256,6 @@ def _write_all(handle: int, data: memoryview, at: int) -> None:
 
 
 def _c_shape(rows: RowSet, cells: int) -> Any:
-    """Returns the sizes of a file in C's form."""
     return ffi.new("mlxzip_rows_shape *", [rows.key_words, rows.row_bytes, cells])
 
 

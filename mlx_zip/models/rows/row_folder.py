@@ -55,7 +55,7 @@ class RowFolder:
         self._new_rows = self._new_bytes = 0
         self._flush_at = FLUSH_ROWS
         self._warned: set[str] = set()  # kinds of failures that were logged
-        self.readable = self.writable = self._is_usable()
+        self.readable = self.writable = self._make_private_folder()
 
     def find(self, rows: RowSet, keys: RowKeys) -> tuple[NDArray[np.bool_], RowBytes]:
         """Looks up keys [N, words] of a set; returns found [N] and the rows [N, bytes], valid where found is true."""
@@ -93,8 +93,8 @@ class RowFolder:
                         self._write_new()
             except (OSError, DamagedFileError, ForeignFileError) as error:
                 self.writable = False
-                self._forget_new()
-                self._warn("write", f"cannot be written, new rows are not kept: {_error_text(error)}")
+                self._drop_new_rows()
+                self._warn_once("write", f"cannot be written, new rows are not kept: {_error_text(error)}")
             if not self._new:
                 return
             if time.monotonic() >= until:
@@ -114,25 +114,25 @@ class RowFolder:
         """Keeps new rows in memory until the next write; drops them if this was the last write or they are too many."""
         self._flush_at = self._new_rows + FLUSH_ROWS
         if last or self._new_bytes > PENDING_BYTES:
-            self._warn("busy", f"is held by another process; {self._new_rows} new rows are not kept")
-            self._forget_new()
+            self._warn_once("busy", f"is held by another process; {self._new_rows} new rows are not kept")
+            self._drop_new_rows()
 
-    def _forget_new(self) -> None:
+    def _drop_new_rows(self) -> None:
         self._new.clear()
         self._new_rows, self._new_bytes, self._flush_at = 0, 0, FLUSH_ROWS
 
     # ---- the folder
 
-    def _is_usable(self) -> bool:
+    def _make_private_folder(self) -> bool:
         """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
         except OSError as error:
-            self._warn("folder", f"cannot be used: {_error_text(error)}")
+            self._warn_once("folder", f"cannot be used: {_error_text(error)}")
             return False
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
-            self._warn("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
+            self._warn_once("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
             return False
         return True
 
@@ -144,7 +144,7 @@ class RowFolder:
             known = {path: file for path, file in known.items() if path in paths and file.is_linked}
         except OSError as error:
             self.readable = self.writable = False
-            self._warn("folder", f"cannot be read: {_error_text(error)}")
+            self._warn_once("folder", f"cannot be read: {_error_text(error)}")
             paths = []
         opened = [known[path] if path in known else self._open(path, rows) for path in reversed(paths)]
         self._files[rows] = [file for file in opened if file is not None]
@@ -157,18 +157,18 @@ class RowFolder:
         except FileNotFoundError:  # another process has just deleted it
             return None
         except OSError as error:
-            self._warn("read", f"has a file that cannot be read: {_error_text(error)}")
+            self._warn_once("read", f"has a file that cannot be read: {_error_text(error)}")
         except ForeignFileError:
-            self._warn(
+            self._warn_once(
                 "foreign", f"has a file with rows of another model under this one's name; it is not used: {path.name}"
             )
         except DamagedFileError:
-            self._discard(path)
+            self._delete_damaged(path)
         return None
 
-    def _discard(self, path: Path) -> None:
+    def _delete_damaged(self, path: Path) -> None:
         """Deletes a file that is so damaged that no row can be found in it."""
-        self._warn("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
+        self._warn_once("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
         try:
             path.unlink(missing_ok=True)
         except OSError:  # a read-only folder: the file stays, so each new process logs it again
@@ -178,13 +178,13 @@ class RowFolder:
         """Does what `RowFile.find` does; logs a failure, and stops using the file if it cannot be read."""
         try:
             if file.find(keys, found, data):
-                self._warn("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
+                self._warn_once("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
         except DamagedFileError:
             self._files[file.rows].remove(file)
-            self._discard(file.path)
+            self._delete_damaged(file.path)
         except OSError as error:
             self._files[file.rows].remove(file)
-            self._warn("read", f"has a file that cannot be read: {_error_text(error)}")
+            self._warn_once("read", f"has a file that cannot be read: {_error_text(error)}")
 
     # ---- writing; the folder is locked
 
@@ -195,7 +195,7 @@ class RowFolder:
             keys, data = (np.concatenate(part) for part in zip(*batches, strict=True))
             self._append(rows, keys, data)
             del self._new[rows]
-        self._forget_new()
+        self._drop_new_rows()
 
     def _append(self, rows: RowSet, keys: RowKeys, data: RowBytes) -> None:
         """Writes rows of one set to its newest file, and to new files when that is full."""
@@ -205,14 +205,14 @@ class RowFolder:
             self._find_in_file(file, keys, there, scratch)
         keys, data = keys[~there], data[~there]
         while len(keys):
-            if not files or not files[0].room():
-                self._begin_file(rows)
-            n = min(files[0].room(), len(keys))
-            self._make_room(n * files[0].stride, files[0].path)
+            if not files or not files[0].free_records():
+                self._create_next_file(rows)
+            n = min(files[0].free_records(), len(keys))
+            self._delete_oldest_files(n * files[0].stride, files[0].path)
             files[0].append(keys[:n], data[:n])
             keys, data = keys[n:], data[n:]
 
-    def _begin_file(self, rows: RowSet) -> None:
+    def _create_next_file(self, rows: RowSet) -> None:
         """Makes the next file of a set and deletes partial files. Raises `OSError`."""
         for path in list_partial_files(self.folder):
             path.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ class RowFolder:
             raise OSError(f"{self.limit} bytes are too few for rows of {rows.row_bytes} bytes")
         self._files[rows].insert(0, made)
 
-    def _make_room(self, needed: int, keep: Path) -> None:
+    def _delete_oldest_files(self, needed: int, keep: Path) -> None:
         """Deletes the least recently written files until `needed` more bytes fit."""
         paths = list_row_files(self.folder)
         excess = sum_file_sizes(paths) + needed - self.limit
@@ -235,8 +235,7 @@ class RowFolder:
             path.unlink(missing_ok=True)
             excess -= ages[path].st_size
 
-    def _warn(self, kind: str, what: str) -> None:
-        """Logs a warning about the folder, the first time that this kind of failure occurs."""
+    def _warn_once(self, kind: str, what: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("row store %s %s", self.folder, what)

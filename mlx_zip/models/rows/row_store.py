@@ -88,12 +88,12 @@ class RowStore:
         not have.
         """
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
-        names = self._names(kind, keys)
+        names = self._memory_names(kind, keys)
         held = [self._memory.get(name) for name in names]  # per entry its row as bytes, or None
         absent = [i for i, row in enumerate(held) if row is None]  # indices of entries without a row so far
         self.from_memory += len(names) - len(absent)
         if absent and self._disk is not None and kind.durable:
-            absent = self._read(self._disk, kind, keys, names, held, absent)
+            absent = self._find_on_disk(self._disk, kind, keys, names, held, absent)
         if not absent:
             return _rows_to_device(kind, [row for row in held if row is not None])
         first = {names[i]: i for i in reversed(absent)}  # two sequences may ask for the same entry
@@ -110,7 +110,7 @@ class RowStore:
 
         Unlike `rows`, this uses no numpy, which would be slow within a step of generation.
         """
-        row = self._memory.get(self._name(kind, words))
+        row = self._memory.get(self._memory_name(kind, words))
         if row is None:
             return None
         self.from_memory += 1
@@ -128,7 +128,7 @@ class RowStore:
             return None
         row = encode()
         self.encoded += 1
-        self._fresh.append(_EncodedRows(kind, [self._name(kind, words)], row.view(mx.uint8)))
+        self._fresh.append(_EncodedRows(kind, [self._memory_name(kind, words)], row.view(mx.uint8)))
         return row
 
     def submit(self) -> list[mx.array]:
@@ -146,7 +146,7 @@ class RowStore:
         Rows that cannot be computed are forgotten, whatever is raised: no later call meets them again.
         """
         rows, self._submitted = self._submitted, []
-        self._keep(rows)
+        self._store_rows(rows)
 
     def settle_unsubmitted(self) -> None:
         """Keeps the rows that `submit` has not returned, and evaluates them if nothing else has yet.
@@ -155,14 +155,14 @@ class RowStore:
         previous call returned, and so its rows are there. Raises as `settle_submitted` does.
         """
         rows, self._fresh = self._fresh, []
-        self._keep(rows)
+        self._store_rows(rows)
 
     def settle(self) -> None:
         """Keeps all rows encoded so far, and waits for those that are still being computed."""
         self.settle_submitted()
         self.settle_unsubmitted()
 
-    def _keep(self, encoded: list[_EncodedRows]) -> None:
+    def _store_rows(self, encoded: list[_EncodedRows]) -> None:
         """Keeps rows in memory and, where they may be, in the folder."""
         for kind, names, rows in encoded:
             data = bytes(host_bytes(rows))  # `rows` is uint8 already, so this enqueues no operation
@@ -205,20 +205,18 @@ class RowStore:
         """Bytes of rows in memory, Python's overhead included."""
         return self._memory.used
 
-    def _prefix(self, kind: RowKind) -> bytes:
-        """Returns the bytes that names of rows of this kind begin with."""
+    def _kind_prefix(self, kind: RowKind) -> bytes:
         return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX_BYTES, "little"))
 
-    def _name(self, kind: RowKind, words: bytes) -> bytes:
-        """Returns the name, in memory, of the row of the entry with these base ids."""
-        return self._prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING_BYTE)
+    def _memory_name(self, kind: RowKind, words: bytes) -> bytes:
+        return self._kind_prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING_BYTE)
 
-    def _names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
+    def _memory_names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
         """Returns the names, in memory, of the rows of keys [N, words]: the kind's prefix and the key."""
-        prefix = self._prefix(kind)
+        prefix = self._kind_prefix(kind)
         return [prefix + key for key in _split_bytes(keys.tobytes(), 4 * keys.shape[1])]
 
-    def _read(
+    def _find_on_disk(
         self,
         disk: RowFolder,
         kind: RowKind,
@@ -269,12 +267,10 @@ _PREFIX_BYTES = 4  # bytes of a name that stand for the kind of the row
 
 
 def _split_bytes(data: bytes, size: int) -> list[bytes]:
-    """Returns data cut into pieces of `size` bytes."""
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 def _memory_cost(name: bytes, row: bytes) -> int:
-    """Returns the bytes of memory that a row takes."""
     return len(name) + len(row) + ROW_OVERHEAD
 
 
@@ -312,7 +308,7 @@ class _KnownKind:
     kind: RowKind
     encoder: nn.Module
     matrix: nn.Module
-    tensor_places: list[TensorPlace]
+    places: list[TensorPlace]
 
     def is_current(self) -> bool:
         """Returns whether no tensor has been replaced since the kind was made."""
@@ -357,11 +353,11 @@ class RowKinds:
             return known.kind
         if known is not None:  # a tensor was replaced, perhaps by one with equal samples
             self.forget()
-        kind = self._make(side, encoder, matrix)
+        kind = self._make_kind(side, encoder, matrix)
         self._known[side] = _KnownKind(kind, encoder, matrix, [*tensor_places(encoder), *tensor_places(matrix)])
         return kind
 
-    def single(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
+    def single_encoder(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
         """Returns the side's encoder for single entries, made from its weights of now; None if it cannot be made."""
         self.kind(side, encoder, matrix)
         known, made = self._known[side], self._singles.get(side)
@@ -371,7 +367,7 @@ class RowKinds:
             made = self._singles[side] = known, single
         return made[1]
 
-    def _make(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
+    def _make_kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
         """Returns a new kind; its rows may be kept on disk if the config has a fingerprint that still applies."""
         entry = np.zeros((1, self._merge_size), np.uint32)
         row = encode_entries(encoder, matrix, entry, np.array([self._merge_size]))  # for its shape and type

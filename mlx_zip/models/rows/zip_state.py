@@ -62,16 +62,25 @@ class ZipState(SequenceRows):
         left_padding: Sequence[int] = (0,),
         tuned: Sequence[Tuned] | None = None,
     ) -> None:
-        self.left_padding = [int(n) for n in left_padding]
-        self.books = _make_codebooks(params, len(self.left_padding))
-        self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
-        self.offset = 0
-        self.long_rope = False
-        self.row_answers: list[AnswerIds] = [{} for _ in self.books]
-        self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
-        self._forget_loop()
-        self._forget_spans()
-        self._forget_rows(shared=len(self.books) > 1)
+        padding = [int(n) for n in left_padding]
+        self._begin(_make_codebooks(params, len(padding)), [None] * len(padding) if tuned is None else tuned, padding)
+
+    def _begin(
+        self,
+        books: list[Codebook],
+        tuned: Sequence[Tuned],
+        left_padding: list[int],
+        offset: int = 0,
+        long_rope: bool = False,
+    ) -> None:
+        """Sets all fields for these codebooks, with empty row tables and no answers."""
+        self.books, self.tuned, self.left_padding = books, list(tuned), left_padding
+        self.offset, self.long_rope = offset, long_rope
+        self.row_answers: list[AnswerIds] = [{} for _ in books]
+        self._fitting_codec: CodecParams | None = None  # a codec that `fits_codec` has found to fit
+        self._reset_loop_fields()
+        self._reset_spans()
+        self._clear_rows(shared=len(books) > 1)
 
     @property
     def params(self) -> CodecParams:
@@ -89,11 +98,11 @@ class ZipState(SequenceRows):
         """The answers of the first sequence, as a map that may be added to."""
         return self.row_answers[0]
 
-    def fits(self, params: CodecParams) -> bool:
+    def fits_codec(self, params: CodecParams) -> bool:
         """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
-        if params is not self._fitting and self.books[0].params.same_but_start(params):
-            self._fitting = params  # every step asks about the same codec again
-        return params is self._fitting
+        if params is not self._fitting_codec and self.books[0].params.same_but_start(params):
+            self._fitting_codec = params  # every step asks about the same codec again
+        return params is self._fitting_codec
 
     def __repr__(self) -> str:
         """Returns sizes per sequence, never arrays."""
@@ -103,17 +112,15 @@ class ZipState(SequenceRows):
         ids, entries, base = (list(part) for part in zip(*sizes, strict=True))
         return f"<ZipState of {len(sizes)} sequences: {ids} ids, {entries} entries, {base} base tokens>"
 
-    def _forget_spans(self) -> None:
-        """Empties what `spans` keeps from one call to the next."""
+    def _reset_spans(self) -> None:
         shape = len(self.books), self.books[0].params.codebook_size
-        self._spans, self._spanned = np.zeros(shape, np.int32), [0] * len(self.books)
+        self._spans, self._span_counts = np.zeros(shape, np.int32), [0] * len(self.books)
 
-    def _forget_loop(self) -> None:
-        """Sets what a decode loop keeps here to how it is before one begins."""
+    def _reset_loop_fields(self) -> None:
         self.second_bodies = 0
         self.submit: Callable[..., None] = _leave_lazy
 
-    def begun_with(self, packs: Sequence[Any]) -> None:
+    def bind_start_packs(self, packs: Sequence[Any]) -> None:
         """Takes tuned rows from the packs that the sequences of a saved state began with.
 
         packs: one per sequence, None to change nothing. Raises `ModelError` for a pack that a sequence did not begin
@@ -124,7 +131,7 @@ class ZipState(SequenceRows):
 
     # ---- one model call
 
-    def takes_one(self) -> bool:
+    def takes_single_id(self) -> bool:
         """Returns whether `advance` takes one id as a number: for a single request whose padding has been read."""
         return self.places is None and self.offset >= self.left_padding[0]
 
@@ -217,9 +224,9 @@ class ZipState(SequenceRows):
         it: the state returns the array again.
         """
         for b, book in enumerate(self.books):
-            first = 0 if self.can_evict else self._spanned[b]
+            first = 0 if self.can_evict else self._span_counts[b]
             self._spans[b, first : len(book)] = book.rows(first, len(book) - first)[1]
-            self._spanned[b] = len(book)
+            self._span_counts[b] = len(book)
         return self._spans
 
     def _padding_columns(self, begin: int, length: int) -> np.ndarray:
@@ -287,12 +294,7 @@ class ZipState(SequenceRows):
         tuned: list[Tuned] = [*_tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
-        self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
-        self.offset, self.long_rope = int(offset), bool(long_rope)
-        self.row_answers, self._fitting = [{} for _ in books], None
-        self._forget_loop()
-        self._forget_spans()
-        self._forget_rows(shared=len(books) > 1)
+        self._begin(books, tuned, padding.tolist(), int(offset), bool(long_rope))
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ZipState:
@@ -324,7 +326,7 @@ class ZipState(SequenceRows):
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             if self.places is None:
                 self.encoded_inputs[0, len(book) :] = False
-            self._spanned[b] = min(self._spanned[b], len(book))
+            self._span_counts[b] = min(self._span_counts[b], len(book))
             self._spans[b, len(book) :] = 0
         return n
 
@@ -348,14 +350,14 @@ class ZipState(SequenceRows):
         if not states:
             raise ModelError("there are no caches to merge")
         for other in states[1:]:
-            states[0]._check_joins(other)
+            states[0]._raise_unless_joinable(other)
         made = cls.__new__(cls)
         made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
-        made.offset, made.long_rope, made._fitting = 0, states[0].long_rope, states[0]._fitting
-        made._forget_loop()
-        made._begin_batch(states[0].books[0].params.codebook_size)
+        made.offset, made.long_rope, made._fitting_codec = 0, states[0].long_rope, states[0]._fitting_codec
+        made._reset_loop_fields()
+        made._start_empty_batch(states[0].books[0].params.codebook_size)
         for one in states:
-            made._add(one)
+            made._append_sequences(one)
         return made
 
     def extend(self, other: ZipState) -> None:
@@ -365,35 +367,35 @@ class ZipState(SequenceRows):
         Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for another codec (start entries
         may differ), and where LongRoPE's factors differ.
         """
-        self._check_joins(other)
+        self._raise_unless_joinable(other)
         if self.places is None:
             vars(self).update(vars(ZipState.merge([self])))
-        self._add(other)
+        self._append_sequences(other)
 
-    def _add(self, other: ZipState) -> None:
+    def _append_sequences(self, other: ZipState) -> None:
         """Adds the sequences of another state after this one's. This state is a batch's."""
-        self._join_rows(other)
+        self._add_sequences_with_rows(other)
         offset = max(self.offset, other.offset)
         padding = [(self, n) for n in self.left_padding] + [(other, n) for n in other.left_padding]
         self.left_padding = [offset - one.offset + n for one, n in padding]
         self.row_answers = [*self.row_answers, *other.row_answers]
         self.offset = offset
-        self._forget_spans()
+        self._reset_spans()
 
     def filter(self, indices: Sequence[int]) -> None:
         """Keeps the sequences at these indices only, in this order, and forgets left padding that all of them have.
 
         Raises `ModelError`, with nothing changed, for no index, and for one that is out of range or occurs twice.
         """
-        self._check_indices(indices)
+        self._raise_unless_indices(indices)
         padding = [self.left_padding[i] for i in indices]
         less = min(padding)
         if less > self.offset:
             raise ModelError(f"{less} columns are left padding, of which {self.offset} are read: read them first")
-        self._keep_rows(indices)
+        self._keep_sequences(indices)
         self.row_answers = [self.row_answers[i] for i in indices]
         self.left_padding, self.offset = [n - less for n in padding], self.offset - less
-        self._forget_spans()
+        self._reset_spans()
 
     def extract(self, index: int, rows: bool = True) -> ZipState:
         """Returns a copy of one sequence, without its left padding. This state does not change.
@@ -402,29 +404,22 @@ class ZipState(SequenceRows):
 
         Raises `ModelError` for an index that is out of range.
         """
-        self._check_indices([index])
+        self._raise_unless_indices([index])
         made = ZipState.__new__(ZipState)
-        made.books, made.tuned = [self.books[index].copy()], [self.tuned[index]]
-        made.row_answers, made._fitting = [dict(self.row_answers[index])], self._fitting
-        made.left_padding, made.offset = [0], max(0, self.offset - self.left_padding[index])
-        made.long_rope = self.long_rope
-        made._forget_loop()
-        made._forget_spans()
+        offset = max(0, self.offset - self.left_padding[index])
+        made._begin([self.books[index].copy()], [self.tuned[index]], [0], offset, self.long_rope)
+        made.row_answers, made._fitting_codec = [dict(self.row_answers[index])], self._fitting_codec
         if rows:
-            self._single_rows(index, made)
-        else:
-            made._forget_rows(shared=False)
+            self._copy_sequence_rows_to(index, made)
         return made
 
-    def _check_joins(self, other: ZipState) -> None:
-        """Raises `ModelError` if the sequences of another state cannot join this one's."""
+    def _raise_unless_joinable(self, other: ZipState) -> None:
         if not self.books[0].params.same_but_start(other.books[0].params):
             raise ModelError("the caches to merge were made with different codec parameters")
         if self.long_rope != other.long_rope:
             raise ModelError("the caches to merge were filled with different factors of LongRoPE, short and long")
 
-    def _check_indices(self, indices: Sequence[int]) -> None:
-        """Raises `ModelError` unless indices name at least one sequence, each once."""
+    def _raise_unless_indices(self, indices: Sequence[int]) -> None:
         if not len(indices) or len(set(indices)) < len(indices):
             raise ModelError(f"indices must name at least one sequence, each once, got {list(indices)}")
         if not all(0 <= i < len(self.books) for i in indices):
@@ -440,10 +435,10 @@ class ZipState(SequenceRows):
         twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
-        twin.row_answers, twin._fitting = [dict(one) for one in self.row_answers], self._fitting
-        twin._forget_loop()
-        twin._spans, twin._spanned = self._spans.copy(), list(self._spanned)
-        self._copy_rows(twin)
+        twin.row_answers, twin._fitting_codec = [dict(one) for one in self.row_answers], self._fitting_codec
+        twin._reset_loop_fields()
+        twin._spans, twin._span_counts = self._spans.copy(), list(self._span_counts)
+        self._copy_rows_to(twin)
         return twin
 
     def __copy__(self) -> ZipState:
