@@ -44,7 +44,7 @@ HOOKS = (
     Hook("graph", AHEAD, "run"),
     Hook("graph", MODEL, "__call__"),
     Hook("enqueue", mx, "async_eval"),
-    *(Hook("id", f"mlx_zip.models.{module}", "read_ids") for module in ("zip_model", "ahead")),
+    *(Hook("id", f"mlx_zip.models.{module}", "read_ids_on_host") for module in ("zip_model", "two_part_step")),
     Hook("follow", AHEAD, "follow"),
     Hook("head", MODEL, "joint_head"),
     Hook("head", mx, "logsumexp"),

@@ -436,7 +436,7 @@ class Model(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is a plain model with a pack tuned for it (`packed_config`), which has no hyper-encoder."""
+        """Whether this is a plain model with a pack tuned for it (`config_with_pack`), which has no hyper-encoder."""
         return bool(self.args.config["zip2zip"].get("plain"))
 
     @property

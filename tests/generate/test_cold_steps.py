@@ -32,9 +32,9 @@ class Watched(RowStore):
         self._born.update({id(one.rows): self.begun for one in self._fresh if id(one.rows) not in self._born})
         return found
 
-    def _keep(self, encoded):
+    def _store_rows(self, encoded):
         self.ages += [self.begun - self._born.pop(id(one.rows), -1) for one in encoded]
-        super()._keep(encoded)
+        super()._store_rows(encoded)
 
 
 @pytest.fixture
