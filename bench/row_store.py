@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.rows.row_files import RowSet, files_in, total_bytes
+from mlx_zip.models.rows.row_files import RowSet, list_row_files, sum_file_sizes
 from mlx_zip.models.rows.row_folder import RowFolder
 from mlx_zip.models.rows.row_store import RowKind, RowStore
 from mlx_zip.progress import ProgressBar
@@ -87,7 +87,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "rows": args.rows,
         "row_bytes": rows.row_bytes,
         "batch": args.batch,
-        "disk_bytes": total_bytes(files_in(folder)),
+        "disk_bytes": sum_file_sizes(list_row_files(folder)),
         "fill_us_per_row": round(fill_s / args.rows * 1e6, 3),
         "open_ms": summary(opened),
         "lookup_first_us_per_row": summary(first),

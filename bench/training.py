@@ -201,13 +201,13 @@ class Bench:
     """The three measurements, on one base model and its samples. folder: where temporary data are written."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        from mlx_zip.models.loading import model_folder, read_config
+        from mlx_zip.models.loading import find_model_folder, read_model_config
         from mlx_zip.training.prepare.shards import Shards
         from mlx_zip.training.steps.batches import grows
 
         self.args, self.folder = args, folder
-        self.base = model_folder(args.model) if args.model else None
-        if self.base is not None and "zip2zip" in read_config(self.base):
+        self.base = find_model_folder(args.model) if args.model else None
+        if self.base is not None and "zip2zip" in read_model_config(self.base):
             raise MlxZipError(f"{args.model} is a zip2zip model; name the plain model that is its base")
         self.data_name = "synthetic: Zipf ids with repeated phrases, not a real text"
         if args.data is None:

@@ -26,8 +26,8 @@ from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
-from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.rows.fingerprints import Fingerprints
+from mlx_zip.models.model_folder import ModelArgs
+from mlx_zip.models.rows.fingerprints import SideFingerprints
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
@@ -66,7 +66,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
     with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
-        prints = Fingerprints()
+        prints = SideFingerprints()
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:
             prints.add(name, array, data)

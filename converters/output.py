@@ -21,8 +21,8 @@ from mlx_zip.converters.tensors import INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
 from mlx_zip.errors import ConversionError, first_line
 from mlx_zip.files import whole_folder, write_json
-from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.rows.fingerprints import Fingerprints, host_bytes
+from mlx_zip.models.model_folder import ModelArgs
+from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes
 from mlx_zip.packs.pack import IN_FOLDER, save_pack
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text import hub
@@ -152,7 +152,7 @@ def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, p
     weights = parameters_of(model)
     parameters = get_total_parameters(model)
     model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # only `weights` holds them now
-    prints = Fingerprints()
+    prints = SideFingerprints()
     with new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:

@@ -22,8 +22,8 @@ from mlx_zip.converters.tensors import FLOATS, Table, Tensor, load, read_model_f
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.models.architectures import check_config
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 
@@ -71,7 +71,7 @@ def _prepare_checkpoint(
     checkpoint: source.Checkpoint, dtype: str | None, keep_adapter: bool, trust_remote_code: bool
 ) -> Prepared:
     """Reads and checks a published checkpoint; see `prepare`."""
-    check_config(checkpoint.base_config)
+    raise_if_decoder_unsupported(checkpoint.base_config)
     overrides = _apply_meta(checkpoint)
     facts = read_tokenizer(checkpoint.base.folder, trust_remote_code)
     zip_config = ZipConfig.from_dict(checkpoint.zip_config, pad_id=facts.pad_id)

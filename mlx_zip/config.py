@@ -130,7 +130,7 @@ class ZipConfig:
     vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`).
     codebook_size: number of slots; merge_size: maximum base ids of an entry (upstream's `max_codebook_size` and
     `max_subtokens`). disabled_ids: ids that never merge. pad_id: the tokenizer's pad token, else its eos; it never
-    merges, and it pads short entries. position_mode: one of `POSITION_MODES` (`mlx_zip.models.inputs`). start: the
+    merges, and it pads short entries. position_mode: one of `POSITION_MODES` (`mlx_zip.models.call_inputs`). start: the
     entries that every request begins with; they take the first slots; not in upstream. canonical: whether decoding is
     canonical (`mlx_zip.sampling.canonical`); not in upstream. policy: what a full codebook does (`CodecParams`);
     upstream has freeze only.

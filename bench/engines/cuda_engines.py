@@ -18,7 +18,7 @@ from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.model_folder import find_model_folder, read_model_config
 from mlx_zip.text.tokenizers import load_tokenizer
 
 from .device_clock import read_bandwidth, torch_device, wait, yardstick
@@ -43,11 +43,11 @@ def models_of(
     """
     if shape is not None:
         return _of_shape(shape, precision, load_tokenizer(tokenizer), options)
-    folders = [None if one is None else model_folder(one) for one in (model, base)]
+    folders = [None if one is None else find_model_folder(one) for one in (model, base)]
     first = next((one for one in folders if one is not None), None)
     if first is None:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")
-    config = read_config(first)
+    config = read_model_config(first)
     if folders[0] is not None and config["model_type"] != MODEL_TYPE:
         raise MlxZipError(f"--model {model} has no hypertokens; a plain model is named with --base")
     made = {"plain": _needs_mlx, "zipped": _needs_mlx if folders[0] else None}

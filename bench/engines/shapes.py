@@ -62,7 +62,7 @@ def from_config(
 
 def zip_args(config: Mapping[str, Any], options: ZipOptions) -> Any:
     """Returns the arguments of a model with hypertokens. config: the decoder's config.json."""
-    from mlx_zip.models.folders import ModelArgs
+    from mlx_zip.models.model_folder import ModelArgs
 
     return ModelArgs.from_dict(zip_config(config, options))
 
@@ -73,7 +73,7 @@ def from_folders(model: str | None, base: str | None) -> Models:
     Without `base` the plain model is the decoder of `model`. Raises `MlxZipError` for a model of the wrong kind and for
     models with tokenizers of different sizes.
     """
-    from mlx_zip.models.loading import load, model_folder
+    from mlx_zip.models.loading import find_model_folder, load
 
     if model is None and base is None:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")
@@ -95,8 +95,8 @@ def from_folders(model: str | None, base: str | None) -> Models:
         tokenizer=tokenizer or base_tokenizer,
         plain=_decoder_maker(zipped) if plain is None else _maker(plain, base),
         zipped=None if zipped is None else _maker(zipped, model),
-        folder=model_folder(base) if base else None,
-        zip_folder=model_folder(model) if model else None,
+        folder=find_model_folder(base) if base else None,
+        zip_folder=find_model_folder(model) if model else None,
     )
 
 
@@ -130,9 +130,12 @@ def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
 
     name: where it was loaded from.
     """
-    from mlx_zip.models.loading import model_folder, read_config
+    from mlx_zip.models.loading import find_model_folder, read_model_config
 
-    weights, quantization = dict(tree_flatten(loaded.parameters())), read_config(model_folder(name)).get("quantization")
+    weights, quantization = (
+        dict(tree_flatten(loaded.parameters())),
+        read_model_config(find_model_folder(name)).get("quantization"),
+    )
     pack = loaded.row_source.pack if is_zip(loaded) else None
 
     def make() -> Any:
@@ -210,9 +213,9 @@ def _without_encoders(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
 def _plain_model(config: Mapping[str, Any]) -> Any:
     from mlx_lm.utils import _get_classes
 
-    from mlx_zip.models.loading import rope_settings
+    from mlx_zip.models.loading import rope_settings_for_mlx_lm
 
-    full = {**config, **rope_settings(config)}
+    full = {**config, **rope_settings_for_mlx_lm(config)}
     model, args = _get_classes(full)
     return model(args.from_dict(full))
 

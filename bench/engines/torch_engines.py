@@ -22,7 +22,7 @@ from mlx_zip.cuda.kernels.packed import Packed, unpack
 from mlx_zip.cuda.network.checkpoint import read_folder
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.folders import read_config
+from mlx_zip.models.model_folder import read_model_config
 
 from .device_clock import read_bandwidth, torch_device, yardstick
 from .runs import Engine, Run, kv_bytes, zip_ids
@@ -254,7 +254,7 @@ def _plain_model(models: Models, name: str) -> Any:
     folder = models.folder or models.zip_folder
     if folder is None:
         return random_decoder(models.base_config, torch.float32 if dtype == "auto" else dtype)
-    config = read_config(folder)
+    config = read_model_config(folder)
     if config["model_type"] != MODEL_TYPE and "quantization" not in config:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return loaded.to(_device())

@@ -24,9 +24,9 @@ from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.launches import added_launches, gpu_forms, launches
+from mlx_zip.models.launches import build_graphs_as_on_gpu, count_added_launches, count_launches
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import TwoPartStep
 
 PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps at most
 SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model
@@ -54,9 +54,9 @@ def step_launches(models: Models, base_ids: Sequence[int], rows: str) -> Launche
     if found is None:
         return None
     model, cache, emitted, installs = found
-    with gpu_forms():
-        ours = added_launches(_zip_steps(model, cache, emitted))
-        plain = added_launches(_plain_steps(models.plain(), base_ids))
+    with build_graphs_as_on_gpu():
+        ours = count_added_launches(_zip_steps(model, cache, emitted))
+        plain = count_added_launches(_plain_steps(models.plain(), base_ids))
     return Launches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
 
 
@@ -70,7 +70,7 @@ def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[li
     if found is None:
         raise MlxZipError(f"{len(base_ids)} base ids are too few to time steps with")
     model, cache, emitted, installs = found
-    with gpu_forms():
+    with build_graphs_as_on_gpu():
         ours = _clocked(_zip_steps(model, cache, emitted))
         plain = _clocked(_plain_steps(models.plain(), base_ids))
     return ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:]
@@ -117,9 +117,11 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
     model.eval()
     size = model.config.merge_size
     base_ids = np.arange(3, 3 + entries * size, dtype=np.uint32).reshape(entries, size)
-    with gpu_forms():
+    with build_graphs_as_on_gpu():
         return sum(
-            launches(model.row_source.encode(model.side(side), base_ids, np.full(entries, size, np.uint32))).values()
+            count_launches(
+                model.row_source.encode(model.side(side), base_ids, np.full(entries, size, np.uint32))
+            ).values()
         )
 
 
@@ -139,7 +141,7 @@ def _prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
 
 def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.array]:
     """Yields the choice of every step that reads one of `ids` in mlx_zip, with bodies that run ahead."""
-    ahead = Ahead(model, cache)
+    ahead = TwoPartStep(model, cache)
     for one in ids:
         y = mx.array([one])
         h = ahead.run(y)

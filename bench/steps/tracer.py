@@ -80,7 +80,7 @@ class Hook:
 MODEL, ROWS, AHEAD = (
     "mlx_zip.models.zip_model:Model",
     "mlx_zip.models.row_source:RowSource",
-    "mlx_zip.models.ahead:Ahead",
+    "mlx_zip.models.two_part_step:TwoPartStep",
 )
 STATE = "mlx_zip.models.rows.zip_state:ZipState"
 PLAIN_HOOKS = (
@@ -91,7 +91,7 @@ PLAIN_HOOKS = (
 )
 ZIP_HOOKS = (
     *PLAIN_HOOKS,
-    *(Hook("wait", f"mlx_zip.models.{module}", "read_ids") for module in ("zip_model", "ahead")),
+    *(Hook("wait", f"mlx_zip.models.{module}", "read_ids_on_host") for module in ("zip_model", "two_part_step")),
     Hook("call", MODEL, "__call__"),
     *(Hook("call", AHEAD, name) for name in ("run", "follow")),
     Hook("embedding", MODEL, "embed", _result),

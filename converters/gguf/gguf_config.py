@@ -15,7 +15,7 @@ from mlx_zip.config import MAX_LAYERS
 from mlx_zip.converters.gguf.gguf_file import GgufFile
 from mlx_zip.converters.tensors import some
 from mlx_zip.errors import ConversionError
-from mlx_zip.models.decoders import head_width
+from mlx_zip.models.decoder_options import head_width
 
 KINDS = {  # general.architecture -> (model_type, class of transformers)
     "llama": ("llama", "LlamaForCausalLM"),

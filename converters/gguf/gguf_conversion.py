@@ -28,7 +28,7 @@ from mlx_zip.converters.tensors import some
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer
 from mlx_zip.errors import ConfigError, ConversionError, DataError
 from mlx_zip.files import write_json
-from mlx_zip.models.architectures import check_config
+from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
@@ -73,7 +73,7 @@ def _read(place: Place, dtype: str | None) -> _Source:
     file = read_gguf(place.folder)
     try:
         config = read_config(file)
-        check_config(config)
+        raise_if_decoder_unsupported(config)
         architecture = file.metadata["general.architecture"]
         tokenizer = read_gguf_tokenizer(file.path, file.metadata, architecture, config["max_position_embeddings"])
     except (ConfigError, DataError) as error:

@@ -138,7 +138,7 @@ def own_codec(name: str) -> Any:
         raise GenerationError(f"--tokenizer {folder}: config.json is not valid JSON: {error}") from error
     if not isinstance(config, dict) or "zip2zip" not in config:
         return None
-    from mlx_zip.models.folders import ModelArgs
+    from mlx_zip.models.model_folder import ModelArgs
 
     return ModelArgs(config).zip_config.codec_params
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from mlx_zip.device import choose_device
 from mlx_zip.errors import GenerationError, missing_library
-from mlx_zip.models.decoders import refused_by_torch
-from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.decoder_options import why_not_on_torch
+from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
 AUTO, MLX, TORCH, CUDA = "auto", "mlx", "torch", "cuda"
 NAMES = (AUTO, MLX, TORCH, CUDA)
@@ -85,13 +85,13 @@ def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tupl
         return TORCH, "because MLX is not installed"
     if sys.platform == "darwin":
         return MLX, None
-    folders = [model_folder(model, getattr(args, "revision", None)) for model in models]
+    folders = [find_model_folder(model, getattr(args, "revision", None)) for model in models]
     if folders and max(map(_weight_bytes, folders)) < SMALL_MB << 20:
         return MLX, None
     if (flag := next(_only_mlx(args), None)) is not None:
         return MLX, f"because torch does not take --{flag.replace('_', '-')}"
     for folder in folders:
-        if (reason := refused_by_torch(read_config(folder))) is not None:
+        if (reason := why_not_on_torch(read_model_config(folder))) is not None:
             return MLX, f"because torch does not run {reason}"
     return TORCH, "usually the faster one on this system (--engine mlx takes MLX)"
 
@@ -123,9 +123,9 @@ def machines_of(args: argparse.Namespace) -> Any:
     """Returns the machines of this run, None for one machine. Raises `MachineError`."""
     if is_torch(args) or (args.engine == AUTO and find_spec("mlx") is None):
         return None
-    from mlx_zip.models.machines import machines
+    from mlx_zip.models.machines import connect_machines
 
-    return machines()
+    return connect_machines()
 
 
 def open_row_store(args: argparse.Namespace) -> Any:

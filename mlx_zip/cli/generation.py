@@ -21,7 +21,7 @@ from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_
 from mlx_zip.cli.serving.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs import chosen as chosen_packs
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
             return _print_answer(args, opened, prompt, None)
 
     from mlx_zip.cli.machine_watch import watched
-    from mlx_zip.models.machines import leave, lost_machines_as_errors
+    from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines
 
     with lost_machines_as_errors(), watched(group), _on_mlx(args, sampling, group) as opened:
         status = _print_answer(args, opened, prompt, group)
         if status == 0:
-            leave(group)
+            wait_for_machines(group)
         return status
 
 
@@ -111,9 +111,9 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
         if chosen is not None:
             chosen_packs.check(chosen, model, tokenizer)
         if saved is not None:
-            from mlx_zip.engine.sessions.mlx_caches import positions_of
+            from mlx_zip.engine.sessions.mlx_caches import position_settings
 
-            saved.check_positions(positions_of(model))
+            saved.check_positions(position_settings(model))
         answer = partial(
             stream_generate,
             model,
@@ -133,13 +133,13 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
 def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_Opened]:
     """Opens an engine on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
-    from mlx_zip.models.folders import model_folder
+    from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.sampling.options import Sampling
     from mlx_zip.text.prompts import encode_prompt
 
     Sampling.of(sampling)
-    chosen, folder = chosen_packs.read_packs(args.pack), model_folder(args.model, args.revision)
-    plain = is_plain(str(folder))
+    chosen, folder = chosen_packs.read_packs(args.pack), find_model_folder(args.model, args.revision)
+    plain = is_plain_model(str(folder))
     with engines.open_torch(
         folder,
         args.engine,
@@ -216,7 +216,7 @@ def _pack_options(args: argparse.Namespace, chosen: Pack | None, model: str) -> 
 
     Raises `GenerationError` for --codebook-size with a plain model.
     """
-    plain = (chosen is not None or args.codebook_size is not None) and is_plain(model, args.revision)
+    plain = (chosen is not None or args.codebook_size is not None) and is_plain_model(model, args.revision)
     if plain and args.codebook_size is not None:
         raise GenerationError(
             f"--codebook-size: {args.model or model} is a plain model, whose codebook is its pack or none"

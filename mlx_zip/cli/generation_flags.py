@@ -8,7 +8,7 @@ from typing import Any
 from mlx_zip.arguments import add_codebook
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.errors import GenerationError
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain_model
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
@@ -209,7 +209,7 @@ def add_kv_size(add: Any) -> None:
 
 def check_kv_size(args: argparse.Namespace, model: str) -> None:
     """Raises `GenerationError` for --max-kv-size with a model of this name, if it has hypertokens."""
-    if args.max_kv_size is not None and not is_plain(model, getattr(args, "revision", None)):
+    if args.max_kv_size is not None and not is_plain_model(model, getattr(args, "revision", None)):
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from mlx_zip.errors import MachineError
-from mlx_zip.models.machines import Group, bytes_from_first
+from mlx_zip.models.machines import Group, bytes_of_first_machine
 
 GRACE_S = 5.0  # for ending in the usual way, with what MLX itself notices
 CONNECT_S = 20.0
@@ -59,16 +59,16 @@ def _watch(link: socket.socket, over: threading.Event) -> None:
 def _linked(group: Group) -> list[socket.socket]:
     """Returns this machine's connections: with all others on the first one, with the first one on the others."""
     if group.rank() > 0:
-        place = bytes_from_first(group, b"")
+        place = bytes_of_first_machine(group, b"")
         return [_connected(*json.loads(place))] if place else []
     host = _first_host()
     if host is None:
-        bytes_from_first(group, b"")
+        bytes_of_first_machine(group, b"")
         return []
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.settimeout(CONNECT_S)
-        bytes_from_first(group, json.dumps([host, listener.getsockname()[1], token]).encode())
+        bytes_of_first_machine(group, json.dumps([host, listener.getsockname()[1], token]).encode())
         return _accepted(listener, token, group.size() - 1)
 
 

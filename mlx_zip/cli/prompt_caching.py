@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     import mlx.core as mx
 
-    from mlx_zip.engine.sessions.cached_prompts import KvOptions, cache_prompt, prompt_ids
+    from mlx_zip.engine.sessions.cached_prompts import KvCacheOptions, cache_prompt, encode_shared_prompt
     from mlx_zip.engine.sessions.store import SessionOptions
     from mlx_zip.models.loading import load
 
@@ -77,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
             pack=chosen,
             codebook_size=args.codebook_size,
         )
-        kv = KvOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.max_kv_size)
+        kv = KvCacheOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.max_kv_size)
         options = SessionOptions(model_name=name, tokenizer_config=config)
-        sessions, info = cache_prompt(model, tokenizer, prompt_ids(tokenizer, prompt), options, kv, _Progress())
+        sessions, info = cache_prompt(
+            model, tokenizer, encode_shared_prompt(tokenizer, prompt), options, kv, _Progress()
+        )
         print(file=sys.stderr)
         print(f"Peak memory: {mx.get_peak_memory() / 1e9:.3f} GB")
         print("Saving...")

@@ -39,19 +39,19 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `GenerationError` without a folder.
     """
-    from mlx_zip.models.rows.row_files import disk_bytes, files_in
-    from mlx_zip.models.rows.row_folder import purge
+    from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
+    from mlx_zip.models.rows.row_folder import purge_row_folder
 
     folder = _folder(args.folder)
     if folder is None:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
     try:
         if args.action == "purge":
-            count, size = purge(folder)
+            count, size = purge_row_folder(folder)
             print(f"removed: {_counted(count, size)}")
         else:
-            files = files_in(folder)
-            print(_counted(len(files), disk_bytes(files)))
+            files = list_row_files(folder)
+            print(_counted(len(files), sum_disk_usage(files)))
     except OSError as error:
         raise GenerationError(f"{folder}: {error.strerror or error}") from error
     return 0

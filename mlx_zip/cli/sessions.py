@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     folder = at_home(args.folder)
     try:
         if args.action == "purge":
-            from mlx_zip.engine.sessions.folder import purge
+            from mlx_zip.engine.sessions.folder import purge_session_folder
 
-            count, size = purge(folder)
+            count, size = purge_session_folder(folder)
             print(f"removed: {counted(count, 'file')}, {size} bytes")
         else:
             _list(folder)
@@ -42,16 +42,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(folder: Path) -> None:
     """Prints one line per session, and their number and size. Raises `OSError`."""
-    from mlx_zip.engine.sessions.files import session_paths
-    from mlx_zip.engine.sessions.folder import folders_of
-    from mlx_zip.engine.sessions.format import BadFileError, read
+    from mlx_zip.engine.sessions.file_format import BadFileError, read_session_file
+    from mlx_zip.engine.sessions.files import list_session_files
+    from mlx_zip.engine.sessions.folder import with_machine_folders
 
     sizes = []
-    for path in (path for one in folders_of(folder) for path in session_paths(one)):
+    for path in (path for one in with_machine_folders(folder) for path in list_session_files(one)):
         size = path.lstat().st_size
         sizes.append(size)
         try:
-            facts = read(path, whole=False).facts
+            facts = read_session_file(path, whole=False).facts
             about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
         except (BadFileError, OSError) as error:  # the latter: a folder, a link to nothing
             about = f"{'-':>8}  cannot be used: {reason(error)}"

@@ -160,17 +160,17 @@ def run(args: argparse.Namespace) -> int:
         from mlx_zip.training.run_metrics import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
-    from mlx_zip.models.machines import is_first
+    from mlx_zip.models.machines import is_first_machine
     from mlx_zip.training.run import train
 
     outcome = train(options, settings)
-    if values.get("plot") and is_first():
+    if values.get("plot") and is_first_machine():
         from mlx_zip.training.run_metrics import plot
 
         plot(options.out)
     if outcome.stopped_by is not None:
         return stopped(outcome.progress.step, outcome.stopped_by)
-    if is_first():
+    if is_first_machine():
         print(options.out / options.save)
     return 0
 

@@ -19,19 +19,19 @@ from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Seat, Seats
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sequence import Begin, Snapshot
-from mlx_zip.engine.sessions.files import check_held
-from mlx_zip.engine.sessions.format import (
-    FACTS,
-    TORCH,
+from mlx_zip.engine.sessions.file_format import (
+    FACT_PREFIX,
+    TORCH_FORMAT,
     BadFileError,
-    Contents,
-    Marks,
-    Tensor,
-    codec_mark,
-    own_pack_key,
-    positions_mark,
+    FileContents,
+    FileTensor,
+    ModelIdentity,
+    codec_settings_text,
+    pack_key_of,
+    position_settings_text,
 )
-from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
+from mlx_zip.engine.sessions.files import raise_if_other_ids
+from mlx_zip.engine.sessions.session import FileParts, Ids, Session
 from mlx_zip.errors import ModelError
 from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -41,77 +41,79 @@ WHICH = "which"  # the fact that tells the set of rotary frequencies
 
 
 class CudaCaches:
-    """The rows of one model's batch. See `mlx_zip.engine.sessions.kept`.
+    """The rows of one model's batch. See `mlx_zip.engine.sessions.session`.
 
     A snapshot never changes, so a request always gets a copy of it, on the device.
     """
 
     def __init__(self, model: CudaModel, tokenizer: Any, seats: Seats) -> None:
         self._model, self._tokenizer, self._seats = model, tokenizer, seats
-        self.reach = 1 if model.config is None else model.config.merge_size
+        self.merge_size = 1 if model.config is None else model.config.merge_size
 
     @cached_property
-    def marks(self) -> Marks:
+    def identity(self) -> ModelIdentity:
         model = self._model
-        codec = codec_mark(model.params if model.hypertokens else None)
-        positions = positions_mark(model.folder.config, model.config)
+        codec = codec_settings_text(model.params if model.hypertokens else None)
+        positions = position_settings_text(model.folder.config, model.config)
         dtype = str(model.dtype).removeprefix("torch.")
-        return Marks(model.fingerprint, tokenizer_fingerprint(self._tokenizer), codec, positions, dtype, TORCH)
+        return ModelIdentity(
+            model.fingerprint, tokenizer_fingerprint(self._tokenizer), codec, positions, dtype, TORCH_FORMAT
+        )
 
     @cached_property
-    def own_pack(self) -> str:
+    def own_pack_key(self) -> str:
         begin = self._model.begin
-        return own_pack_key(begin.params.start, tuned_fingerprint(begin.given))
+        return pack_key_of(begin.params.start, tuned_fingerprint(begin.given))
 
-    def held(self, cache: Seat, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
+    def held_ids(self, cache: Seat, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
         return _held(cache.book)
 
-    def kept(self, cache: Seat) -> Snapshot:
+    def prepare_to_keep(self, cache: Seat) -> Snapshot:
         return self._seats.keep(cache)
 
-    def size(self, kept: Snapshot) -> tuple[int, bool]:
+    def measure(self, kept: Snapshot) -> tuple[int, bool]:
         return kept.nbytes, True
 
-    def room(self, ids: int) -> int:
+    def count_fitting_ids(self, ids: int) -> int:
         return min(ids, self._seats.batch.capacity)
 
-    def lent(self, kept: Kept, ids: int, alone: bool, start: Any) -> Seat:
-        """See `Caches.lent`. Raises `ModelError` if the session began with something else than the request."""
-        snapshot, begin = kept.cache, self._model.begin_with(start)
+    def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> Seat:
+        """See `SessionCaches`. Raises `ModelError` if the session began with something else than the request."""
+        snapshot, begin = session.cache, self._model.begin_with(start)
         if _facts(snapshot.begin) != _facts(begin):
             raise ModelError("the session began with another pack than the request; begin a new one")
         return self._seats.restore(replace(snapshot, begin=begin), ids)
 
     # ---- files
 
-    def parts(self, kept: Kept) -> Parts:
-        snapshot: Snapshot = kept.cache
+    def to_file_parts(self, session: Session) -> FileParts:
+        snapshot: Snapshot = session.cache
         keys_values = snapshot.keys_values
         tensors = {
-            "base_ids": ("U32", kept.base_ids),
-            "ends": ("U32", kept.ends),
+            "base_ids": ("U32", session.base_ids),
+            "ends": ("U32", session.ends),
             "log": ("U32", snapshot.log),
             "start": ("U8", np.frombuffer(_facts(snapshot.begin).encode(), np.uint8)),
             "keys_values": (NAMES[keys_values.dtype], _view(keys_values)),
         }
-        if kept.random_state is not None:
-            tensors["random_state"] = ("U8", kept.random_state.numpy())
-        return Parts(tensors, {FACTS + WHICH: str(snapshot.which)})
+        if session.random_state is not None:
+            tensors["random_state"] = ("U8", session.random_state.numpy())
+        return FileParts(tensors, {FACT_PREFIX + WHICH: str(snapshot.which)})
 
-    def made(self, contents: Contents, kept: Kept) -> tuple[Snapshot, torch.Tensor | None]:
+    def cache_from_file(self, contents: FileContents, session: Session) -> tuple[Snapshot, torch.Tensor | None]:
         tensors = contents.tensors
         start, tuned = json.loads(bytes(_plain(tensors["start"], "U8")))
         params = replace(self._model.params, start=start and tuple(map(tuple, start)))
         log = np.array(_plain(tensors["log"], "U32"))
         book = Codebook(params)
         book.push(log)
-        check_held(_held(book), kept)
+        raise_if_other_ids(_held(book), session)
         keys_values = self._keys_values(tensors["keys_values"], len(log))
         snapshot = Snapshot(Begin(params, None, tuned), log, keys_values, self._which(contents), None)
         state = tensors.get("random_state")
         return snapshot, None if state is None else torch.from_numpy(_plain(state, "U8").copy())
 
-    def _keys_values(self, tensor: Tensor, ids: int) -> torch.Tensor:
+    def _keys_values(self, tensor: FileTensor, ids: int) -> torch.Tensor:
         """Returns keys and values [layers, 2, K, ids, E]. Raises `BadFileError` for those of another model."""
         decoder, dtype = self._model.folder.decoder, self._model.dtype
         wanted = (decoder.layers, 2, decoder.kv_heads, ids, decoder.head_width)
@@ -119,7 +121,7 @@ class CudaCaches:
             raise BadFileError("the arrays of its cache are not those of this model")
         return torch.frombuffer(tensor.data, dtype=dtype).reshape(wanted)
 
-    def _which(self, contents: Contents) -> int:
+    def _which(self, contents: FileContents) -> int:
         """Returns the set of rotary frequencies that keys were written with. Raises `BadFileError` if it is unknown."""
         which = int(contents.facts[WHICH])
         if which not in range(len(self._model.decoder.rope.frequencies)):
@@ -142,7 +144,7 @@ def _view(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _plain(tensor: Tensor, dtype: str) -> np.ndarray:
+def _plain(tensor: FileTensor, dtype: str) -> np.ndarray:
     """Returns the values of a tensor of one axis, U8 or U32. Raises `BadFileError` for another one."""
     if tensor.dtype != dtype or len(tensor.shape) != 1:
         raise BadFileError("the arrays of its codebook are of another kind")

@@ -149,7 +149,7 @@ class Scheduler:
     def _begin_request(self, request: Request) -> None:
         """Gives a request its cache, what a session holds of its prompt or a new one, and lets its prompt be read."""
         checked = request.checked
-        differing = self.store.differing(checked.base_ids, checked.pack_key)
+        differing = self.store.find_difference(checked.base_ids, checked.pack_key)
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
         if found is not None:
             request.handle.session = found.name

@@ -302,7 +302,7 @@ class ThreadedEngine(Engine):
     def _tend_when_idle(self) -> float | None:
         """Does what is due without requests; returns after how many seconds there may be more, None for never."""
         due = self._free_when_idle()
-        return TEND_S if self._store.tend() else due
+        return TEND_S if self._store.continue_writing() else due
 
     def _forget_ended(self, request: Request) -> None:
         """Forgets a request that has ended."""

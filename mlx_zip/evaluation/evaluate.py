@@ -23,8 +23,8 @@ from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, me
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import Settings, measure_rates
 from mlx_zip.layout import MODEL_TYPE, is_zip
-from mlx_zip.models.folders import ModelArgs, is_plain
-from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
+from mlx_zip.models.loading import codebook_config_changes, find_model_folder, load, read_model_config
+from mlx_zip.models.model_folder import ModelArgs, is_plain_model
 from mlx_zip.models.rows.fingerprints import model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
@@ -198,8 +198,8 @@ def _prepare(models: Sequence[str], what: Evaluation, pack: Pack | None, codeboo
     corpus = read_corpus(what.data, what.separator, what.limit_bytes) if what.data else None
     prompts = None if what.prompts is None else read_prompts(what.prompts)
     manager = benchmark.check_tasks(what.tasks, what.include_path, what.num_shots, what.limit, what.seed)
-    folders = {name: model_folder(name) for name in models}
-    context = what.context if what.context is not None else _window_of(read_config(folders[models[0]]))
+    folders = {name: find_model_folder(name) for name in models}
+    context = what.context if what.context is not None else _window_of(read_model_config(folders[models[0]]))
     inputs = _Inputs(folders, pack, corpus, context, what.context, manager=manager)
     for number, name in enumerate(models):
         tokenizer = load_tokenizer(folders[name], what.trust_remote_code)
@@ -305,7 +305,7 @@ def _load(
         "canonical": what.canonical,
         "row_store": row_store,
     }
-    plain = is_plain(str(folder))
+    plain = is_plain_model(str(folder))
     chosen = chosen_packs.load_options(pack, codebook_size, plain)
     if not plain:
         return runner.load(folder, **options, **chosen)
@@ -380,16 +380,16 @@ def _zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
 
     Raises `ModelError` or `ConfigError`.
     """
-    config = read_config(folder)
+    config = read_model_config(folder)
     if config["model_type"] != MODEL_TYPE:
         return None
-    changed = {**config, **codebook_changes(config, codebook_size, None)}
+    changed = {**config, **codebook_config_changes(config, codebook_size, None)}
     return ModelArgs.from_dict(changed).zip_config
 
 
 def _check_positions(folder: Path, windows: Windows) -> None:
     """Raises `DataError` if a window of the text has more base ids than the model in the folder has positions."""
-    positions = read_config(folder).get("max_position_embeddings")
+    positions = read_model_config(folder).get("max_position_embeddings")
     longest = max(len(window.base_ids) for window in windows.windows)
     if isinstance(positions, int) and longest > positions:
         raise DataError(f"windows of {longest} base ids (--context) do not fit the model's {positions} positions")
@@ -407,7 +407,7 @@ def check_prompts(
     The chat template must render the prompt, and the prompt must leave room in the model's context. Later turns are not
     checked, because their length depends on the answers. codebook_size, pack: as in `_check_model`.
     """
-    context = read_config(folder).get("max_position_embeddings")
+    context = read_model_config(folder).get("max_position_embeddings")
     for number, prompts in enumerate(conversations, start=1):
         try:
             base_ids = Conversation(tokenizer, prompts).next_prompt()

@@ -18,7 +18,7 @@ from mlx_zip.engine.mlx.scoring import codec, scores_itself
 from mlx_zip.engine.responses import GenerationResponse
 from mlx_zip.errors import DataError
 from mlx_zip.layout import is_zip
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.conversations import Conversation, Prompt
 
@@ -190,7 +190,7 @@ def stream(
 
 def _codebook(cache: Sequence[Any]) -> Codebook:
     """Returns a copy of the codebook in a zip2zip model's cache."""
-    state = find_state(cache)
+    state = find_zip_state(cache)
     assert state is not None
     return state.books[0].copy()
 

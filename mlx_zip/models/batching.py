@@ -29,31 +29,31 @@ from mlx_lm.models.cache import (
 
 from mlx_zip.errors import ModelError
 from mlx_zip.layout import is_zip
-from mlx_zip.models.inputs import kv_length
-from mlx_zip.models.rows.zip_state import ZipState, find_state
+from mlx_zip.models.call_inputs import kv_length
+from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
-_SINGLE = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
-_BATCH = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
+_SINGLE_CACHES = (KVCache, RotatingKVCache)  # kinds of one sequence; `ArraysCache` holds any number of them
+_BATCH_CACHES = (BatchKVCache, BatchRotatingKVCache, ArraysCache)
 
 
-def entries_of(cache: Sequence[Any]) -> Iterator[Any]:
+def flatten_cache_lists(cache: Sequence[Any]) -> Iterator[Any]:
     """Yields the entries of a cache, with those in mlx-lm's `CacheList`s in place of the lists."""
     for entry in cache:
-        yield from entries_of(entry.caches) if isinstance(entry, CacheList) else (entry,)
+        yield from flatten_cache_lists(entry.caches) if isinstance(entry, CacheList) else (entry,)
 
 
-def batches(kv: Sequence[Any]) -> bool:
+def can_batch(kv: Sequence[Any]) -> bool:
     """Returns whether all KV caches, of one sequence, are of kinds that batch.
 
     A rotating cache that always keeps its first ids (`max_kv_size`) does not: mlx-lm's batch of such caches loses them.
     """
-    return all(_batches(entry) for entry in entries_of(kv))
+    return all(_entry_can_batch(entry) for entry in flatten_cache_lists(kv))
 
 
-def _batches(entry: Any) -> bool:
+def _entry_can_batch(entry: Any) -> bool:
     if type(entry) is RotatingKVCache:
         return entry.keep == 0
-    return type(entry) in (*_SINGLE, *_BATCH)
+    return type(entry) in (*_SINGLE_CACHES, *_BATCH_CACHES)
 
 
 def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
@@ -62,14 +62,14 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
     caches: of one sequence each, as `make_cache` of this model makes them, or batches. Codebooks go over to the batch
     (logits processors stay bound to them), so the given caches must not be used any more. Raises `ModelError`, with
     nothing changed, for no caches, a cache of another model, one that was filled with other factors of LongRoPE than
-    the first, and kinds of KV caches that do not batch (see `batches`).
+    the first, and kinds of KV caches that do not batch (see `can_batch`).
     """
     if not caches:
         raise ModelError("there are no caches to merge")
-    kvs = [_checked_kv(model, cache) for cache in caches]
-    states = [state for cache in caches if (state := find_state(cache)) is not None]
+    kvs = [_kv_that_batches(model, cache) for cache in caches]
+    states = [state for cache in caches if (state := find_zip_state(cache)) is not None]
     last = [ZipState.merge(states)] if states else []
-    return [*(_merged(layer) for layer in zip(*kvs, strict=True)), *last]
+    return [*(_merge_layer(layer) for layer in zip(*kvs, strict=True)), *last]
 
 
 def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequence[int]) -> list[Any]:
@@ -79,8 +79,8 @@ def merge_unread(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequ
     `ModelError` as `merge_caches` does.
     """
     batch = merge_caches(model, caches)
-    state = find_state(batch)
-    for layer in entries_of(batch if state is None else batch[:-1]):
+    state = find_zip_state(batch)
+    for layer in flatten_cache_lists(batch if state is None else batch[:-1]):
         layer.prepare(left_padding=left_padding)
     if state is not None:
         state.left_padding = list(left_padding)
@@ -93,15 +93,15 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
     The cache's codebooks go over to the batch, so the cache must not be used any more. Raises `ModelError` as
     `merge_caches` does, with nothing changed.
     """
-    kv, more = _checked_kv(model, batch), _checked_kv(model, cache)
-    if any(isinstance(layer, _SINGLE) for layer in entries_of(kv)):
+    kv, more = _kv_that_batches(model, batch), _kv_that_batches(model, cache)
+    if any(isinstance(layer, _SINGLE_CACHES) for layer in flatten_cache_lists(kv)):
         raise ModelError("the cache to add to is one of a single request: merge it first")
-    state, other = find_state(batch), find_state(cache)
-    with all_or_nothing(batch):
+    state, other = find_zip_state(batch), find_zip_state(cache)
+    with restore_on_error(batch):
         if state is not None and other is not None:
             state.extend(other)
         for layer, added in zip(kv, more, strict=True):
-            layer.extend(_as_batch(added))
+            layer.extend(_to_batch_of_one(added))
 
 
 def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
@@ -110,18 +110,18 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
     Left padding that all of them have is forgotten. Raises `ModelError`, with nothing changed, for no index, for one
     that is out of range or occurs twice, and for left padding that has not been read yet.
     """
-    kv, state = _parts(batch)
-    _check_indices(kv, indices)
+    kv, state = _kv_and_state(batch)
+    _raise_unless_indices(kv, indices)
     held = _left_padding(kv) if state is None else state.left_padding
     padding = [held[i] for i in indices]
-    read = next((kv_length(layer) for layer in entries_of(kv) if type(layer) is BatchKVCache), min(padding))
+    read = next((kv_length(layer) for layer in flatten_cache_lists(kv) if type(layer) is BatchKVCache), min(padding))
     if min(padding) > read:
         raise ModelError(f"the cache has {min(padding)} columns of left padding, and has not read them all yet")
-    with all_or_nothing(batch):
+    with restore_on_error(batch):
         if state is not None:
             state.filter(indices)
         for layer in kv:
-            _filter(layer, indices, padding)
+            _filter_layer(layer, indices, padding)
 
 
 def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
@@ -130,16 +130,16 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
     The codebook is a copy: logits processors stay with the batch's. Raises `ModelError` for an index that is out of
     range.
     """
-    kv, state = _parts(batch)
-    _check_indices(kv, [index])
+    kv, state = _kv_and_state(batch)
+    _raise_unless_indices(kv, [index])
     last = [] if state is None else [state.extract(index)]
-    return [*(_extracted(layer, index) for layer in kv), *last]
+    return [*(_extract_layer(layer, index) for layer in kv), *last]
 
 
 @contextmanager
-def all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
+def restore_on_error(batch: Sequence[Any]) -> Iterator[None]:
     """If something raises inside, an interrupt for example, the cache is as before: all attributes get their values."""
-    entries = list(entries_of(batch))
+    entries = list(flatten_cache_lists(batch))
     before = [dict(vars(entry)) for entry in entries]
     try:
         yield
@@ -149,11 +149,11 @@ def all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def _checked_kv(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
+def _kv_that_batches(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     """Returns the KV caches of a cache of this model. Raises `ModelError` for those that do not batch."""
     kv = model.check_cache(cache)[0] if is_zip(model) else cache
-    for layer in entries_of(kv):
-        if not _batches(layer):
+    for layer in flatten_cache_lists(kv):
+        if not _entry_can_batch(layer):
             raise ModelError(f"KV caches of the kind {type(layer).__name__} do not batch")
     count = len(model.layers) if is_zip(model) else len(make_prompt_cache(model))
     if len(kv) != count:
@@ -161,60 +161,59 @@ def _checked_kv(model: Any, cache: Sequence[Any]) -> Sequence[Any]:
     return kv
 
 
-def _parts(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
+def _kv_and_state(batch: Sequence[Any]) -> tuple[Sequence[Any], ZipState | None]:
     """Returns a batch's KV caches and its `ZipState`, None for a plain model's. Raises `ModelError` for others."""
-    state = find_state(batch)
+    state = find_zip_state(batch)
     kv = batch if state is None else batch[:-1]
-    if not kv or not all(isinstance(layer, _BATCH) for layer in entries_of(kv)):
+    if not kv or not all(isinstance(layer, _BATCH_CACHES) for layer in flatten_cache_lists(kv)):
         raise ModelError("this is no cache of a batch")
     return kv, state
 
 
-def _size(layer: Any) -> int:
+def _batch_size(layer: Any) -> int:
     return layer.batch_size if isinstance(layer, ArraysCache) else layer.left_padding.size
 
 
 def _left_padding(kv: Sequence[Any]) -> list[int]:
     """Returns the left padding of a plain model's batch, 0 where no layer's keys are padded."""
-    for layer in entries_of(kv):
+    for layer in flatten_cache_lists(kv):
         if type(layer) is BatchKVCache:
             return layer.left_padding.tolist()  # type: ignore[return-value]
-    return [0] * _size(next(entries_of(kv)))
+    return [0] * _batch_size(next(flatten_cache_lists(kv)))
 
 
-def _check_indices(kv: Sequence[Any], indices: Sequence[int]) -> None:
-    """Raises `ModelError` unless indices name at least one sequence of a batch, each once."""
-    size = _size(next(entries_of(kv)))
+def _raise_unless_indices(kv: Sequence[Any], indices: Sequence[int]) -> None:
+    size = _batch_size(next(flatten_cache_lists(kv)))
     if not len(indices) or len(set(indices)) < len(indices) or not all(0 <= i < size for i in indices):
         raise ModelError(f"indices must name sequences of the batch of {size}, each once, got {list(indices)}")
 
 
-def _merged(layers: Sequence[Any]) -> Any:
+def _merge_layer(layers: Sequence[Any]) -> Any:
     """Returns one layer's KV caches of several requests as one."""
     if isinstance(layers[0], CacheList):
         inner = zip(*(layer.caches for layer in layers), strict=True)
-        return CacheList(*(_merged(parts) for parts in inner))
-    if all(isinstance(layer, _SINGLE) for layer in layers):
+        return CacheList(*(_merge_layer(parts) for parts in inner))
+    if all(isinstance(layer, _SINGLE_CACHES) for layer in layers):
         return type(layers[0]).merge(layers)
-    made = _as_batch(layers[0])
+    made = _to_batch_of_one(layers[0])
     for layer in layers[1:]:
-        made.extend(_as_batch(layer))
+        made.extend(_to_batch_of_one(layer))
     return made
 
 
-def _as_batch(layer: Any) -> Any:
+def _to_batch_of_one(layer: Any) -> Any:
     """Returns a KV cache as one of a batch, which other sequences can be added to without changing the given one."""
     if isinstance(layer, CacheList):
-        return CacheList(*map(_as_batch, layer.caches))
-    if isinstance(layer, _SINGLE):
+        return CacheList(*map(_to_batch_of_one, layer.caches))
+    if isinstance(layer, _SINGLE_CACHES):
         return type(layer).merge([layer])
     return copy.copy(layer)
 
 
-def _extracted(layer: Any, index: int) -> Any:
+def _extract_layer(layer: Any, index: int) -> Any:
     """Returns one sequence's part of one layer's KV cache."""
     if isinstance(layer, CacheList):
-        return CacheList(*(_extracted(one, index) for one in layer.caches))
+        return CacheList(*(_extract_layer(one, index) for one in layer.caches))
     if isinstance(layer, ArraysCache):
         made = ArraysCache(len(layer.cache))
         made.cache = [None if one is None else mx.contiguous(one[index : index + 1]) for one in layer.cache]
@@ -224,15 +223,15 @@ def _extracted(layer: Any, index: int) -> Any:
     return layer.extract(index)
 
 
-def _filter(layer: Any, indices: Sequence[int], padding: Sequence[int]) -> None:
+def _filter_layer(layer: Any, indices: Sequence[int], padding: Sequence[int]) -> None:
     """Keeps some sequences of one layer's KV cache. If nothing changes, nothing is copied.
 
     padding: the left padding of the sequences that stay.
     """
     if isinstance(layer, CacheList):
         for one in layer.caches:
-            _filter(one, indices, padding)
+            _filter_layer(one, indices, padding)
         return
     shifts = type(layer) is BatchKVCache and min(padding) > 0
-    if shifts or list(indices) != list(range(_size(layer))):
+    if shifts or list(indices) != list(range(_batch_size(layer))):
         layer.filter(mx.array(list(indices)))

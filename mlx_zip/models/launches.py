@@ -1,8 +1,9 @@
 """Counts the kernels that a GPU would launch for a graph: what a step costs beyond the bytes that it reads.
 
 A launch is an operation that is no view. On the CPU, MLX builds some operations of many parts that a GPU runs as one
-kernel (`mx.fast`), and mlx_zip takes other ways there. `gpu_forms` makes a model build its graph as on a GPU, so that
-launches can be counted on any machine. Such a graph must not be evaluated: the stand-ins compute nothing useful.
+kernel (`mx.fast`), and mlx_zip takes other ways there. `build_graphs_as_on_gpu` makes a model build its graph as on a
+GPU, so that launches can be counted on any machine. Such a graph must not be evaluated: the stand-ins compute nothing
+useful.
 """
 
 from __future__ import annotations
@@ -20,12 +21,22 @@ import mlx.core as mx
 
 from mlx_zip.models import layers
 
-VIEWS = {"AsStrided", "Broadcast", "Depends", "DynamicSlice", "ExpandDims", "Flatten", "Reshape", "Slice", "Split"}
-VIEWS |= {"Squeeze", "StopGradient", "Transpose", "Unflatten", "View"}
+VIEW_OPERATIONS = {
+    "AsStrided",
+    "Broadcast",
+    "Depends",
+    "DynamicSlice",
+    "ExpandDims",
+    "Flatten",
+    "Reshape",
+    "Slice",
+    "Split",
+}
+VIEW_OPERATIONS |= {"Squeeze", "StopGradient", "Transpose", "Unflatten", "View"}
 _NODE = re.compile(r'\[label ="([^"]*)", shape=rectangle\]')
 
 
-def launches(*arrays: mx.array) -> Counter[str]:
+def count_launches(*arrays: mx.array) -> Counter[str]:
     """Returns how many operations of each name must still run to compute lazy arrays; views are not counted.
 
     Lines of the export are counted, not its numbers: a number names a primitive, and all calls of one `mx.compile`d
@@ -33,10 +44,10 @@ def launches(*arrays: mx.array) -> Counter[str]:
     """
     dot: Any = io.StringIO()
     mx.export_to_dot(dot, *arrays)
-    return Counter(name for name in _NODE.findall(dot.getvalue()) if name.split()[0] not in VIEWS)
+    return Counter(name for name in _NODE.findall(dot.getvalue()) if name.split()[0] not in VIEW_OPERATIONS)
 
 
-def added_launches(steps: Iterable[mx.array]) -> list[int]:
+def count_added_launches(steps: Iterable[mx.array]) -> list[int]:
     """Returns how many launches each step adds to those of the steps before it. steps: yields the array of each step.
 
     The arrays stay lazy, and an operation that two steps share counts for the first of them.
@@ -45,48 +56,47 @@ def added_launches(steps: Iterable[mx.array]) -> list[int]:
     totals = [0]
     for made in steps:
         arrays.append(made)
-        totals.append(sum(launches(*arrays).values()))
+        totals.append(sum(count_launches(*arrays).values()))
     return [after - before for before, after in pairwise(totals)]
 
 
 @contextmanager
-def gpu_forms() -> Iterator[None]:
+def build_graphs_as_on_gpu() -> Iterator[None]:
     """Inside, models build the graphs that they build on a GPU, with one operation for each call of `mx.fast`."""
     with ExitStack() as patches:
-        patches.enter_context(patch.object(layers, "steps_on_cpu", lambda x: False))
+        patches.enter_context(patch.object(layers, "is_step_on_cpu", lambda x: False))
         for name, stand_in in _STAND_INS.items():
             patches.enter_context(patch.object(mx.fast, name, stand_in))
-        patches.enter_context(patch.object(mx, "dequantize", _dequantized))
+        patches.enter_context(patch.object(mx, "dequantize", _dequantize_stand_in))
         yield
 
 
-def _norm(x: mx.array, *args: Any, **options: Any) -> mx.array:
+def _norm_stand_in(x: mx.array, *args: Any, **options: Any) -> mx.array:
     """Stands in for `mx.fast.rms_norm` and `layer_norm`: one operation that is no view and is fused with no other."""
     return mx.softmax(x, axis=-1)
 
 
-def _rope(x: mx.array, *args: Any, offset: Any = 0, **options: Any) -> mx.array:
-    """Stands in for `mx.fast.rope`, whose offset may be an array."""
+def _rope_stand_in(x: mx.array, *args: Any, offset: Any = 0, **options: Any) -> mx.array:
     out = mx.softmax(x, axis=-1)
     return mx.depends(out, [offset]) if isinstance(offset, mx.array) else out  # type: ignore[attr-defined]
 
 
-def _attention(q: mx.array, k: mx.array, v: mx.array, *args: Any, mask: Any = None, **options: Any) -> mx.array:
-    """Stands in for `mx.fast.scaled_dot_product_attention`."""
+def _attention_stand_in(
+    q: mx.array, k: mx.array, v: mx.array, *args: Any, mask: Any = None, **options: Any
+) -> mx.array:
     others = [k, v, *([mask] if isinstance(mask, mx.array) else [])]
     return mx.depends(mx.softmax(q, axis=-1), others)  # type: ignore[attr-defined]
 
 
-def _dequantized(w: mx.array, scales: mx.array, *args: Any, bits: int = 4, **options: Any) -> mx.array:
-    """Stands in for `mx.dequantize`."""
+def _dequantize_stand_in(w: mx.array, scales: mx.array, *args: Any, bits: int = 4, **options: Any) -> mx.array:
     values = mx.softmax(mx.broadcast_to(scales[..., :1], (*w.shape[:-1], w.shape[-1] * 32 // bits)), axis=-1)
     others = [w, *(one for one in args if isinstance(one, mx.array)), *options.values()]
     return mx.depends(values, [one for one in others if isinstance(one, mx.array)])  # type: ignore[attr-defined]
 
 
 _STAND_INS = {
-    "rms_norm": _norm,
-    "layer_norm": _norm,
-    "rope": _rope,
-    "scaled_dot_product_attention": _attention,
+    "rms_norm": _norm_stand_in,
+    "layer_norm": _norm_stand_in,
+    "rope": _rope_stand_in,
+    "scaled_dot_product_attention": _attention_stand_in,
 }

@@ -28,7 +28,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_zip.errors import ConfigError
-from mlx_zip.models.decoders import original_context, rope_errors, rotated_columns
+from mlx_zip.models.decoder_options import count_rotated_columns, pretraining_context, rope_errors_as_config_errors
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class Rope(nn.Module):
         """Returns x [B, H, L, D] rotated to the positions `offset`, in the same shape."""
         batch, heads, length, width = x.shape
         # Not in training: arrays that layers share would carry one layer's gradient trace into another.
-        if steps_on_cpu(x) and not self.training:
-            return _rotated(x, *self._cos_sin(offset))
+        if is_step_on_cpu(x) and not self.training:
+            return _rotate_one_position(x, *self._shared_cosines_and_sines(offset))
         if self.magnitude != 1.0:
-            x = self._scaled(x)
+            x = self._scale_rotated_columns(x)
         freqs = self._long if offset.long else self._short
         if offset.index is None or length == 1:
-            return self._rotate(x, offset.first, freqs)
+            return self._rotate_by_kernel(x, offset.first, freqs)
         x = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, width)
-        x = self._rotate(x, offset.index.reshape(-1), freqs)
+        x = self._rotate_by_kernel(x, offset.index.reshape(-1), freqs)
         return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
 
-    def _cos_sin(self, offset: Positions) -> tuple[mx.array, mx.array]:
+    def _shared_cosines_and_sines(self, offset: Positions) -> tuple[mx.array, mx.array]:
         """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence.
 
         They are computed once per model call and shared by its layers.
@@ -87,29 +87,29 @@ class Rope(nn.Module):
         made = offset.shared.get(id(self))
         if made is None:
             position = mx.array(offset.first, mx.float32).reshape(-1, 1, 1, 1)
-            made = _angles(position, self._long if offset.long else self._short, self.magnitude)
+            made = _cosines_and_sines(position, self._long if offset.long else self._short, self.magnitude)
             offset.shared[id(self)] = made
         return made
 
-    def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
+    def _rotate_by_kernel(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
         """Returns x [B, H, L, D] rotated by MLX's kernel; start: position of the first id, an int or [B]."""
         return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=start, freqs=freqs)
 
-    def _scaled(self, x: mx.array) -> mx.array:
+    def _scale_rotated_columns(self, x: mx.array) -> mx.array:
         if self.dims == x.shape[-1]:
             return x * self.magnitude
         return mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
 
 
 @mx.compile
-def _angles(position: mx.array, freqs: mx.array, magnitude: float) -> tuple[mx.array, mx.array]:
+def _cosines_and_sines(position: mx.array, freqs: mx.array, magnitude: float) -> tuple[mx.array, mx.array]:
     """Returns cosines and sines of positions [B or 1, 1, 1, 1], times `magnitude`. freqs [dims / 2]: wavelengths."""
     angles = position * (1 / freqs)
     return mx.cos(angles) * magnitude, mx.sin(angles) * magnitude
 
 
 @mx.compile
-def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+def _rotate_one_position(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """Returns x [B, H, 1, D] with its first dimensions rotated, as many as `cos` and `sin` have for both halves."""
     half = cos.shape[-1]
     one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -123,26 +123,26 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
     `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_KINDS))}")
-    with rope_errors(kind):
-        dims = rotated_columns(parameters, head_dim)
+    if not isinstance(kind, str) or kind not in _ROPE_BUILDERS:
+        raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_ROPE_BUILDERS))}")
+    with rope_errors_as_config_errors(kind):
+        dims = count_rotated_columns(parameters, head_dim)
         waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
-        return _KINDS[kind](dims, waves, parameters, config)
+        return _ROPE_BUILDERS[kind](dims, waves, parameters, config)
 
 
-def _default(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+def _default_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns a `Rope` without scaling. Here and below, waves [dims / 2] are the unscaled wavelengths over 2 pi."""
     return Rope(dims, waves)
 
 
-def _linear(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+def _linear_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     return Rope(dims, waves * parameters["factor"])
 
 
-def _llama3(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+def _llama3_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns Llama 3's `Rope`: long wavelengths are multiplied by `factor`, short ones stay, with a smooth passage."""
-    factor, context = parameters["factor"], original_context(parameters, config)
+    factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     length = 2 * math.pi * waves
     smooth = (context / length - low) / (high - low)
@@ -151,9 +151,9 @@ def _llama3(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: M
     return Rope(dims, mx.where((length >= context / high) & (length <= context / low), blended, scaled))
 
 
-def _yarn(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns YaRN's `Rope`: slow dimensions are stretched by `factor`, fast ones stay, with a linear ramp between."""
-    theta, context = parameters["rope_theta"], original_context(parameters, config)
+    theta, context = parameters["rope_theta"], pretraining_context(parameters, config)
     factor = parameters.get("factor") or config["max_position_embeddings"] / context
 
     def dimension(rotations: float) -> float:
@@ -184,9 +184,9 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     return magnitude(1.0)
 
 
-def _longrope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+def _longrope_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     """Returns LongRoPE's `Rope`, which has a factor per wavelength in two sets, short and long."""
-    context = original_context(parameters, config)
+    context = pretraining_context(parameters, config)
     sets = []
     for name in ("short_factor", "long_factor"):
         if len(parameters[name]) != dims // 2:
@@ -199,12 +199,12 @@ def _longrope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config:
     return Rope(dims, sets[0], sets[1], magnitude)
 
 
-_KINDS = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
+_ROPE_BUILDERS = {
+    "default": _default_rope,
+    "linear": _linear_rope,
+    "llama3": _llama3_rope,
+    "yarn": _yarn_rope,
+    "longrope": _longrope_rope,
 }
 
 
@@ -218,16 +218,15 @@ class RMSNorm(nn.RMSNorm):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns x [..., L, D] normalized, in the same shape and dtype."""
-        return _rms_norm(x, self.weight, self.eps) if steps_on_cpu(x) else super().__call__(x)
+        return _rms_norm(x, self.weight, self.eps) if is_step_on_cpu(x) else super().__call__(x)
 
 
 @mx.compile
 def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Returns RMSNorm of x, compiled to few operations."""
     return x * mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
-def steps_on_cpu(x: mx.array) -> bool:
+def is_step_on_cpu(x: mx.array) -> bool:
     """Returns whether x [..., L, D] belongs to a step of generation (L is 1) on the CPU in float32.
 
     MLX has no CPU kernels for norm and rotation: it runs 8 and 15 separate operations, and starting each costs more
@@ -236,7 +235,7 @@ def steps_on_cpu(x: mx.array) -> bool:
     return x.shape[-2:-1] == (1,) and x.dtype == mx.float32 and mx.default_device() == _CPU
 
 
-def with_quick_norms(block: nn.Module) -> None:
+def use_quick_norms(block: nn.Module) -> None:
     """Replaces every `nn.RMSNorm` inside a block by this file's `RMSNorm`; weights and names stay."""
     quick = []
     for name, module in block.named_modules():
@@ -260,11 +259,11 @@ class TanhGeluMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(_gelu_times(self.gate_proj(x), self.up_proj(x)))
 
 
 @partial(mx.compile, shapeless=True)
-def _gated(gate: mx.array, up: mx.array) -> mx.array:
+def _gelu_times(gate: mx.array, up: mx.array) -> mx.array:
     return nn.gelu_approx(gate) * up
 
 

@@ -20,8 +20,14 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.files import at_home
 from mlx_zip.layout import MODEL_TYPE, is_zip
-from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, packed_config, read_config
-from mlx_zip.models.machines import Group, check_equal, check_sharding, split, together
+from mlx_zip.models.machines import (
+    Group,
+    raise_unless_machines_agree,
+    raise_unless_splittable,
+    run_on_all_machines,
+    split_model,
+)
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME, config_with_pack, find_model_folder, read_model_config
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs.pack import IN_FOLDER, Pack, PackLike, as_pack, pack_in_folder
 from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
@@ -60,9 +66,9 @@ def load(
     pack's entries do not fit; `MachineError` if another machine fails or has other weights or another tokenizer.
     """
     group = None if group is None or group.size() == 1 else group
-    model, tokenizer, fingerprint = together(
+    model, tokenizer, fingerprint = run_on_all_machines(
         group,
-        lambda: _load(
+        lambda: _load_on_this_machine(
             path_or_hf_repo,
             adapter_path,
             {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
@@ -78,11 +84,11 @@ def load(
     )
     if group is not None:
         both = fingerprint + tokenizer_fingerprint(tokenizer)
-        check_equal(group, sha256(both.encode()).hexdigest(), "the model's weights or tokenizer")
+        raise_unless_machines_agree(group, sha256(both.encode()).hexdigest(), "the model's weights or tokenizer")
     return model, tokenizer
 
 
-def _load(
+def _load_on_this_machine(
     path_or_hf_repo: str | Path,
     adapter_path: str | None,
     tokenizer_config: Mapping[str, Any],
@@ -97,29 +103,29 @@ def _load(
     group: Group | None,
 ) -> tuple[Any, Any, str]:
     """Does what `load` does on this machine; also returns the whole model's fingerprint, "" without a group."""
-    folder = model_folder(path_or_hf_repo, revision)
-    config = read_config(folder)
-    _check_adapter(adapter_path, path_or_hf_repo)
+    folder = find_model_folder(path_or_hf_repo, revision)
+    config = read_model_config(folder)
+    _raise_unless_adapter(adapter_path, path_or_hf_repo)
     if group is not None:
-        check_sharding(config, group.size())
+        raise_unless_splittable(config, group.size())
         if adapter_path is not None:
             raise ModelError("an adapter (--adapter-path) cannot be loaded on several machines: merge it first")
     pack = None if pack is None else as_pack(pack)
-    changes = codebook_changes(config, codebook_size, pack)
+    changes = codebook_config_changes(config, codebook_size, pack)
     try:
         with quiet_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
                 adapter_path=None if adapter_path is None else str(at_home(adapter_path)),
                 tokenizer_config=dict(tokenizer_config),
-                model_config={**rope_settings(config), **changes},
+                model_config={**rope_settings_for_mlx_lm(config), **changes},
                 lazy=lazy or group is not None,
                 trust_remote_code=trust_remote_code,
             )
-            fingerprint = "" if group is None else split(loaded[0], group)
+            fingerprint = "" if group is None else split_model(loaded[0], group)
     except MlxZipError:
         raise
-    except load_failures() as error:
+    except load_error_types() as error:
         raise ModelError(f"cannot load {folder}: {damaged_json(folder) or first_line(error)}") from error
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
@@ -135,11 +141,11 @@ def _load(
         if pack is not None:
             model.take_pack(pack)
         elif adapter_path is None:
-            _take_own_pack(folder, model, loaded[1])
+            _use_pack_in_folder(folder, model, loaded[1])
     return model, loaded[1], fingerprint
 
 
-def _check_adapter(path: str | None, model: str | Path) -> None:
+def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
     """Raises `ModelError` unless `path` is an adapter that mlx-lm can load, or None.
 
     For an adapter in PEFT's format the message has the command that merges it. model: its base, for the message.
@@ -150,19 +156,19 @@ def _check_adapter(path: str | None, model: str | Path) -> None:
     try:
         is_peft = "peft_type" in json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except OSError as error:
-        is_peft = (folder / UPSTREAM_CONFIG).is_file()
+        is_peft = (folder / UPSTREAM_CONFIG_NAME).is_file()
         if not is_peft:
             raise ModelError(f"{path} (--adapter-path) is no folder with an adapter_config.json") from error
     except (ValueError, TypeError) as error:
         raise ModelError(f"{folder / 'adapter_config.json'} is not valid JSON: {error}") from error
-    if is_peft or (folder / UPSTREAM_CONFIG).is_file():
+    if is_peft or (folder / UPSTREAM_CONFIG_NAME).is_file():
         raise ModelError(
             f"{path} (--adapter-path) is an adapter as mlx_zip train and PEFT save it; merge it into its base first: "
             f"mlx_zip convert --hf-path {path} --mlx-path OUT, then use OUT in place of {model}"
         )
 
 
-def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:
+def _use_pack_in_folder(folder: Path, model: Any, tokenizer: Any) -> None:
     """Makes the model begin with the tuned pack in its own folder, if there is one.
 
     Raises `ModelError` if the pack's entries are not those of the model's config, or its rows were tuned for another
@@ -178,7 +184,7 @@ def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:
         raise ModelError(f"{path}: {error}, or delete it to begin without tuned rows") from error
 
 
-def codebook_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
+def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
     """Returns the keys of config.json that change so that a model has the codebook that the caller asks for.
 
     size: number of slots, None for what the config says. pack: what requests begin with, or None. Raises `ModelError`
@@ -193,10 +199,10 @@ def codebook_changes(config: Mapping[str, Any], size: int | None, pack: Pack | N
         return {"zip2zip": {**own, "compression": {**sizes, "max_codebook_size": size}}}
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
-    return {} if pack is None else packed_config(config, pack.plain_codec(), pack.entries)
+    return {} if pack is None else config_with_pack(config, pack.plain_codec(), pack.entries)
 
 
-def load_failures() -> tuple[type[Exception], ...]:
+def load_error_types() -> tuple[type[Exception], ...]:
     """Returns the exceptions that mlx-lm, MLX and transformers raise for a damaged model folder.
 
     There are many, because a config value of a wrong type fails wherever it is first used.
@@ -207,7 +213,7 @@ def load_failures() -> tuple[type[Exception], ...]:
     return (*plain, StrictDataclassError)
 
 
-def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_settings_for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys to add to a plain model's config so that mlx-lm's class reads its rope settings.
 
     transformers 5 writes them as `rope_parameters`, which many of mlx-lm 0.32's classes ignore, falling back to theta
@@ -217,18 +223,22 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["model_type"] == MODEL_TYPE or "model_file" in config:
         return {}
     text = config.get("text_config")
-    if isinstance(text, Mapping) and isinstance(text.get("model_type"), str) and (filled := _rope_fields(text)):
+    if (
+        isinstance(text, Mapping)
+        and isinstance(text.get("model_type"), str)
+        and (filled := _rope_settings_of_level(text))
+    ):
         return {"text_config": {**text, **filled}}
-    return _rope_fields(config)
+    return _rope_settings_of_level(config)
 
 
-def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Does what `rope_settings` does, for one level of the config."""
+def _rope_settings_of_level(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Does what `rope_settings_for_mlx_lm` does, for one level of the config."""
     rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping) or "rope_parameters" in (known := _argument_names(dict(config))):
+    if not isinstance(rope, Mapping) or "rope_parameters" in (known := _mlx_lm_argument_names(dict(config))):
         return {}
     is_nested = any(isinstance(value, Mapping) for value in rope.values())
-    filled = _ropes_of_gemma3(rope) if is_nested else _rope_for_all_layers(rope)
+    filled = _gemma3_rope_settings(rope) if is_nested else _shared_rope_settings(rope)
     filled = {key: value for key, value in filled.items() if config.get(key) is None}
     if missing := sorted(filled.keys() - known):
         kind = config["model_type"]
@@ -236,7 +246,7 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _argument_names(config: dict[str, Any]) -> set[str]:
+def _mlx_lm_argument_names(config: dict[str, Any]) -> set[str]:
     """Returns the config keys that mlx-lm's class for this model takes. Raises `ModelError` for an unknown model."""
     try:
         arguments = _get_classes(config)[1]
@@ -245,7 +255,7 @@ def _argument_names(config: dict[str, Any]) -> set[str]:
     return {f.name for f in fields(arguments)} if is_dataclass(arguments) else set()
 
 
-def _rope_for_all_layers(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Returns one set of rope parameters, used by all layers, under the names that mlx-lm's classes read."""
     own_keys = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     filled = {key: rope[key] for key in own_keys if rope.get(key) is not None}
@@ -260,7 +270,7 @@ def _rope_for_all_layers(rope: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _ropes_of_gemma3(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3_rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Gemma 3's two sets of rope parameters, for full and for sliding attention, under mlx-lm's names.
 
     Raises `ModelError` for other sets, and if the one for sliding attention has scaling, which mlx-lm cannot read.
@@ -268,7 +278,7 @@ def _ropes_of_gemma3(rope: Mapping[str, Any]) -> dict[str, Any]:
     sliding, full = rope.get("sliding_attention"), rope.get("full_attention")
     if sliding is None or full is None or len(rope) != 2 or sliding.get("rope_type", "default") != "default":
         raise ModelError(f"config.json: rope_parameters for {', '.join(map(str, rope))} are not supported")
-    return {**_rope_for_all_layers(full), "rope_local_base_freq": sliding.get("rope_theta")}
+    return {**_shared_rope_settings(full), "rope_local_base_freq": sliding.get("rope_theta")}
 
 
 # ---- what a step reads of the weights
@@ -276,7 +286,7 @@ def _ropes_of_gemma3(rope: Mapping[str, Any]) -> dict[str, Any]:
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
-def step_bytes(arrays: Mapping[str, mx.array]) -> int:
+def weight_bytes_per_step(arrays: Mapping[str, mx.array]) -> int:
     """Returns the bytes of a model's tensors that a step reads without hypertokens. arrays: the tensors by name.
 
     A step reads all weights but the encoders'; of an embedding that is not also the head it reads one row, which is not
@@ -287,11 +297,11 @@ def step_bytes(arrays: Mapping[str, mx.array]) -> int:
     return sum(value.nbytes for name, value in arrays.items() if not name.startswith(unread))
 
 
-def head_cost(folder: Path) -> float:
+def output_row_share_of_step(folder: Path) -> float:
     """Returns the bytes of one hypertoken's output row, as a share of the bytes that a step reads without hypertokens.
 
-    What `step_bytes` leaves out makes the result an upper bound. Only headers of the folder's weight files are read.
-    Raises `ModelError` when they cannot be read.
+    What `weight_bytes_per_step` leaves out makes the result an upper bound. Only headers of the folder's weight files
+    are read. Raises `ModelError` when they cannot be read.
     """
     arrays: dict[str, mx.array] = {}
     try:
@@ -300,4 +310,4 @@ def head_cost(folder: Path) -> float:
         norm = arrays["model.norm.weight"]  # as wide as a row, and never quantized
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ModelError(f"{folder}: cannot read the sizes of its weights: {error}") from error
-    return norm.nbytes / step_bytes(arrays)
+    return norm.nbytes / weight_bytes_per_step(arrays)

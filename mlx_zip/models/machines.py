@@ -22,14 +22,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import MachineError, MlxZipError, ModelError, first_line
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.rows.fingerprints import fingerprint_of, sampled
+from mlx_zip.models.rows.fingerprints import fingerprint_samples, sample_tensors
 
 T = TypeVar("T")
 Group = mx.distributed.Group
-_BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # how MLX's messages on communication begin
+_BACKEND_PREFIXES = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # how MLX's messages on communication begin
 
 
-def machines() -> Group | None:
+def connect_machines() -> Group | None:
     """Returns the machines of this run, or None if this process is the only one.
 
     Raises `MachineError` if another machine of the run cannot be reached.
@@ -39,7 +39,7 @@ def machines() -> Group | None:
     return group if group.size() > 1 else None
 
 
-def is_first(group: Group | None = None) -> bool:
+def is_first_machine(group: Group | None = None) -> bool:
     """Whether this process is the one that writes files and text: the first machine of a run, or the only one."""
     return (mx.distributed.init() if group is None else group).rank() == 0
 
@@ -50,14 +50,14 @@ def lost_machines_as_errors() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if not str(error).startswith(_BACKENDS):
+        if not str(error).startswith(_BACKEND_PREFIXES):
             raise
         raise MachineError(
             f"another machine of this run has ended or cannot be reached: {first_line(error)}"
         ) from error
 
 
-def together(group: Group | None, action: Callable[[], T]) -> T:
+def run_on_all_machines(group: Group | None, action: Callable[[], T]) -> T:
     """Runs an action on every machine and returns its result; a failure on one machine is an error on all.
 
     group: None for a single machine. Raises the action's `MlxZipError` where it failed, `MachineError` on the other
@@ -68,23 +68,23 @@ def together(group: Group | None, action: Callable[[], T]) -> T:
     try:
         result = action()
     except MlxZipError:
-        summed(group, 1)
+        sum_over_machines(group, 1)
         raise
-    if summed(group, 0)[0]:
+    if sum_over_machines(group, 0)[0]:
         raise MachineError("another machine of this run could not go on; its own message says why")
     return result
 
 
-def leave(group: Group | None) -> None:
+def wait_for_machines(group: Group | None) -> None:
     """Returns when all machines have come here, so that none ends while another still needs it."""
     from mlx_lm.generate import generation_stream  # importing it takes a second, so only when needed
 
     if group is not None:
         mx.synchronize(generation_stream)  # a step has begun that nobody will read; its sums must be over
-        summed(group, 0)
+        sum_over_machines(group, 0)
 
 
-def summed(group: Group, *counts: int) -> list[int]:
+def sum_over_machines(group: Group, *counts: int) -> list[int]:
     """Returns each count summed over the machines."""
     if group.size() == 1:
         return list(counts)
@@ -92,7 +92,7 @@ def summed(group: Group, *counts: int) -> list[int]:
     return total.tolist()
 
 
-def from_first(group: Group, tree: Any) -> Any:
+def arrays_of_first_machine(group: Group, tree: Any) -> Any:
     """Returns the first machine's tree of arrays, on every machine.
 
     tree: this machine's own, with the names, shapes and dtypes of the first one's. Arrays are sent in the order of
@@ -109,26 +109,26 @@ def from_first(group: Group, tree: Any) -> Any:
     return tree_unflatten(list(sent.items()))
 
 
-def bytes_from_first(group: Group, data: bytes) -> bytes:
+def bytes_of_first_machine(group: Group, data: bytes) -> bytes:
     """Returns the first machine's bytes on every machine. data: those, and anything on the others."""
-    size = summed(group, len(data) if group.rank() == 0 else 0)[0]
+    size = sum_over_machines(group, len(data) if group.rank() == 0 else 0)[0]
     if size == 0:
         return b""
     own = mx.array(np.frombuffer(data, np.uint8) if group.rank() == 0 else np.zeros(size, np.uint8))
     return bytes(np.array(mx.distributed.all_sum(own, group=group)))
 
 
-def smallest(group: Group, number: int) -> int:
+def smallest_over_machines(group: Group, number: int) -> int:
     """Returns the smallest of the machines' numbers, each from 0 to below 2^63."""
     least: Any = mx.distributed.all_min(mx.array([number], mx.int64), group=group)
     return int(least.item())
 
 
-def check_equal(group: Group, digest: str, what: str) -> None:
+def raise_unless_machines_agree(group: Group, digest: str, what: str) -> None:
     """Raises `MachineError` on every machine unless all have one hex digest. what: its contents, for the message."""
     own = mx.array(list(bytes.fromhex(digest)), mx.int32)
-    differs = not mx.array_equal(from_first(group, {"digest": own})["digest"], own).item()
-    if summed(group, int(differs))[0]:
+    differs = not mx.array_equal(arrays_of_first_machine(group, {"digest": own})["digest"], own).item()
+    if sum_over_machines(group, int(differs))[0]:
         raise MachineError(f"the machines of this run differ in {what}; give all the same")
 
 
@@ -138,7 +138,7 @@ SHARDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # those of our model typ
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
-def check_sharding(config: Mapping[str, Any], size: int) -> None:
+def raise_unless_splittable(config: Mapping[str, Any], size: int) -> None:
     """Raises `ModelError` unless the model with this config.json can be split over `size` machines."""
     section = config.get("zip2zip")
     zip2zip = config["model_type"] == MODEL_TYPE and isinstance(section, Mapping)
@@ -165,7 +165,7 @@ def shard_layers(layers: Sequence[nn.Module], group: mx.distributed.Group) -> No
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
         for module, outward, inward in ((attention, _ATTENTION, "o_proj"), (mlp, _MLP, "down_proj")):
-            _check_groups(module[inward], group.size(), f"layers.{index}: {inward}")
+            _raise_unless_groups_divide(module[inward], group.size(), f"layers.{index}: {inward}")
             for name in outward:
                 module[name] = shard_linear(module[name], "all-to-sharded", group=group)
             module[inward] = shard_linear(module[inward], "sharded-to-all", group=group)
@@ -173,7 +173,7 @@ def shard_layers(layers: Sequence[nn.Module], group: mx.distributed.Group) -> No
         attention.n_kv_heads //= group.size()
 
 
-def _check_groups(linear: Any, size: int, name: str) -> None:
+def _raise_unless_groups_divide(linear: Any, size: int, name: str) -> None:
     """Raises `ModelError` if the groups of a quantized linear layer's input cannot be shared by `size` machines."""
     groups = linear.scales.shape[-1] if "scales" in linear else size
     if groups % size:
@@ -183,23 +183,23 @@ def _check_groups(linear: Any, size: int, name: str) -> None:
         )
 
 
-def split(model: Any, group: mx.distributed.Group) -> str:
+def split_model(model: Any, group: mx.distributed.Group) -> str:
     """Makes a model that was loaded lazily keep this machine's share only; returns the whole model's fingerprint.
 
     Weights are read one by one, so that little more than the share is in memory at any time. From then on ids are
-    chosen by the first machine (`chosen_by_first`). Raises `ModelError` as `shard_layers` does.
+    chosen by the first machine (`ids_of_first_machine`). Raises `ModelError` as `shard_layers` does.
     """
-    whole = sampled(model)  # of the weights before the split: their values are taken as each weight is read
-    _shard(model, group)
+    whole = sample_tensors(model)  # of the weights before the split: their values are taken as each weight is read
+    _shard_model(model, group)
     shares: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
     for one in whole:
         mx.eval(one.values, shares[one.name])
     mx.clear_cache()
     model.machines = group
-    return fingerprint_of(whole)
+    return fingerprint_samples(whole)
 
 
-def _shard(model: Any, group: mx.distributed.Group) -> None:
+def _shard_model(model: Any, group: mx.distributed.Group) -> None:
     try:
         model.shard(group)
     except ValueError as error:
@@ -211,7 +211,7 @@ def machines_of(model: Any) -> mx.distributed.Group | None:
     return getattr(model, "machines", None)
 
 
-def chosen_by_first(ids: mx.array, group: mx.distributed.Group) -> mx.array:
+def ids_of_first_machine(ids: mx.array, group: mx.distributed.Group) -> mx.array:
     """Returns the first machine's ids on every machine, in the dtype of ids.
 
     The machines' logits may differ in the last bit (other chips, other orders of summing), and so may ids that each

@@ -35,22 +35,22 @@ class _ModelModule(ModuleType):
         raise AttributeError(name)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_CHANGES` as Python would, and changes each one after its code has run."""
+class _PatchingFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_PATCHES` as Python would, and changes each one after its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of a module of `_CHANGES` with `_Loader` as its loader; None for any other module."""
-        if name not in _CHANGES:
+        """Returns the spec of a module of `_PATCHES`, with `_PatchingLoader` as its loader; else None."""
+        if name not in _PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _PatchingLoader(spec.loader)
         return spec
 
 
-class _Loader(importlib.abc.Loader):
+class _PatchingLoader(importlib.abc.Loader):
     """Loads a module with Python's own loader, then changes it."""
 
     def __init__(self, loader: Any) -> None:
@@ -61,7 +61,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        _CHANGES[module.__name__](module)
+        _PATCHES[module.__name__](module)
 
 
 def _add_zip_state(cache_module: Any) -> None:
@@ -69,7 +69,7 @@ def _add_zip_state(cache_module: Any) -> None:
     cache_module.ZipState = import_module("mlx_zip.models.rows.zip_state").ZipState
 
 
-def _give_texts(generate_module: Any) -> None:
+def _patch_generation(generate_module: Any) -> None:
     """Gives mlx_lm's `stream_generate` the base ids of hypertokens; all other callers of `generate_step` get ids.
 
     mlx_lm's functions look names up in their module whenever they are called. So references to `stream_generate` that
@@ -82,17 +82,17 @@ def _give_texts(generate_module: Any) -> None:
 
     @wraps(steps)
     def generate_step(prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        if sys._getframe(1).f_code is not texts or not _is_ours(model):
+        if sys._getframe(1).f_code is not texts or not _is_zip_model(model):
             return steps(prompt, model, *args, **kwargs)
         if kwargs.get("prompt_cache") is None:
             kwargs["prompt_cache"] = model.make_cache()
-        return _base_ids(steps, prompt, model, *args, **kwargs)
+        return _yield_base_ids(steps, prompt, model, *args, **kwargs)
 
     @wraps(drafted)
     def speculative_generate_step(
         prompt: Any, model: Any, draft_model: Any, *args: Any, **kwargs: Any
     ) -> Iterator[Any]:
-        if _is_ours(model) or _is_ours(draft_model):
+        if _is_zip_model(model) or _is_zip_model(draft_model):
             raise GenerationError(
                 "draft_model: hypertokens cannot be verified against another model's ids: leave it out"
             )
@@ -100,7 +100,7 @@ def _give_texts(generate_module: Any) -> None:
 
     class BatchGenerator(generate_module.BatchGenerator):
         def __new__(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_code is batch_texts and _is_ours(model):
+            if sys._getframe(1).f_code is batch_texts and _is_zip_model(model):
                 raise GenerationError(
                     "mlx_lm.batch_generate turns ids into text without the codebook, so hypertokens would be left out: "
                     "use mlx_zip.batch_generate"
@@ -111,14 +111,14 @@ def _give_texts(generate_module: Any) -> None:
     generate_module.speculative_generate_step = speculative_generate_step
 
 
-def _is_ours(model: Any) -> bool:
+def _is_zip_model(model: Any) -> bool:
     models = sys.modules.get("mlx_zip.models.zip_model")
     return models is not None and isinstance(model, models.Model)
 
 
-def _base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _yield_base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """Yields (base id, log-probabilities of its step) for each base id of each step's id. prompt: base ids [L]."""
-    state = import_module("mlx_zip.models.rows.zip_state").find_state(kwargs["prompt_cache"])
+    state = import_module("mlx_zip.models.rows.zip_state").find_zip_state(kwargs["prompt_cache"])
     if state is None:
         yield from steps(prompt, model, *args, **kwargs)
         return
@@ -129,7 +129,7 @@ def _base_ids(steps: Any, prompt: Any, model: Any, *args: Any, **kwargs: Any) ->
             yield base_id, logprobs
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {_CACHE_MODULE: _add_zip_state, _GENERATE_MODULE: _give_texts}
+_PATCHES: dict[str, Callable[[Any], None]] = {_CACHE_MODULE: _add_zip_state, _GENERATE_MODULE: _patch_generation}
 
 
 def register() -> None:
@@ -139,7 +139,7 @@ def register() -> None:
     module = _ModelModule(_MODEL_MODULE)
     module.__spec__ = importlib.machinery.ModuleSpec(_MODEL_MODULE, None)
     sys.modules[_MODEL_MODULE] = module
-    sys.meta_path.insert(0, _Finder())
-    for name, change in _CHANGES.items():
+    sys.meta_path.insert(0, _PatchingFinder())
+    for name, change in _PATCHES.items():
         if name in sys.modules:
             change(sys.modules[name])

@@ -13,14 +13,14 @@ import numpy as np
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ModelError
 from mlx_zip.models.rows.encoders import encode_entries
-from mlx_zip.models.rows.fingerprints import ModelName
+from mlx_zip.models.rows.fingerprints import KeptFingerprint
 from mlx_zip.models.rows.row_store import RowKind, RowKinds, RowStore
 from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.pack import Pack
 
 
-class Side(NamedTuple):
+class RowSide(NamedTuple):
     """One side of a model, input or output, and how its hyper rows are encoded.
 
     name: "input" or "output". encoder: the hyper-encoder. matrix: the module whose rows the encoder reads. training:
@@ -45,8 +45,8 @@ class RowSource:
         self, config: ZipConfig, fingerprints: Any, store: RowStore | None = None, pack: Pack | None = None
     ) -> None:
         self.config, self.store, self.pack = config, store, pack
-        self._kinds = RowKinds(fingerprints, config.merge_size, config.pad_id)
-        self._name = ModelName()
+        self._row_kinds = RowKinds(fingerprints, config.merge_size, config.pad_id)
+        self._fingerprint = KeptFingerprint()
 
     def for_copy(self) -> RowSource:
         """Returns a row source for a copy of the model, with this one's config, store and pack.
@@ -71,16 +71,16 @@ class RowSource:
 
     def weights_changed(self) -> None:
         """Stops using rows that were encoded with the weights as they were before."""
-        self._kinds.forget()
-        self._name.forget()
+        self._row_kinds.forget()
+        self._fingerprint.forget()
 
     def fingerprint(self, model: nn.Module) -> str:
         """Returns the fingerprint of the model as it is now (`mlx_zip.models.rows.fingerprints`)."""
-        return self._name.of(model)
+        return self._fingerprint.of_model(model)
 
     def keep_fingerprint(self, model: nn.Module, found: str) -> None:
         """Makes `found` the model's fingerprint: that of the whole model, of which this machine holds a share."""
-        self._name.keep(model, found)
+        self._fingerprint.set(model, found)
 
     # ---- the store
 
@@ -105,28 +105,28 @@ class RowSource:
         if self.store is not None:
             self.store.settle()
 
-    def rows(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+    def rows(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Returns rows [N, D] of N > 0 entries, from the store or encoded: base_ids [N, merge_size], lengths [N]."""
         encode = partial(self.encode, side)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
-        return self.store.rows(self._kind(side), base_ids, lengths, encode)
+        return self.store.rows(self._row_kind(side), base_ids, lengths, encode)
 
-    def encode(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+    def encode(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Returns rows [N, D] of N > 0 entries, encoded now; a single entry takes a quicker way, except in training."""
         if len(lengths) == 1 and not side.training:
-            single = self._kinds.single(side.name, side.encoder, side.matrix)
+            single = self._row_kinds.single_encoder(side.name, side.encoder, side.matrix)
             if single is not None:
                 return single(mx.array(base_ids[:, : int(lengths[0])]))
         return encode_entries(side.encoder, side.matrix, base_ids, lengths)
 
-    def _kind(self, side: Side) -> RowKind:
+    def _row_kind(self, side: RowSide) -> RowKind:
         """Returns the store's name for the rows that this side makes with its weights of now."""
-        return self._kinds.kind(side.name, side.encoder, side.matrix)
+        return self._row_kinds.kind(side.name, side.encoder, side.matrix)
 
     # ---- the row tables of a request
 
-    def fill_inputs(self, state: ZipState, side: Side, places: np.ndarray) -> None:
+    def fill_inputs(self, state: ZipState, side: RowSide, places: np.ndarray) -> None:
         """Puts the input rows of the entries at places [N], which are missing, into the input table.
 
         side: the input side, or the output side if both sides have the same rows; output rows must be filled then.
@@ -137,7 +137,7 @@ class RowSource:
         if side.name == "output":
             rows = state.outputs.at(places)
         elif len(places) == 1 and state.places is None:
-            rows = self._one_row(state, side, int(places[0]))
+            rows = self._row_of_slot(state, side, int(places[0]))
         else:
             rows = self.rows(side, *state.entries(places))
         if len(places) == 1:
@@ -146,25 +146,25 @@ class RowSource:
             state.inputs.put(places, rows, limit)
         state.encoded_inputs[0, places] = True
 
-    def fill_outputs(self, state: ZipState, side: Side) -> None:
+    def fill_outputs(self, state: ZipState, side: RowSide) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if state.places is not None:
             return state.share_outputs(partial(self.rows, side))
         slot, limit = state.only_missing_output(), self.config.codebook_size
         if slot is not None:
-            state.outputs.put_run(slot, self._one_row(state, side, slot), limit)
+            state.outputs.put_run(slot, self._row_of_slot(state, side, slot), limit)
         else:
             _, slots = state.missing_outputs()
             if len(slots):
                 state.outputs.put(slots, self.rows(side, *state.entries(slots)), limit)
         return state.mark_outputs_encoded()
 
-    def _one_row(self, state: ZipState, side: Side, slot: int) -> mx.array:
+    def _row_of_slot(self, state: ZipState, side: RowSide, slot: int) -> mx.array:
         """Returns the row [1, D] of one slot of a single sequence; the store is asked without numpy."""
         book, row = state.books[0], None
         entry = partial(book.rows, slot, 1)
         if self.store is not None and not side.training:
-            kind, words = self._kind(side), book.words(slot)
+            kind, words = self._row_kind(side), book.words(slot)
             row = self.store.row(kind, words)
             if row is not None:
                 return row
@@ -175,16 +175,16 @@ class RowSource:
 
     # ---- tuned rows
 
-    def find_packs(self, state: ZipState) -> list[Pack]:
+    def resolve_packs(self, state: ZipState) -> list[Pack]:
         """Returns the distinct packs with tuned rows that the sequences of a request began with.
 
         A saved state names a pack by its fingerprint only; the name is replaced by this source's `pack`. Raises
         `ModelError` if that is not the pack named.
         """
-        state.tuned = [self._pack_of(mark) if isinstance(mark, str) else mark for mark in state.tuned]
+        state.tuned = [self._pack_with_fingerprint(mark) if isinstance(mark, str) else mark for mark in state.tuned]
         return list({id(one): one for one in state.tuned if isinstance(one, Pack)}.values())
 
-    def _pack_of(self, fingerprint: str) -> Pack:
+    def _pack_with_fingerprint(self, fingerprint: str) -> Pack:
         """Returns this source's pack. Raises `ModelError` unless the pack has this fingerprint."""
         if self.pack is None or self.pack.tuned_fingerprint != fingerprint:
             raise ModelError(
@@ -193,7 +193,7 @@ class RowSource:
             )
         return self.pack
 
-    def put_tuned(self, state: ZipState, sides: Sequence[tuple[Side, RowTable]]) -> None:
+    def put_tuned_rows(self, state: ZipState, sides: Sequence[tuple[RowSide, RowTable]]) -> None:
         """Puts the tuned rows of all sequences into the tables, cast to the type of encoded rows.
 
         sides: each side to fill, with its table. Where both sides have the same rows, only the output side is filled;
@@ -201,7 +201,7 @@ class RowSource:
         """
         for b, pack in enumerate(state.tuned):
             if isinstance(pack, Pack) and not state.bound[b]:
-                rows = {side.name: self._tuned_rows(pack, side) for side, _ in sides}
+                rows = {side.name: self._tuned_rows_of_side(pack, side) for side, _ in sides}
                 if state.places is not None:
                     state.share_tuned_rows(b, rows["output"], rows.get("input"))
                     continue
@@ -209,8 +209,8 @@ class RowSource:
                     table.put_run(0, rows[side.name], self.config.codebook_size)
                 state.mark_tuned_rows(list(rows))
 
-    def _tuned_rows(self, pack: Pack, side: Side) -> mx.array:
+    def _tuned_rows_of_side(self, pack: Pack, side: RowSide) -> mx.array:
         """Returns a pack's tuned rows [P, D] of one side, in the type of encoded rows."""
         assert pack.rows is not None
         rows = pack.rows.output if side.name == "output" else pack.rows.input
-        return mx.array(rows).astype(self._kind(side).dtype)
+        return mx.array(rows).astype(self._row_kind(side).dtype)

@@ -1,4 +1,4 @@
-"""The model with hypertokens (`Model`), and its decoder's weights (`Body`).
+"""The model with hypertokens (`Model`), and its decoder's weights (`DecoderBody`).
 
 In one call the ids are read on the host and pushed to the request's codebooks; hyper rows that are missing come from
 the row store or are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph.
@@ -18,30 +18,30 @@ import numpy as np
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
-from mlx_zip.models.architectures import make_decoder
-from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.inputs import (
+from mlx_zip.models.call_inputs import (
     PositionedCache,
-    check_shape,
-    cut_offsets,
+    ids_per_sequence,
     kv_length,
-    length_of,
-    needs_long,
-    positions_of,
-    read_ids,
+    needs_long_factors,
+    positions_of_read_ids,
+    raise_unless_ids_shape,
+    read_ids_on_host,
+    set_plain_offsets,
 )
+from mlx_zip.models.decoder_blocks import make_decoder
 from mlx_zip.models.layers import Positions
-from mlx_zip.models.machines import check_sharding, shard_layers
-from mlx_zip.models.refill import Refill
-from mlx_zip.models.row_source import RowSource, Side
+from mlx_zip.models.longrope_refill import LongRopeRefill
+from mlx_zip.models.machines import raise_unless_splittable, shard_layers
+from mlx_zip.models.model_folder import ModelArgs
+from mlx_zip.models.row_source import RowSide, RowSource
 from mlx_zip.models.rows.encoders import encode_entries, make_encoder
 from mlx_zip.models.rows.row_tables import RowTable
-from mlx_zip.models.rows.sequence_rows import Evicted
+from mlx_zip.models.rows.sequence_rows import EvictedEntry
 from mlx_zip.models.rows.zip_state import Advance, HostIds, ZipState
 from mlx_zip.packs.pack import Pack, PackOrEntries, pack_of, split_packs
 
 
-class Body(nn.Module):
+class DecoderBody(nn.Module):
     """The decoder's weights under their checkpoint names: `embed_tokens`, `layers`, `norm`."""
 
     def __init__(self, config: dict[str, Any], layers: list[nn.Module], norm: nn.Module) -> None:
@@ -74,7 +74,7 @@ class Model(nn.Module):
         self.sides_are_one = zip_config.encoder.tie_encoders and self.traits.tied  # an entry's two rows are one
         self.row_source = RowSource(zip_config, args.config["zip2zip"].get("fingerprint"))
         self.model_type = args.config.get("model_type")
-        self.model = Body(config, layers, norm)
+        self.model = DecoderBody(config, layers, norm)
         if not self.traits.tied:
             self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
         self.input_encoder = make_encoder(zip_config.encoder, zip_config.merge_size, SIDES[0])
@@ -108,21 +108,21 @@ class Model(nn.Module):
         call can be chosen at each of its L positions, as upstream; with `causal=True` an entry that an id of this call
         installs can be chosen from that id's position on only. cache: from `make_cache`, updated in place; without one
         the call starts a new request. long: whether LongRoPE uses its long factors, None to choose by the last id's
-        position; give `needs_long` of a whole prompt that is read in several calls. Raises `CodecError` for an illegal
-        id and `ModelError` for a cache that does not fit, before anything changes.
+        position; give `needs_long_factors` of a whole prompt that is read in several calls. Raises `CodecError` for an
+        illegal id and `ModelError` for a cache that does not fit, before anything changes.
         """
-        check_shape(ids)
+        raise_unless_ids_shape(ids)
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
-        host_ids, before = read_ids(ids, state), state.offset
+        host_ids, before = read_ids_on_host(ids, state), state.offset
         self.row_source.settle_unsubmitted()
-        self.bind_tuned(state)
+        self.bind_tuned_rows(state)
         try:
             advance = state.advance(host_ids)
             self.fill_outputs(state)  # first, so that new rows can be encoded while the rest of the call is built
             return self.joint_head(self.hidden(kv, state, host_ids, long), state, advance, causal)
         except BaseException:  # after an interrupt, for example, codebook and KV caches must still agree
-            self.forget(cache, before)
+            self.trim_cache(cache, before)
             raise
 
     # ---- the cache of a request
@@ -193,7 +193,7 @@ class Model(nn.Module):
         state = cache[-1] if len(cache) == len(self.layers) + 1 else None
         if not isinstance(state, ZipState):
             raise ModelError("the cache is not one that this model's make_cache() made")
-        if not state.fits(self.config.codec_params):
+        if not state.fits_codec(self.config.codec_params):
             raise ModelError("the cache was made with other codec parameters than this model's")
         kv = cache[:-1]
         for length in map(kv_length, kv):
@@ -206,25 +206,27 @@ class Model(nn.Module):
 
         Raises `CodecError` for ids that such a call would not take.
         """
-        return needs_long(state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size)
+        return needs_long_factors(
+            state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size
+        )
 
-    def forget(self, cache: Sequence[Any], offset: int) -> None:
+    def trim_cache(self, cache: Sequence[Any], offset: int) -> None:
         """Trims codebooks and KV caches to `offset` ids per sequence. Those that hold no more than that stay."""
         cache[-1].trim(cache[-1].offset - offset)
         for layer_cache in cache[:-1]:
             layer_cache.trim(max(0, kv_length(layer_cache) - offset))
 
-    def bind_tuned(self, state: ZipState) -> None:
+    def bind_tuned_rows(self, state: ZipState) -> None:
         """Puts the tuned rows that a request begins with into its row tables, if they are not there yet.
 
         Raises `ModelError`, with nothing done, for rows of another model or a saved state whose pack is not loaded.
         """
-        if state.tuned_bound:
+        if state.has_all_tuned_rows:
             return
-        for pack in self.row_source.find_packs(state):
+        for pack in self.row_source.resolve_packs(state):
             self.check_pack(pack)
         sides = [(self.side("output"), state.outputs), (self.side("input"), state.inputs)]
-        self.row_source.put_tuned(state, sides[:1] if self.sides_are_one else sides)
+        self.row_source.put_tuned_rows(state, sides[:1] if self.sides_are_one else sides)
 
     # ---- from ids to the body's output
 
@@ -232,20 +234,20 @@ class Model(nn.Module):
         """Returns the body's output [B, L, D] for ids [B, L], which the state has just read. long: as in `__call__`.
 
         When a call changes LongRoPE's factors, the KV caches are filled again from the whole id log, in this call; a
-        loop does that beforehand, some ids at a time (`mlx_zip.models.refill`).
+        loop does that beforehand, some ids at a time (`mlx_zip.models.longrope_refill`).
         """
-        length = length_of(ids)
-        positions = positions_of(state, ids, self.config.position_mode, self.traits.long_context)
+        length = ids_per_sequence(ids)
+        positions = positions_of_read_ids(state, ids, self.config.position_mode, self.traits.long_context)
         if long is not None:
             positions = replace(positions, long=long)
         if positions.long != state.long_rope and state.offset > length:
-            refill = Refill(self, kv, state, positions.long)
-            h = refill.read(state.offset)[:, -length:]
+            refill = LongRopeRefill(self, kv, state, positions.long)
+            h = refill.read_next(state.offset)[:, -length:]
             refill.finish()
             return h
         state.long_rope = positions.long
         h = self.run_layers(self.embed(state, ids), kv, positions, state.submit)
-        cut_offsets(kv, state.left_padding)
+        set_plain_offsets(kv, state.left_padding)
         return h
 
     def embed(self, state: ZipState, ids: HostIds) -> mx.array:
@@ -267,7 +269,7 @@ class Model(nn.Module):
         if not self.sides_are_one:
             self.row_source.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
-        rows = self.read_table(state).take(mx.array(places))
+        rows = self.input_row_table(state).take(mx.array(places))
         return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
@@ -291,24 +293,24 @@ class Model(nn.Module):
         slot = self.layout.slot(one)
         if not self.sides_are_one and not state.encoded_inputs[0, slot]:
             self.row_source.fill_inputs(state, self.input_side, np.array([slot]))
-        rows = self.read_table(state).rows
+        rows = self.input_row_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
 
-    def read_table(self, state: ZipState) -> RowTable:
+    def input_row_table(self, state: ZipState) -> RowTable:
         """Returns the table that a call reads input rows from: the output table if both sides have the same rows.
 
-        Bodies that run ahead always read `state.inputs` (`mlx_zip.models.ahead`).
+        Bodies that run ahead always read `state.inputs` (`mlx_zip.models.two_part_step`).
         """
         return state.outputs if self.sides_are_one else state.inputs
 
     def fill_outputs(self, state: ZipState) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
-        if not state.outputs_encoded():
+        if not state.has_all_output_rows():
             self.row_source.fill_outputs(state, self.side("output"))
 
     @property
-    def input_side(self) -> Side:
+    def input_side(self) -> RowSide:
         """The side that input rows are encoded for: the output side if both sides have the same rows."""
         return self.side("output" if self.sides_are_one else "input")
 
@@ -348,32 +350,32 @@ class Model(nn.Module):
         base = self.base_logits(h)
         parts = [base[..., : self.layout.vocab_size]]
         if state.outputs.array is not None:
-            hyper = self.cap(state.outputs.times(h).astype(base.dtype))
+            hyper = self.cap(state.outputs.times_rows(h).astype(base.dtype))
             opened = advance.available if causal else advance.live
-            parts += self._by_slot(hyper, h, state, opened, advance.evicted if causal else ())
+            parts += self._slot_logits(hyper, h, state, opened, advance.evicted if causal else ())
         columns = sum(part.shape[-1] for part in parts)
         closed = mx.array(-mx.inf, base.dtype)
         parts.append(mx.broadcast_to(closed, (*base.shape[:-1], self.layout.width - columns)))
         return mx.concatenate(parts, axis=-1)
 
-    def _by_slot(
-        self, hyper: mx.array, h: mx.array, state: ZipState, opened: int | np.ndarray, evicted: Sequence[Evicted]
+    def _slot_logits(
+        self, hyper: mx.array, h: mx.array, state: ZipState, opened: int | np.ndarray, evicted: Sequence[EvictedEntry]
     ) -> list[mx.array]:
         """Returns logits by slot in parts [B, L, slots of the part], -inf for slots that cannot be chosen.
 
-        hyper [B, L, places]: the logits of h [B, L, D] by place. opened: as in `_only_open`.
+        hyper [B, L, places]: the logits of h [B, L, D] by place. opened: as in `_mask_closed_slots`.
         """
-        alike = 0 if evicted or state.places is None else state.slots_alike(int(np.min(opened)))
-        own = state.by_slot(hyper, alike)
-        own = self._with_evicted(own, h, evicted) if evicted else own
-        parts = [hyper[..., :alike], _only_open(own, opened, alike)]
+        alike = 0 if evicted or state.places is None else state.count_slots_with_equal_places(int(np.min(opened)))
+        own = state.values_by_slot(hyper, alike)
+        own = self._restore_evicted_logits(own, h, evicted) if evicted else own
+        parts = [hyper[..., :alike], _mask_closed_slots(own, opened, alike)]
         return parts[0 if alike else 1 :]
 
     def base_logits(self, h: mx.array) -> mx.array:
         """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped where the model caps."""
         return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
-    def _with_evicted(self, hyper: mx.array, h: mx.array, evicted: Sequence[Evicted]) -> mx.array:
+    def _restore_evicted_logits(self, hyper: mx.array, h: mx.array, evicted: Sequence[EvictedEntry]) -> mx.array:
         """Corrects the slots' logits for entries that were evicted within the call, and returns them.
 
         hyper [B, L, slots]: logits of h [B, L, D] and the entries that the slots hold after the call. At the positions
@@ -416,11 +418,11 @@ class Model(nn.Module):
             encode_entries(written.encoder, written.matrix, base_ids, lengths),
         )
 
-    def side(self, name: str) -> Side:
-        """Returns the `Side` called `name`, "input" or "output"."""
+    def side(self, name: str) -> RowSide:
+        """Returns the `RowSide` called `name`, "input" or "output"."""
         if name == "input":
-            return Side(name, self.input_encoder, self.model.embed_tokens, self.training)
-        return Side(name, self.row_encoder, self.head_matrix, self.training)
+            return RowSide(name, self.input_encoder, self.model.embed_tokens, self.training)
+        return RowSide(name, self.row_encoder, self.head_matrix, self.training)
 
     @property
     def row_encoder(self) -> nn.Module:
@@ -434,7 +436,7 @@ class Model(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is a plain model with a pack tuned for it (`packed_config`), which has no hyper-encoder."""
+        """Whether this is a plain model with a pack tuned for it (`config_with_pack`), which has no hyper-encoder."""
         return bool(self.args.config["zip2zip"].get("plain"))
 
     @property
@@ -469,7 +471,7 @@ class Model(nn.Module):
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Keeps this machine's share of every layer; the name and argument are mlx-lm's. Raises `ModelError`."""
         group = mx.distributed.init() if group is None else group
-        check_sharding(self.args.config, group.size())
+        raise_unless_splittable(self.args.config, group.size())
         shard_layers(self.layers, group)
 
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
@@ -477,7 +479,7 @@ class Model(nn.Module):
         return not path.startswith(("input_encoder", "output_encoder"))
 
 
-def _only_open(hyper: mx.array, installed: int | np.ndarray, first: int = 0) -> mx.array:
+def _mask_closed_slots(hyper: mx.array, installed: int | np.ndarray, first: int = 0) -> mx.array:
     """Returns the logits hyper [B, L, slots] of the slots from `first` on, -inf for those that cannot be chosen.
 
     installed: how many of all slots can be chosen; one number for a single sequence, and then the other slots are cut

@@ -17,8 +17,8 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import sole_user
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.folders import plain_codec
-from mlx_zip.models.loading import load, model_folder, read_config
+from mlx_zip.models.loading import find_model_folder, load, read_model_config
+from mlx_zip.models.model_folder import codec_for_tuned_pack
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
@@ -53,8 +53,8 @@ def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote
     name: model folder, bundled model or hub id. position_mode: how a plain model counts positions; a zip2zip model has
     its own way. trust_remote_code: as in `load`.
     """
-    folder = model_folder(name)
-    if read_config(folder)["model_type"] == MODEL_TYPE:
+    folder = find_model_folder(name)
+    if read_model_config(folder)["model_type"] == MODEL_TYPE:
         model = load(
             folder,
             pack=Pack(params.start or ()),
@@ -124,7 +124,7 @@ def tune(
         if outcome.progress.step < settings.iters:
             return Tuned(None, outcome, before, None)
         after = trainer.validation()["val_bits_per_byte"]
-    codec = plain_codec(params, model.config.position_mode) if plain else None
+    codec = codec_for_tuned_pack(params, model.config.position_mode) if plain else None
     output = np.array(trainee.output_rows).astype(save_dtype)
     read = output if model.sides_are_one else np.array(trainee.read_rows).astype(save_dtype)
     return Tuned(TunedRows(read, output, name, codec), outcome, before, after)

@@ -30,7 +30,7 @@ from mlx_zip.models.patches.patch_model import (
     PatchModel,
     PlainModel,
     SavedPatchModel,
-    parameters_of,
+    count_parameters,
     save_patch_model,
 )
 from mlx_zip.progress import counted
@@ -230,7 +230,7 @@ class _PatchTrainer:
 
     def header(self) -> list[str]:
         """Returns lines on what is trained, on what data, and at which step the run resumes."""
-        parameters = parameters_of(self.model)
+        parameters = count_parameters(self.model)
         done, windows = self.progress.step, counted(len(self.corpus.ids), "window")
         return [
             f"training {parameters:,} parameters on {windows} of {self.corpus.ids.shape[1]:,} ids, "
@@ -396,7 +396,7 @@ def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int
         "symbols_per_patch": symbols,
         "fertility": fertility(len(ids), words) if words else None,
         "forward_flops_per_byte": flops / window,
-        "parameters": parameters_of(saved.model),
+        "parameters": count_parameters(saved.model),
         "exact": b"".join(spelled[i] for i in ids.tolist()) == "".join(texts).encode("utf-8"),
     }
 

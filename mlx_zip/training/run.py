@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library
 from mlx_zip.files import at_home, sole_user
-from mlx_zip.models.loading import model_folder
-from mlx_zip.models.machines import check_equal, summed, together
+from mlx_zip.models.loading import find_model_folder
+from mlx_zip.models.machines import raise_unless_machines_agree, run_on_all_machines, sum_over_machines
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -44,11 +44,13 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     Raises `TrainingError`, `DataError`, `ConfigError`, `ModelError`.
     """
     group = mx.distributed.init()
-    start = together(group, lambda: _start(options, settings, first=group.rank() == 0))
+    start = run_on_all_machines(group, lambda: _start(options, settings, first=group.rank() == 0))
     facts = json.dumps([start.fingerprint, start.record["data"]])
-    check_equal(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
+    raise_unless_machines_agree(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
     assert isinstance(start.data, Joined)
-    data, valid = split(start.data, summed(group, start.held_out)[0], settings.seed)  # the first machine's count
+    data, valid = split(
+        start.data, sum_over_machines(group, start.held_out)[0], settings.seed
+    )  # the first machine's count
     with _sole_trainer(group, options.out):
         return _run(group, options, settings, replace(start, data=data, valid=start.valid or valid), quiet)
 
@@ -57,7 +59,7 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
 def _sole_trainer(group: mx.distributed.Group, out: Path) -> Iterator[None]:
     """Keeps other processes from training in the folder. Raises `TrainingError` if one does already."""
     with sole_user(out) if group.rank() == 0 else nullcontext(True) as alone:
-        together(group, lambda: _check_alone(out, alone))
+        run_on_all_machines(group, lambda: _check_alone(out, alone))
         yield
 
 
@@ -85,7 +87,7 @@ def _run(
         _say(header(trainer, f"{options.model or options.scratch} ({settings.fine_tune_type})"))
     if trainer.valid is not None and not trainer.progress.step and options.scratch is None:
         line = {"step": 0, "base_bits_per_byte": base_bits_per_byte(trainer)}
-        together(group, lambda: trainer.log(line))
+        run_on_all_machines(group, lambda: trainer.log(line))
     unfinished = trainer.progress.step < settings.iters
     outcome = trainer.train()
     if outcome.progress.step >= settings.iters and first:
@@ -161,7 +163,7 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     valid = Joined(options.valid) if options.valid else None
     if valid is not None and valid.params != data.params:
         raise DataError(f"{valid} was prepared for another codec than {data}")
-    folder = None if options.model is None else model_folder(options.model)
+    folder = None if options.model is None else find_model_folder(options.model)
     tokenizer_folder = options.tokenizer or folder
     if tokenizer_folder is None:
         raise TrainingError("--from-scratch needs --tokenizer")

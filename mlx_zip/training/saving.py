@@ -38,7 +38,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.rows.fingerprints import Fingerprints, host_bytes, model_fingerprint
+from mlx_zip.models.rows.fingerprints import SideFingerprints, host_bytes, model_fingerprint
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, Pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
@@ -110,7 +110,7 @@ def _save_pack(file: Path, model: Model, tokenizer: Any, rows: Mapping[str, mx.a
 
 def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the fingerprints of what makes hyper rows, which config.json keeps; config: that of the saved model."""
-    prints = Fingerprints()
+    prints = SideFingerprints()
     named: Any = tree_flatten(model.parameters())
     for name, array in named:
         prints.add(name, array, host_bytes(array))

@@ -31,8 +31,8 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.loading import load_failures, read_config, rope_settings
+from mlx_zip.models.loading import load_error_types, read_model_config, rope_settings_for_mlx_lm
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import grows
@@ -60,10 +60,10 @@ def start_model(
     Raises `TrainingError` if the model's codec differs in another way, has a policy other than freeze, or if a model
     without a codebook is to decode canonically; `ConfigError` for a model type that is not supported.
     """
-    config = dict(scratch or {}) if folder is None else read_config(folder)
+    config = dict(scratch or {}) if folder is None else read_model_config(folder)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError("config.json of the new model names no model_type")
-    config |= rope_settings(config)
+    config |= rope_settings_for_mlx_lm(config)
     if config.get("model_type") == MODEL_TYPE:
         wanted = _with_canonical(_with_codec(config, params), canonical)
         return (_build(wanted) if folder is None else _load_with_positions(folder, config, wanted)), wanted
@@ -173,7 +173,7 @@ def _load(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Modul
     """Loads a folder's weights under `config`. strict: the tensors must match exactly. Raises `TrainingError`."""
     try:
         return load_model(folder, lazy=False, strict=strict, model_config=config)[0]
-    except load_failures() as error:
+    except load_error_types() as error:
         raise TrainingError(f"cannot load {folder}: {first_line(error)}") from error
 
 

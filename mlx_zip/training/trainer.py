@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.models.machines import from_first, together
+from mlx_zip.models.machines import arrays_of_first_machine, run_on_all_machines
 from mlx_zip.models.zip_model import Model
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoints import (
@@ -101,7 +101,7 @@ class Trainer:
     def _resumed(self) -> Progress:
         """Restores the first machine's last checkpoint, or its new weights, on every machine; returns the progress."""
         mx.random.seed(self.settings.seed)
-        progress = together(self.group, self._load)
+        progress = run_on_all_machines(self.group, self._load)
         if self.group.size() == 1:
             return progress
         own = {
@@ -110,7 +110,7 @@ class Trainer:
             "key": random_key(),
             "steps": steps_of(progress),
         }
-        shared = from_first(self.group, own)
+        shared = arrays_of_first_machine(self.group, own)
         self.trainee.update(shared["weights"])
         self.optimizer.state = shared["optimizer"]
         set_random_key(shared["key"])
@@ -127,7 +127,7 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Trains on all machines until `iters` steps are done or a signal stops the run; saves the last step."""
-        self._log = together(self.group, self._metrics)
+        self._log = run_on_all_machines(self.group, self._metrics)
         self.trainee.train()
         self._since = _SinceReport(self.progress)
         done = self.progress.step
@@ -165,7 +165,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes the checkpoint of this step, unless it exists; see `Job`."""
-        together(self.group, self._checkpoint)
+        run_on_all_machines(self.group, self._checkpoint)
 
     def _checkpoint(self) -> None:
         """Writes the checkpoint of this step on the first machine, unless it exists."""
@@ -249,7 +249,7 @@ class Trainer:
 
     def _write(self, line: dict[str, Any]) -> None:
         """Adds a line to the log, on the first machine, and passes it to `observe`."""
-        together(self.group, lambda: None if self._log is None else self._log.add(**line))
+        run_on_all_machines(self.group, lambda: None if self._log is None else self._log.add(**line))
         self.observe(line)
 
     def validate(self) -> str | None:

@@ -13,7 +13,7 @@ from mlx_zip.bench.steps import tracer as profile_hooks
 from mlx_zip.bench.steps.launch_counts import step_launches
 from mlx_zip.bench.steps.tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.two_part_step import TwoPartStep
 from support import tiny, tiny_bench
 from support.places import DOCS
 from support.tiny_bench import ON
@@ -69,13 +69,13 @@ def test_a_text_that_is_too_short_has_no_launches():
 
 
 def test_bodies_that_ran_twice_are_counted(capsys, monkeypatch):
-    follow = Ahead.follow
+    follow = TwoPartStep.follow
 
     def twice(self, h, ids):
         self.cache[-1].second_bodies += 1
         return follow(self, h, ids)
 
-    monkeypatch.setattr(Ahead, "follow", twice)
+    monkeypatch.setattr(TwoPartStep, "follow", twice)
     found, table = record(capsys, *ON, "--sizes", "24+12", "--trials", 1, "--ahead", "on")
     assert found["setting"]["ahead"] is True
     assert found["second_bodies"] >= 1.0

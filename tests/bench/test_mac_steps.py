@@ -10,7 +10,7 @@ from mlx_zip.bench.steps import mac_steps
 from mlx_zip.bench.steps.launch_counts import step_seconds
 from mlx_zip.bench.steps.mac_steps import BASE, BEFORE, MAX, NOW, Behaviour, Chip, Cost, Host, Step
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.ahead import INPUTS_TOGETHER
+from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER
 from support import tiny_bench
 from support.places import DOCS, REPO
 
@@ -24,7 +24,7 @@ def made_step(host=NO_HOST, **changes):
         "plain": Cost(80e6, 0),
         "warm": Cost(0, 0),
         "output_row": Cost(80e6, 0),
-        "input_rows": {1: Cost(80e6, 0), INPUTS_TOGETHER: Cost(160e6, 0)},
+        "input_rows": {1: Cost(80e6, 0), INPUT_ROWS_TOGETHER: Cost(160e6, 0)},
         "body": Cost(40e6, 0),
     }
     return Step(**{**costs, "host": host, **changes})
@@ -54,8 +54,8 @@ def test_a_cold_step_encodes_in_the_steps_that_install_an_entry():
 
 
 def test_input_rows_in_one_pass_share_its_cost():
-    how = Behaviour(input_rows=INPUTS_TOGETHER, waits=False, second_bodies=0.0)
-    assert made_step().cold_ms(CHIP, 5, how, installs=1.0) == pytest.approx(1.0 + 1.0 + 2.0 / INPUTS_TOGETHER)
+    how = Behaviour(input_rows=INPUT_ROWS_TOGETHER, waits=False, second_bodies=0.0)
+    assert made_step().cold_ms(CHIP, 5, how, installs=1.0) == pytest.approx(1.0 + 1.0 + 2.0 / INPUT_ROWS_TOGETHER)
 
 
 def test_a_cold_step_that_waits_for_the_body_takes_the_hosts_time_too():
@@ -77,7 +77,7 @@ def test_llama_1b_launches_and_reads_what_is_known_of_it():
     assert step.body.bytes_read < step.plain.bytes_read
     assert 0 < step.warm.launches < step.output_row.launches
     assert step.input_rows[1] == step.output_row  # both encoders have one size
-    assert step.input_rows[1].launches < step.input_rows[INPUTS_TOGETHER].launches < 2 * step.input_rows[1].launches
+    assert step.input_rows[1].launches < step.input_rows[INPUT_ROWS_TOGETHER].launches < 2 * step.input_rows[1].launches
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_too_few_steps_are_not_timed():
 
 def test_before_and_now_differ_in_what_the_page_says():
     assert (BEFORE.input_rows, BEFORE.waits) == (1, True)
-    assert (NOW.input_rows, NOW.waits, NOW.second_bodies) == (INPUTS_TOGETHER, False, 0.01)
+    assert (NOW.input_rows, NOW.waits, NOW.second_bodies) == (INPUT_ROWS_TOGETHER, False, 0.01)
 
 
 def test_the_page_says_that_it_is_a_calculation():

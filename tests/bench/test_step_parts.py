@@ -11,8 +11,8 @@ from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.steps import host_parts
 from mlx_zip.bench.steps.host_parts import PARTS
 from mlx_zip.bench.steps.tracer import CPU
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.rows.zip_state import ZipState
+from mlx_zip.models.two_part_step import TwoPartStep
 from support import tiny_bench
 
 PROMPT, TEXT = tuple(range(5, 25)), (5, 6, 7, 8) * 10
@@ -27,7 +27,7 @@ def models():
 @pytest.fixture
 def stalled(monkeypatch):
     """Makes `follow` settle everything before it learns the id: the body that was just handed over, and all tables."""
-    bodies, run, advance = [], Ahead.run, ZipState.advance
+    bodies, run, advance = [], TwoPartStep.run, ZipState.advance
 
     def running(self, ids):
         bodies.append(run(self, ids))
@@ -39,7 +39,7 @@ def stalled(monkeypatch):
             time.sleep(WAIT_S)  # this model's body is computed at once; a larger one takes its time
         return advance(self, ids)
 
-    monkeypatch.setattr(Ahead, "run", running)
+    monkeypatch.setattr(TwoPartStep, "run", running)
     monkeypatch.setattr(ZipState, "advance", settling)
 
 

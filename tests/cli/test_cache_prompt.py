@@ -10,8 +10,8 @@ from mlx_lm.models.cache import RotatingKVCache, load_prompt_cache
 
 from mlx_zip import cli
 from mlx_zip.engine.mlx.generate import load, stream_generate
-from mlx_zip.engine.sessions.mlx_caches import open_store
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
+from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny_text
 from support.cli_cases import MODEL
 from support.places import GOLDEN_MODELS
@@ -45,9 +45,9 @@ def test_generate_goes_on_from_a_cached_prompt_as_from_the_whole_text(run, tmp_p
 def test_a_server_finds_a_cached_prompt_by_its_base_ids(run, tmp_path):
     cached(run, tmp_path / "p.safetensors")
     model, tokenizer = load(tiny_text.converted(MODEL))
-    store = open_store(model, tokenizer)
+    store = open_session_store(model, tokenizer)
     info = store.load(tmp_path / "p.safetensors")
-    state = find_state(load_prompt_cache(str(tmp_path / "p.safetensors")))
+    state = find_zip_state(load_prompt_cache(str(tmp_path / "p.safetensors")))
     prompt = [*state.books[0].base_ids(0).tolist(), 5, 6]
     assert store.checkout(prompt, "").base_tokens == info.base_tokens == len(prompt) - 2
 
@@ -72,7 +72,7 @@ def test_cuda_is_refused_with_what_to_do(run, tmp_path):
 
 def test_a_cached_prompt_of_another_model_is_refused_by_a_server(run, tmp_path):
     cached(run, tmp_path / "p.safetensors")
-    store = open_store(*load(PLAIN))
+    store = open_session_store(*load(PLAIN))
     with pytest.raises(Exception, match="another model than the one that is loaded"):
         store.load(tmp_path / "p.safetensors")
 

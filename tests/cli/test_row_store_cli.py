@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.models.rows.row_files import disk_bytes, files_in
+from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
 from mlx_zip.models.rows.row_folder import RowFolder
 from support import tiny_text
 
@@ -55,7 +55,7 @@ def test_nothing_is_stored_without_the_flag(generate, tmp_path, monkeypatch):
     generate("--row-cache", "off")
     assert {path.name for path in tmp_path.iterdir()} <= {"home"}
     generate()
-    assert len(files_in(tmp_path / "rows")) == 1
+    assert len(list_row_files(tmp_path / "rows")) == 1
 
 
 def test_a_folder_that_cannot_be_used_costs_one_warning_and_changes_no_text(run, tmp_path, caplog):
@@ -86,7 +86,7 @@ def test_a_row_cache_size_that_is_no_size_is_refused(size, tmp_path):
 def test_the_folder_stays_within_row_cache_bytes(generate, tmp_path):
     folder = tmp_path / "rows"
     assert generate("--row-cache", folder, "--row-cache-bytes", "300K")["rows_encoded"] > 0
-    assert 0 < sum(path.stat().st_size for path in files_in(folder)) <= 300_000
+    assert 0 < sum(path.stat().st_size for path in list_row_files(folder)) <= 300_000
 
 
 def test_evaluate_reads_and_fills_the_folder_too(run, tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_evaluate_reads_and_fills_the_folder_too(run, tmp_path, monkeypatch):
     text.write_text(PROMPT)
     flags = ("evaluate", "--model", tiny_text.converted(MODEL), "--data", text, "--row-cache", folder)
     assert run(*flags)[0] == 0
-    size = disk_bytes(files_in(folder))
+    size = sum_disk_usage(list_row_files(folder))
     assert size > 0
     found = []
     find = RowFolder.find
@@ -102,13 +102,13 @@ def test_evaluate_reads_and_fills_the_folder_too(run, tmp_path, monkeypatch):
     assert run(*flags)[0] == 0
     assert all(there.all() for there, _ in found)
     assert found
-    assert disk_bytes(files_in(folder)) == size  # nothing was encoded anew
+    assert sum_disk_usage(list_row_files(folder)) == size  # nothing was encoded anew
 
 
 def test_rows_shows_and_purges_a_folder(run, generate, tmp_path, monkeypatch):
     folder = tmp_path / "rows"
     generate("--row-cache", folder)
-    size = disk_bytes(files_in(folder))
+    size = sum_disk_usage(list_row_files(folder))
     assert run("rows", "show", folder) == (0, f"1 file, {size} bytes\n", "")
     monkeypatch.setenv("MLX_ZIP_ROW_CACHE", str(folder))
     assert run("rows", "purge") == (0, f"removed: 1 file, {size} bytes\n", "")

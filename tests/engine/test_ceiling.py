@@ -4,7 +4,7 @@ from mlx.utils import tree_flatten
 
 from mlx_zip import device
 from mlx_zip.engine.mlx import mlx_engine
-from mlx_zip.models.loading import step_bytes
+from mlx_zip.models.loading import weight_bytes_per_step
 from support import tiny
 from support.serving import tiny_engine
 
@@ -18,7 +18,7 @@ def test_the_ceiling_is_the_bandwidth_over_the_bytes_of_a_step(monkeypatch):
         off = engine.without_hypertokens("off")
         without = off.ceiling()
         off.close()
-    read = step_bytes(dict(tree_flatten(tiny.tiny_model().parameters())))
+    read = weight_bytes_per_step(dict(tree_flatten(tiny.tiny_model().parameters())))
     assert (found.bytes_per_s, found.bytes_per_step, found.steps_per_s) == (1e9, read, 1e9 / read)
     assert found == again == without
     assert len(calls) == 1
@@ -28,9 +28,13 @@ def test_the_ceiling_is_the_bandwidth_over_the_bytes_of_a_step(monkeypatch):
 def test_a_step_reads_no_encoders_and_of_an_untied_embedding_nothing():
     weights = dict(tree_flatten(tiny.tiny_model().parameters()))
     unread = ("input_encoder.", "output_encoder.", "model.embed_tokens.")
-    assert step_bytes(weights) == sum(one.nbytes for name, one in weights.items() if not name.startswith(unread))
+    assert weight_bytes_per_step(weights) == sum(
+        one.nbytes for name, one in weights.items() if not name.startswith(unread)
+    )
     tied = dict(tree_flatten(tiny.tiny_model("gemma2").parameters()))
-    assert step_bytes(tied) == sum(one.nbytes for name, one in tied.items() if not name.startswith(unread[:2]))
+    assert weight_bytes_per_step(tied) == sum(
+        one.nbytes for name, one in tied.items() if not name.startswith(unread[:2])
+    )
 
 
 def test_the_bandwidth_is_measured_on_this_device():

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_zip.engine import Emitted, Failed, Finished, Submission
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.errors import EngineError, ModelError, PromptTooLongError
-from mlx_zip.models.loading import step_bytes
+from mlx_zip.models.loading import weight_bytes_per_step
 from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.serving import MISSING, WAIT_S, Watch, alone, ask, prompts, same_until_a_tie, tiny_engine
@@ -306,7 +306,7 @@ def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch)
     with engine() as made, made.without_hypertokens("plain") as plain:
         found = made.ceiling()
         assert found == made.ceiling() == plain.ceiling()
-    read = step_bytes(dict(tree_flatten(tiny.tiny_model().parameters())))
+    read = weight_bytes_per_step(dict(tree_flatten(tiny.tiny_model().parameters())))
     assert (found.bytes_per_s, found.bytes_per_step, found.steps_per_s) == (1e9, read, 1e9 / read)
     assert len(calls) == 1
     assert calls[0][2] < 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip import Codebook, CodecParams, compress
 from mlx_zip.codec import compress_next
-from mlx_zip.engine.sessions.kept import Kept
+from mlx_zip.engine.sessions.session import Session
 
 VOCAB = 3  # so few that texts repeat themselves all the time
 TEXT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
@@ -20,7 +20,7 @@ def kept_text(params, base_ids):
     book = Codebook(params)
     book.push(ids)
     lengths = [len(book.expand([one])) for one in ids]
-    return ids, Kept("a", "", np.array(base_ids, np.uint32), np.cumsum(lengths).astype(np.uint32), None, True, 0)
+    return ids, Session("a", "", np.array(base_ids, np.uint32), np.cumsum(lengths).astype(np.uint32), None, True, 0)
 
 
 @settings(max_examples=300)
@@ -30,7 +30,7 @@ def test_a_text_that_begins_as_a_kept_one_has_the_ids_that_it_has_alone(common, 
     ids, kept = kept_text(params, [*common, *first])
     text = [*common, *second]
     shared = next((i for i, (a, b) in enumerate(zip([*common, *first], text, strict=False)) if a != b), len(text))
-    held = kept.border(min(shared, len(text) - 1, len(kept.base_ids)), merge)
+    held = kept.count_reusable_ids(min(shared, len(text) - 1, len(kept.base_ids)), merge)
     book = Codebook(params)
     book.push(ids[:held])
     base_tokens = int(kept.ends[held - 1]) if held else 0

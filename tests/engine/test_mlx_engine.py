@@ -14,7 +14,7 @@ from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Failed, Finished, Progress, Started, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.sessions.store import SessionOptions
-from mlx_zip.models.refill import Refill
+from mlx_zip.models.longrope_refill import LongRopeRefill
 from support import tiny
 from support.generating import plain_model
 from support.serving import SAME, WAIT_S, Broken, alone, ask, at_once, both, logprobs_of, prompts, same, tiny_engine
@@ -166,7 +166,7 @@ def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode,
 @pytest.fixture
 def work(monkeypatch):
     """What engines do, in order: ("again", ids) for a context that is read again, ("step", requests) for a step."""
-    seen, read, launch = [], Refill.read, Group.launch
+    seen, read, launch = [], LongRopeRefill.read_next, Group.launch
 
     def noting_read(self, at_most):
         before = self.done
@@ -178,7 +178,7 @@ def work(monkeypatch):
         seen.append(("step", [len(request.checked.base_ids) for request in self.requests]))
         return launch(self)
 
-    monkeypatch.setattr(Refill, "read", noting_read)
+    monkeypatch.setattr(LongRopeRefill, "read_next", noting_read)
     monkeypatch.setattr(Group, "launch", noting_launch)
     return seen
 
@@ -243,7 +243,7 @@ def test_a_prompt_that_goes_on_beyond_longropes_border_is_read_after_its_session
 
 
 def test_a_request_that_is_cancelled_while_its_context_is_read_again_leaves_a_whole_session(monkeypatch):
-    model, prompt, read, tickets = tiny.tiny_model("phi3").eval(), tiny.base_ids(20, 5), Refill.read, []
+    model, prompt, read, tickets = tiny.tiny_model("phi3").eval(), tiny.base_ids(20, 5), LongRopeRefill.read_next, []
     with tiny_engine("phi3", sessions=SessionOptions(), run={"prefill_step_size": 8}) as engine:
 
         def cancelling(self, at_most):
@@ -251,7 +251,7 @@ def test_a_request_that_is_cancelled_while_its_context_is_read_again_leaves_a_wh
             return read(self, at_most)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Refill, "read", cancelling)
+            patch.setattr(LongRopeRefill, "read_next", cancelling)
             _, watch = at_once(engine, lambda: _asked(engine, prompt, tickets))
             watch.wait()
         assert watch.end.reason == "cancelled"

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_zip.engine import Progress
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.errors import GenerationError
 from support import tiny
 from support.generating import ENDLESS
@@ -45,7 +45,9 @@ def engine_of(name, sessions=False, max_running=8, **run):
 
     options = ServeOptions(max_running, run=RunOptions(**run))
     store = (
-        (lambda served: open_store(served.model, served.tokenizer, None, run.get("max_kv_size"))) if sessions else None
+        (lambda served: open_session_store(served.model, served.tokenizer, None, run.get("max_kv_size")))
+        if sessions
+        else None
     )
     return MlxEngine(load, name, options, store)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_zip.engine.sessions.list import PrefixIndex
-from mlx_zip.engine.sessions.mlx_caches import forked
+from mlx_zip.engine.sessions.mlx_caches import copy_prefix
+from mlx_zip.engine.sessions.session_list import PrefixIndex
 from mlx_zip.errors import EngineError
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from support import keeping, tiny
 from support.keeping import OWN
 from support.slow_cases import slow_but
@@ -37,7 +37,7 @@ def test_a_fork_of_a_kv_cache_never_changes_what_it_was_made_from():
     cache.update_and_fetch(mx.ones((1, 1, 10, 4)), mx.ones((1, 1, 10, 4)))
     before = np.array(cache.keys)
     for ids in (10, 6):
-        (twin,) = forked([cache], ids, 10 - ids)
+        (twin,) = copy_prefix([cache], ids, 10 - ids)
         twin.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
         mx.eval(twin.keys)
         assert np.array_equal(np.array(cache.keys), before)
@@ -90,7 +90,7 @@ def test_where_a_prompt_differs_from_the_best_session_is_told(at):
     keeping.read("zip", short := keeping.new_cache("zip"), held[: at - 1])
     store.put(short, pack_key=OWN)
     edited = [*held[:at], (held[at] - 3 + 1) % (tiny.VOCAB - 3) + 3, *NEXT]
-    found = store.differing(edited, OWN)
+    found = store.find_difference(edited, OWN)
     assert (found.at, found.now) == (at, tuple(edited[at : at + 12]))
     assert 0 < len(found.kept) <= 12
     assert list(found.kept) == held[at : at + len(found.kept)]
@@ -98,7 +98,7 @@ def test_where_a_prompt_differs_from_the_best_session_is_told(at):
 
 def test_nothing_differs_where_a_prompt_goes_on_from_a_session_or_nothing_is_in_common():
     store = keeping.store()
-    assert store.differing(NEXT, OWN) is None
+    assert store.find_difference(NEXT, OWN) is None
     _, held = keeping.conversation("zip", store)
     other = (held[0] - 3 + 1) % (tiny.VOCAB - 3) + 3
     for prompt, pack in (
@@ -108,7 +108,7 @@ def test_nothing_differs_where_a_prompt_goes_on_from_a_session_or_nothing_is_in_
         ([other, *held], OWN),
         (held[:9] + NEXT, "x"),
     ):
-        assert store.differing(prompt, pack) is None
+        assert store.find_difference(prompt, pack) is None
 
 
 @trimmed_kinds
@@ -168,7 +168,7 @@ def test_sessions_of_another_pack_are_not_found():
 def test_a_kept_session_has_no_rows():
     store = keeping.store()
     _, held = keeping.conversation("zip", store)
-    state = find_state(store.checkout(held + NEXT, OWN).cache)
+    state = find_zip_state(store.checkout(held + NEXT, OWN).cache)
     assert state.inputs.nbytes == state.outputs.nbytes == 0
     assert len(state.books[0]) > 0
 
@@ -275,7 +275,9 @@ def test_the_index_finds_what_a_scan_finds_while_sequences_come_and_go():
         after = {x[found.depth :] for x in held.values() if x[: found.depth] == ids[: found.depth]} - {()}
         assert any(x[: len(found.next)] == tuple(found.next) for x in after) or not (after or len(found.next))
         assert bool(len(found.next)) == bool(after)
-        assert set(index.names_below(found)) == {n for n, x in held.items() if x[: found.depth] == ids[: found.depth]}
+        assert set(index.names_with_prefix(found)) == {
+            n for n, x in held.items() if x[: found.depth] == ids[: found.depth]
+        }
         if held and rng.random() < 0.4:
             name = rng.choice(sorted(held))
             index.remove(name, np.array(held.pop(name), np.uint32))
@@ -292,5 +294,5 @@ def test_a_search_among_a_thousand_long_sessions_compares_few_edges():
         index.add(str(number), sessions[-1])
     found = index.find(sessions[700][:1990])
     assert found.depth == 1990
-    assert list(index.names_below(found)) == ["700"]
+    assert list(index.names_with_prefix(found)) == ["700"]
     assert index.compared <= 4

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import save_prompt_cache
 
 from mlx_zip.engine.sessions import mlx_caches
-from mlx_zip.engine.sessions.files import _tensor
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.files import _as_file_tensor
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.errors import EngineError
 from support import generating, keeping, tiny
 from support.keeping import OWN
@@ -224,7 +224,7 @@ def reopened(kind, folder, changes):
         from support import keeping_torch
 
         return keeping_torch.store(keeping_torch.model(made, folder, config), generating.TOKENIZER)
-    return open_store(tiny.random_model(config, 0, 0.3), generating.TOKENIZER)
+    return open_session_store(tiny.random_model(config, 0, 0.3), generating.TOKENIZER)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -305,11 +305,11 @@ def test_a_file_larger_than_all_sessions_may_be_is_refused(tmp_path, whole):
 
 
 def test_every_type_of_array_is_written_and_read_as_it_was():
-    for dtype in mlx_caches.NAMES:
+    for dtype in mlx_caches.SAFETENSORS_TYPES:
         if dtype == mx.float64:
             continue
         array = (mx.arange(6).reshape(2, 3) % 2).astype(dtype)
         mx.eval(array)
-        again = mlx_caches.array_of(_tensor(*mlx_caches.host_view(array)))
+        again = mlx_caches.array_from_tensor(_as_file_tensor(*mlx_caches.view_on_host(array)))
         assert again.dtype == dtype
         assert mx.array_equal(again, array).item()

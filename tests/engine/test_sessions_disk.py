@@ -18,14 +18,14 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
 from mlx_zip.cli import main
+from mlx_zip.engine.sessions import file_format as session_format
 from mlx_zip.engine.sessions import folder as session_folder
-from mlx_zip.engine.sessions import format as session_format
-from mlx_zip.engine.sessions.files import SessionBytes
-from mlx_zip.engine.sessions.folder import purge
-from mlx_zip.engine.sessions.kept import Slot
+from mlx_zip.engine.sessions.files import SessionSnapshot
+from mlx_zip.engine.sessions.folder import purge_session_folder
+from mlx_zip.engine.sessions.session import SessionFile
 from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from support import keeping, tiny
@@ -201,10 +201,10 @@ def test_a_folder_of_sessions_can_be_purged_whole(folder):
     saved(folder)
     size = files(folder)[0].stat().st_size
     (folder / "notes.txt").write_text("mine")
-    assert purge(folder) == (1, size)
+    assert purge_session_folder(folder) == (1, size)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
     (folder / "notes.txt").unlink()
-    assert purge(folder) == (0, 0)
+    assert purge_session_folder(folder) == (0, 0)
     assert not folder.exists()
 
 
@@ -219,7 +219,7 @@ def test_stored_responses_in_a_folder_of_sessions_are_purged_too(folder):
     kept = folder / "responses" / "resp_1.json"
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
-    assert purge(folder) == (1, 2)
+    assert purge_session_folder(folder) == (1, 2)
     assert not folder.exists()
 
 
@@ -233,7 +233,7 @@ def test_a_conversation_that_began_with_a_tuned_pack_goes_on_with_it_after_a_res
     again = keeping.store(folder=folder)
     assert again.checkout(held + NEXT, "") is None
     found = again.checkout(held + NEXT, "tuned")
-    find_state(found.cache).begun_with([start])
+    find_zip_state(found.cache).bind_start_packs([start])
     assert keeping.greedy("zip", found.cache, NEXT) == wanted
 
 
@@ -357,7 +357,7 @@ def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s, kind):
         held = keeping.store(kind).load(file).base_tokens
         assert held > 0
         if kind == "zip":
-            assert find_state(load_prompt_cache(str(file))).books[0].base_length == held
+            assert find_zip_state(load_prompt_cache(str(file))).books[0].base_length == held
 
 
 def test_unfinished_files_of_killed_processes_are_removed_if_nobody_else_uses_the_folder(folder):
@@ -452,14 +452,14 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
     for entry in cache:
         if isinstance(entry, KVCache | RotatingKVCache):
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
-    ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
-    kept = store._named(store.put(cache, pack_key=OWN, **ids))
-    snapshots = [SessionBytes(kept, store.caches, {}) for _ in range(2)]
+    ids = {"base_ids": [3] * cache[0].offset} if find_zip_state(cache) is None else {}
+    kept = store._session_named(store.put(cache, pack_key=OWN, **ids))
+    snapshots = [SessionSnapshot(kept, store.caches, {}) for _ in range(2)]
     snapshots[0].write(tmp_path / "before", {})
     del snapshots[0]
     for _ in range(3):
         keeping.read(kind, kept.cache, [5, 6, 7, 8])
-        mx.eval([entry.state for entry in kept.cache if find_state([entry]) is None])
+        mx.eval([entry.state for entry in kept.cache if find_zip_state([entry]) is None])
     snapshots[0].write(tmp_path / "after", {})
     assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
@@ -519,7 +519,7 @@ def test_a_dropped_session_whose_file_cannot_be_deleted_is_warned_of(folder, mon
         name, _ = keeping.conversation(kind, store)
         assert begun.wait(30)
         store.drop(name)
-        patch.setattr(Slot, "delete", refuse)
+        patch.setattr(SessionFile, "delete_if_unchanged", refuse)
         go.set()
         store.flush()
     assert "read-only" in caplog.text
@@ -533,7 +533,7 @@ def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeyp
     for seed in range(3):
         keeping.conversation(kind, store, seed)
     store.flush()
-    delete, refused = Slot.delete, []
+    delete, refused = SessionFile.delete_if_unchanged, []
 
     def refuse_once(slot):
         if not refused:
@@ -541,7 +541,7 @@ def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeyp
             raise PermissionError(errno.EACCES, "read-only")
         delete(slot)
 
-    monkeypatch.setattr(Slot, "delete", refuse_once)
+    monkeypatch.setattr(SessionFile, "delete_if_unchanged", refuse_once)
     with pytest.raises(EngineError, match="read-only"):
         store.purge()
     assert store.sessions() == []
@@ -550,7 +550,7 @@ def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeyp
 
 def test_a_file_that_vanishes_while_the_folder_is_read_hides_no_other(folder, monkeypatch, caplog):
     held = saved(folder)
-    found, gone = session_folder.found_in, folder / f"{0:016x}.safetensors"
+    found, gone = session_folder.read_session_index, folder / f"{0:016x}.safetensors"
     gone.write_bytes(files(folder)[0].read_bytes())
 
     def vanishing(path, marks):
@@ -558,7 +558,7 @@ def test_a_file_that_vanishes_while_the_folder_is_read_hides_no_other(folder, mo
         gone.unlink(missing_ok=True)
         return kept
 
-    monkeypatch.setattr(session_folder, "found_in", vanishing)
+    monkeypatch.setattr(session_folder, "read_session_index", vanishing)
     assert keeping.store(folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
 
 

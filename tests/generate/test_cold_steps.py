@@ -8,8 +8,8 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import compress
-from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER, TwoPartStep
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.serving import ask, at_once, tiny_engine
@@ -32,15 +32,15 @@ class Watched(RowStore):
         self._born.update({id(one.rows): self.begun for one in self._fresh if id(one.rows) not in self._born})
         return found
 
-    def _keep(self, encoded):
+    def _store_rows(self, encoded):
         self.ages += [self.begun - self._born.pop(id(one.rows), -1) for one in encoded]
-        super()._keep(encoded)
+        super()._store_rows(encoded)
 
 
 @pytest.fixture
 def store(monkeypatch):
-    made, run = Watched(), Ahead.run
-    monkeypatch.setattr(Ahead, "run", lambda self, ids: made.note_body(lambda: run(self, ids)))
+    made, run = Watched(), TwoPartStep.run
+    monkeypatch.setattr(TwoPartStep, "run", lambda self, ids: made.note_body(lambda: run(self, ids)))
     return made
 
 
@@ -62,7 +62,7 @@ def test_no_row_is_read_before_the_body_that_encodes_it_has_ended(loop, store):
     model = tiny.tiny_model().eval()
     model.row_source.store = store
     loop(model)
-    assert len([age for age in store.ages if age <= store.begun]) > STEPS // INPUTS_TOGETHER
+    assert len([age for age in store.ages if age <= store.begun]) > STEPS // INPUT_ROWS_TOGETHER
     assert min(store.ages) >= 1
 
 
@@ -76,7 +76,7 @@ def test_no_step_of_the_engine_reads_a_row_of_a_running_body(running, store):
         for watch in at_once(engine, lambda: [ask(engine, prompt, max_tokens=STEPS)[1] for prompt in prompts]):
             watch.wait()
         ages = list(store.ages)
-    assert len([age for age in ages if age <= store.begun]) > STEPS // INPUTS_TOGETHER
+    assert len([age for age in ages if age <= store.begun]) > STEPS // INPUT_ROWS_TOGETHER
     assert min(ages) >= 1
 
 
@@ -87,14 +87,14 @@ def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
     cache = model.make_cache()
     y = mx.argmax(model(mx.array(prompts_of(model)[0].astype(np.int32))[None], cache=cache)[:, -1], axis=-1)
     mx.eval(y, *model.row_source.submit_rows())
-    assert len(cache[-1].missing_installed_inputs()) >= INPUTS_TOGETHER
+    assert len(cache[-1].missing_installed_inputs()) >= INPUT_ROWS_TOGETHER
 
     def with_a_slow_end(self, *args):
         h = run_layers(self, *args)
         return h + 0 * (slow @ (slow + h.sum())).sum()
 
     monkeypatch.setattr(Model, "run_layers", with_a_slow_end)
-    ahead, ended, before = Ahead(model, cache), threading.Event(), model.row_source.store.encoded
+    ahead, ended, before = TwoPartStep(model, cache), threading.Event(), model.row_source.store.encoded
     h = ahead.run(y)
     mx.async_eval(h)
     waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
@@ -103,5 +103,5 @@ def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
     model.row_source.settle_submitted()
     assert not ended.is_set()
     encoded = model.row_source.store.encoded - before
-    assert encoded > INPUTS_TOGETHER  # the input rows of `run`, the output row of `follow`
+    assert encoded > INPUT_ROWS_TOGETHER  # the input rows of `run`, the output row of `follow`
     waiter.join()

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 from mlx_zip import stream_generate
 from mlx_zip.engine.mlx.prompt_caches import answers_in, notes_on
 from mlx_zip.errors import GenerationError
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.text.prompts import Chat
 from support.conversing import (
     ASKED,
@@ -122,7 +122,7 @@ def test_after_any_edits_the_cache_begins_with_the_conversation_and_goes_on_as_a
         cache, messages = edited(edit, n, cache, messages)
         wanted = Chat(messages).ids(tokenizer, answers_in(cache))
         responses = list(stream_generate(model, tokenizer, messages, 6, prompt_cache=cache))
-        state = find_state(cache)
+        state = find_zip_state(cache)
         base_ids = notes_on(cache).ids if state is None else state.books[0].base_ids(0).tolist()
         assert base_ids[: len(wanted)] == wanted
         assert responses[-1].cached_tokens + responses[-1].prompt_tokens == len(wanted)
@@ -156,10 +156,10 @@ def test_a_stop_string_ends_the_answer_and_the_next_turn_has_its_text():
 
 def test_a_request_that_cannot_be_met_leaves_the_cache_as_it_was():
     cache, _, _ = first_turn("zip2zip")
-    before = find_state(cache).books[0].ids.tolist()
+    before = find_zip_state(cache).books[0].ids.tolist()
     with pytest.raises(GenerationError, match="positions"):
         stream_generate(*loaded("zip2zip"), [message("user", ASKED * 200)], prompt_cache=cache)
-    np.testing.assert_array_equal(before, find_state(cache).books[0].ids)
+    np.testing.assert_array_equal(before, find_zip_state(cache).books[0].ids)
 
 
 def test_a_saved_cache_goes_on_from_its_codebook(tmp_path):

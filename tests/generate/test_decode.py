@@ -13,10 +13,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.row_source import RowSource
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER, TwoPartStep
 from mlx_zip.models.zip_model import Model
 from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
@@ -62,7 +62,7 @@ def columns(monkeypatch):
 def counted(monkeypatch):
     """How often a body ran ahead, and how often again with the right rows."""
     seen = {"ahead": 0, "waited": 0, "again": 0}
-    run, hidden = Ahead.run, Model.hidden
+    run, hidden = TwoPartStep.run, Model.hidden
 
     def counting_ahead(self, *args):
         h = run(self, *args)
@@ -73,7 +73,7 @@ def counted(monkeypatch):
         seen["again"] += isinstance(ids, int)
         return hidden(self, kv, state, ids, *more)
 
-    monkeypatch.setattr(Ahead, "run", counting_ahead)
+    monkeypatch.setattr(TwoPartStep, "run", counting_ahead)
     monkeypatch.setattr(Model, "hidden", counting_hidden)
     return seen
 
@@ -325,7 +325,7 @@ def test_whatever_raises_the_cache_is_even_and_holds_what_was_yielded(where, ahe
     if where == "second block":
         model.model.layers[1] = interrupted
     if where == "id":
-        monkeypatch.setattr(Ahead if ahead else Model, "follow" if ahead else "joint_head", interrupted)
+        monkeypatch.setattr(TwoPartStep if ahead else Model, "follow" if ahead else "joint_head", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(steps)
     assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
@@ -406,7 +406,7 @@ def test_after_a_trim_below_longropes_border_the_short_factors_are_back():
             model(mx.array([[one]]), cache=cache)
         trim_prompt_cache(cache, 12)
     assert caches[0][-1].long_rope
-    h = Ahead(model, caches[0]).run(mx.array([[5]]))
+    h = TwoPartStep(model, caches[0]).run(mx.array([[5]]))
     assert h is None
     expected = tiny.last_logits(model, [5], caches[1])
     np.testing.assert_allclose(tiny.last_logits(model, [5], caches[0]), expected, atol=1e-5)
@@ -459,5 +459,5 @@ def test_a_row_that_exists_is_not_encoded_again(ahead, monkeypatch):
     book = cache[-1].books[0]
     missing = int((~cache[-1].encoded_inputs[0, : len(book)]).sum())
     read = len(book) - missing if ahead else len({i for i in book.ids.tolist() if i >= tiny.VOCAB})
-    assert not ahead or missing < INPUTS_TOGETHER
+    assert not ahead or missing < INPUT_ROWS_TOGETHER
     assert sum(encoded) == len(book) + read

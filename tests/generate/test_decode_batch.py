@@ -6,9 +6,9 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache
 
 from mlx_zip.codec import compress
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import filter_cache
-from mlx_zip.models.launches import launches
+from mlx_zip.models.launches import count_launches
+from mlx_zip.models.two_part_step import TwoPartStep
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.early_reads import steps_without_row
@@ -143,7 +143,7 @@ def test_offsets_of_kv_caches_are_plain_arrays_after_every_step(ahead):
     requests = together(tiny.tiny_model(), ahead)
     requests.run(STEPS)
     cache = requests.cache
-    assert [sum(launches(entry.offset).values()) for entry in cache[:-1]] == [0] * (len(cache) - 1)
+    assert [sum(count_launches(entry.offset).values()) for entry in cache[:-1]] == [0] * (len(cache) - 1)
     assert cache[0].offset.tolist() == [cache[0]._idx - n for n in cache[-1].left_padding]
 
 
@@ -160,10 +160,10 @@ def test_outside_of_their_steps_nothing_is_left_for_the_device_to_begin_with(mon
 
 def test_ids_of_rows_that_have_ended_are_no_part_of_the_bodys_graph(monkeypatch):
     """An array of that graph would be on the host only when the body has ended."""
-    requests, waiting_for, run = together(tiny.tiny_model(), True), [], Ahead.run
+    requests, waiting_for, run = together(tiny.tiny_model(), True), [], TwoPartStep.run
     requests.run(2)
     requests.requests[1].handle.cancelled = True
-    monkeypatch.setattr(Ahead, "run", lambda self, ids: waiting_for.append(launches(ids)) or run(self, ids))
+    monkeypatch.setattr(TwoPartStep, "run", lambda self, ids: waiting_for.append(count_launches(ids)) or run(self, ids))
     for _ in range(3):
         requests.scheduler.work()
     assert [sum(one.values()) for one in waiting_for] == [0, 0, 0]

@@ -14,7 +14,7 @@ from mlx_zip.codec import Codebook, compress
 from mlx_zip.engine.mlx.generate import batch_generate, generate, load, stream_batch, stream_generate
 from mlx_zip.engine.mlx.group import Group
 from mlx_zip.errors import GenerationError, MlxZipError
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
 from support.places import SHARED
@@ -152,7 +152,7 @@ def test_kv_quantization_runs_on_a_zip_model():
 def test_a_second_turn_goes_on_from_the_first_ones_codebook():
     cache = MODEL.make_cache()
     run(prompt_cache=cache)
-    book = find_state(cache).books[0].copy()
+    book = find_zip_state(cache).books[0].copy()
     first = run(prompt_cache=cache, max_tokens=1)[0]
     assert first.prompt_ids == len(book.compress(PROMPT))
 
@@ -160,15 +160,15 @@ def test_a_second_turn_goes_on_from_the_first_ones_codebook():
 def test_after_generation_the_cache_holds_the_prompt_and_every_emitted_id():
     cache = MODEL.make_cache()
     emitted = ids(run(prompt_cache=cache))
-    assert find_state(cache).books[0].ids.tolist() == [*compress(PARAMS, PROMPT)[0].tolist(), *emitted]
+    assert find_zip_state(cache).books[0].ids.tolist() == [*compress(PARAMS, PROMPT)[0].tolist(), *emitted]
 
 
 def test_trimming_a_turn_away_brings_back_its_ids():
     cache = MODEL.make_cache()
     run(prompt_cache=cache)
-    length = len(find_state(cache).books[0].ids)
+    length = len(find_zip_state(cache).books[0].ids)
     first = ids(run(prompt=PROMPT[:20], prompt_cache=cache))
-    trim_prompt_cache(cache, len(find_state(cache).books[0].ids) - length)
+    trim_prompt_cache(cache, len(find_zip_state(cache).books[0].ids) - length)
     assert ids(run(prompt=PROMPT[:20], prompt_cache=cache)) == first
 
 
@@ -223,7 +223,7 @@ def test_a_bad_request_is_refused_before_anything_runs(options, named):
     cache = MODEL.make_cache()
     with pytest.raises(GenerationError, match=named):
         stream_generate(MODEL, **{"tokenizer": ENDLESS, "prompt": PROMPT, "prompt_cache": cache, **options})
-    assert find_state(cache).offset == 0
+    assert find_zip_state(cache).offset == 0
 
 
 def test_what_is_no_list_of_entries_is_refused_as_a_cache():
@@ -297,7 +297,7 @@ def test_a_row_that_has_ended_leaves_the_batch(monkeypatch):
 
     def noting(group):
         launch(group)
-        sizes.append((len(find_state(group.cache).books), group.cache[0].keys.shape[0]))
+        sizes.append((len(find_zip_state(group.cache).books), group.cache[0].keys.shape[0]))
 
     stop = generate(MODEL, ENDLESS, PROMPTS[0], max_tokens=30)[:3]
     monkeypatch.setattr(Group, "launch", noting)

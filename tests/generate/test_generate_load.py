@@ -8,7 +8,7 @@ import pytest
 
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.models.loading import rope_settings
+from mlx_zip.models.loading import rope_settings_for_mlx_lm
 from support import tiny_text
 from support.places import GOLDEN_MODELS
 
@@ -151,13 +151,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 def test_theta_is_taken_out_of_rope_parameters():
     config = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    assert rope_settings(config) == {"rope_theta": 5e5}
+    assert rope_settings_for_mlx_lm(config) == {"rope_theta": 5e5}
 
 
 def test_scaling_is_taken_out_of_rope_parameters():
     scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
     config = {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5, **scaling}}
-    assert rope_settings(config) == {"rope_theta": 5e5, "rope_scaling": {**scaling, "type": "llama3"}}
+    assert rope_settings_for_mlx_lm(config) == {"rope_theta": 5e5, "rope_scaling": {**scaling, "type": "llama3"}}
 
 
 def test_longrope_and_its_original_context_are_taken_out_of_rope_parameters():
@@ -169,7 +169,7 @@ def test_longrope_and_its_original_context_are_taken_out_of_rope_parameters():
         "original_max_position_embeddings": 4096,
         "partial_rotary_factor": 0.75,
     }
-    filled = rope_settings({"model_type": "phi3", "rope_parameters": rope})
+    filled = rope_settings_for_mlx_lm({"model_type": "phi3", "rope_parameters": rope})
     assert (filled["original_max_position_embeddings"], filled["partial_rotary_factor"]) == (4096, 0.75)
 
 
@@ -178,7 +178,7 @@ def test_gemma3s_two_sets_are_taken_out_of_rope_parameters():
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    assert rope_settings({"model_type": "gemma3_text", "rope_parameters": rope}) == {
+    assert rope_settings_for_mlx_lm({"model_type": "gemma3_text", "rope_parameters": rope}) == {
         "rope_theta": 1e6,
         "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 8.0},
         "rope_local_base_freq": 1e4,
@@ -187,17 +187,17 @@ def test_gemma3s_two_sets_are_taken_out_of_rope_parameters():
 
 def test_fields_that_the_config_has_are_left_alone():
     config = {"model_type": "llama", "rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    assert rope_settings(config) == {}
+    assert rope_settings_for_mlx_lm(config) == {}
 
 
 def test_a_class_that_reads_rope_parameters_itself_is_left_alone():
     config = {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    assert rope_settings(config) == {}
+    assert rope_settings_for_mlx_lm(config) == {}
 
 
 def test_the_text_part_of_a_larger_model_is_filled_too():
     text = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    filled = rope_settings({"model_type": "llava", "text_config": text})
+    filled = rope_settings_for_mlx_lm({"model_type": "llava", "text_config": text})
     assert filled == {"text_config": {**text, "rope_theta": 5e5}}
 
 
@@ -211,7 +211,7 @@ def test_the_text_part_of_a_larger_model_is_filled_too():
 )
 def test_rope_parameters_that_a_class_cannot_take_are_refused(kind, rope):
     with pytest.raises(ModelError, match="rope_parameters"):
-        rope_settings({"model_type": kind, "rope_parameters": rope})
+        rope_settings_for_mlx_lm({"model_type": kind, "rope_parameters": rope})
 
 
 def test_a_plain_models_theta_reaches_its_rope(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_zip import DataError, GenerationError, Pack, batch_generate, generate, load_pack, stream_generate
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import save_pack
 from support.generating import ENDLESS, MODEL, PROMPT
 
@@ -26,7 +26,7 @@ def test_a_request_begins_with_a_pack_given_as_a_path_or_a_pack(file, given):
     found = ids(pack=pack)
     cache = MODEL.make_cache(pack=PACK.entries)
     assert found == ids(prompt_cache=cache)
-    assert [entry for _, entry in find_state(cache).books[0].entries][:2] == list(PACK.entries)
+    assert [entry for _, entry in find_zip_state(cache).books[0].entries][:2] == list(PACK.entries)
 
 
 def test_prompts_of_a_batch_may_begin_with_packs_of_their_own(file):

@@ -14,8 +14,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.errors import ModelError
-from mlx_zip.models.decoders import FAMILIES
-from mlx_zip.models.machines import SHARDED_TYPES, check_sharding
+from mlx_zip.models.decoder_options import FAMILIES
+from mlx_zip.models.machines import SHARDED_TYPES, raise_unless_splittable
 from support import tiny
 from support.command_line import runner
 from support.places import REPO
@@ -103,7 +103,7 @@ def test_mlx_launch_runs_generate_and_only_the_first_machine_prints(jobs, tmp_pa
 def test_an_architecture_that_cannot_be_split_is_refused_by_name(family, plain):
     config = {"model_type": family} if plain else tiny.tiny_config(family)
     with pytest.raises(ModelError, match=f"type {family} cannot be split"):
-        check_sharding(config, 2)
+        raise_unless_splittable(config, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_an_architecture_that_cannot_be_split_is_refused_by_name(family, plain):
 )
 def test_counts_that_the_machines_do_not_divide_are_refused_by_name(changes, size, named):
     with pytest.raises(ModelError, match=named):
-        check_sharding({**tiny.tiny_config(), **changes}, size)
+        raise_unless_splittable({**tiny.tiny_config(), **changes}, size)
 
 
 @pytest.mark.slow

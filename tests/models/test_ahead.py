@@ -10,12 +10,12 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import _get_classes
 
 from mlx_zip.codec import compress
-from mlx_zip.models.ahead import INPUTS_TOGETHER, Ahead
-from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.launches import added_launches, gpu_forms
+from mlx_zip.models.launches import build_graphs_as_on_gpu, count_added_launches
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.models.rows.row_tables import HeadTable, RowTable, TurningTable
+from mlx_zip.models.rows.row_tables import ColumnTable, RowTable, TwoCopyTable
 from mlx_zip.models.rows.zip_state import ZipState
+from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER, TwoPartStep
 from mlx_zip.models.zip_model import Model
 from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
@@ -23,7 +23,7 @@ from support.slow_cases import slow_but
 from support.steps import decode_steps
 
 WARM, PER_SIDE, BASE_TOKEN_END, CANONICAL = 10, 30, 3, 6  # launches that a step may add to mlx-lm's
-TOGETHER = 50  # launches that encode `INPUTS_TOGETHER` rows of one side
+TOGETHER = 50  # launches that encode `INPUT_ROWS_TOGETHER` rows of one side
 STEPS = 24
 
 
@@ -46,7 +46,7 @@ def chosen(logits):
 
 def zip_steps(model, ids, cache, canonical, twice):
     """The steps of a request; `twice` gets how many bodies have run twice after each."""
-    ahead, processor = Ahead(model, cache), CanonicalDecoding(cache[-1].books[0])
+    ahead, processor = TwoPartStep(model, cache), CanonicalDecoding(cache[-1].books[0])
     processor(None, mx.zeros((1, model.layout.width)))
     for one in ids:
         y = mx.array([one])
@@ -94,14 +94,14 @@ def counted(model, warm, canonical=False):
     if warm:
         model.row_source.store.flush()
     cache, _ = read(model)
-    mx.eval(Ahead(model, cache).run(mx.array([5])))  # the prompt's entries have input rows from here on
+    mx.eval(TwoPartStep(model, cache).run(mx.array([5])))  # the prompt's entries have input rows from here on
     cache[0].trim(1), [entry.trim(1) for entry in cache[1:-1]]
     book, installs = cache[-1].books[0].copy(), []
     for one in emitted:
         installs.append(len(book.push(one)) > 0)
-    with gpu_forms():
-        ours = added_launches(zip_steps(model, emitted, cache, canonical, twice := []))
-        plain = added_launches(plain_steps(model, emitted))
+    with build_graphs_as_on_gpu():
+        ours = count_added_launches(zip_steps(model, emitted, cache, canonical, twice := []))
+        plain = count_added_launches(plain_steps(model, emitted))
     once = [i for i in range(1, len(ours)) if twice[i] == twice[i - 1]]
     return [ours[i] - plain[i] for i in once], [installs[i] for i in once]
 
@@ -133,7 +133,7 @@ def test_a_cold_step_encodes_one_row_and_seldom_several(encoder, bits):
     more, installs = counted(model, warm=False)
     assert any(installs)
     assert WARM < max(more) <= WARM + PER_SIDE + TOGETHER
-    assert np.mean(more) <= WARM + PER_SIDE + TOGETHER / INPUTS_TOGETHER
+    assert np.mean(more) <= WARM + PER_SIDE + TOGETHER / INPUT_ROWS_TOGETHER
 
 
 def test_canonical_decoding_adds_few_launches():
@@ -153,7 +153,7 @@ def test_the_id_is_on_the_host_while_its_body_still_runs(monkeypatch):
         return h + 0 * (slow @ (slow + h.sum())).sum()
 
     monkeypatch.setattr(Model, "run_layers", with_a_slow_end)
-    ahead, ended = Ahead(model, cache), threading.Event()
+    ahead, ended = TwoPartStep(model, cache), threading.Event()
     h = ahead.run(y)
     mx.async_eval(h)
     waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
@@ -171,7 +171,7 @@ def test_a_hypertoken_that_is_installed_by_being_read_runs_the_body_again():
     for one in (cache, plain):
         model(mx.array([[3, 5]]), cache=one)
     ids = [model.layout.hyper_id(len(cache[-1].books[0])), 7]  # the first stands for 5 5 and is installed by being read
-    ahead = Ahead(model, cache)
+    ahead = TwoPartStep(model, cache)
     for one in ids:
         y = mx.array([one])
         np.testing.assert_allclose(
@@ -184,10 +184,10 @@ def test_a_hypertoken_that_is_installed_by_being_read_runs_the_body_again():
 def test_input_rows_that_run_encodes_go_into_a_table_of_two_copies():
     model = tiny.tiny_model()
     cache, y = read(model)
-    assert not isinstance(cache[-1].inputs, TurningTable)
-    assert len(cache[-1].missing_installed_inputs()) >= INPUTS_TOGETHER
-    Ahead(model, cache).run(y)
-    assert isinstance(cache[-1].inputs, TurningTable)
+    assert not isinstance(cache[-1].inputs, TwoCopyTable)
+    assert len(cache[-1].missing_installed_inputs()) >= INPUT_ROWS_TOGETHER
+    TwoPartStep(model, cache).run(y)
+    assert isinstance(cache[-1].inputs, TwoCopyTable)
     assert not len(cache[-1].missing_installed_inputs())
 
 
@@ -200,7 +200,7 @@ def test_a_batch_that_was_saved_and_loaded_goes_on_ahead():
         cache = [*cache[:-1], ZipState.from_state(cache[-1].state)]  # without rows and without places
         y = mx.array([model.layout.hyper_id(len(book) - 1) for book in cache[-1].books])
         if ahead:
-            logits.append(Ahead(model, cache).follow(Ahead(model, cache).run(y), y))
+            logits.append(TwoPartStep(model, cache).follow(TwoPartStep(model, cache).run(y), y))
         else:
             logits.append(model(y[:, None], cache=cache))
     np.testing.assert_allclose(*map(np.array, logits), atol=1e-4)
@@ -223,7 +223,7 @@ def viewed(array):
 
 
 def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
-    table, row, places = TurningTable.of(RowTable()), mx.ones((1, 8)), set()
+    table, row, places = TwoCopyTable.from_table(RowTable()), mx.ones((1, 8)), set()
     for slot in range(20):
         body = viewed(table.array)  # a body in flight reads this copy
         table.put_run(slot, slot * row, 64)
@@ -235,10 +235,10 @@ def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
 
 @pytest.mark.parametrize("at", range(2))
 def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, monkeypatch):
-    table, row = TurningTable.of(RowTable()), mx.ones((1, 8))
+    table, row = TwoCopyTable.from_table(RowTable()), mx.ones((1, 8))
     for slot in range(5):
         table.put_run(slot, slot * row, 64)
-    write, calls = RowTable._with_run, iter(range(9))
+    write, calls = RowTable._write_run, iter(range(9))
 
     def interrupted(self, *args):
         if next(calls) == at:
@@ -246,7 +246,7 @@ def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, m
         return write(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowTable, "_with_run", interrupted)
+        patch.setattr(RowTable, "_write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             table.put_run(5, 5 * row, 64)
     for slot in range(5, 9):
@@ -264,7 +264,7 @@ def test_without_turns_the_same_writes_copy_the_table():
 
 
 def test_an_output_row_is_written_in_place():
-    table, row = HeadTable(), mx.ones((1, 8))
+    table, row = ColumnTable(), mx.ones((1, 8))
     table.put_run(0, row, 64)
     first = address(table.array)
     for slot in range(1, 20):
@@ -273,7 +273,7 @@ def test_an_output_row_is_written_in_place():
     np.testing.assert_array_equal(np.array(table.rows)[0, 1:20, 3], np.arange(1, 20))
 
 
-@pytest.mark.parametrize("kind", [RowTable, HeadTable, lambda: TurningTable.of(RowTable())])
+@pytest.mark.parametrize("kind", [RowTable, ColumnTable, lambda: TwoCopyTable.from_table(RowTable())])
 def test_every_table_holds_what_was_put_last(kind):
     rng, width, limit = np.random.default_rng(0), 5, 600
     table, expected = kind(), np.zeros((limit, width), np.float32)
@@ -289,7 +289,7 @@ def test_every_table_holds_what_was_put_last(kind):
         found = np.array(table.rows)
         np.testing.assert_array_equal(found[0], expected[: found.shape[1]])
     twin, some = table.copy(), rng.permutation(table.capacity)[:300]
-    kept = table.kept(some, 400)
+    kept = table.select(some, 400)
     table.put(np.array([0]), mx.full((1, width), 9.0), limit)
     np.testing.assert_array_equal(np.array(twin.rows)[0], expected[: found.shape[1]])
     np.testing.assert_array_equal(np.array(kept.rows)[0, :300], expected[some])

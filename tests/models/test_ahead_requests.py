@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import TwoPartStep
 from support import tiny
 from support.slow_cases import slow_but
 
@@ -70,12 +70,12 @@ class Requests(RuleBasedStateMachine):
 
     def step_ahead(self, number, copied):
         one = mx.array([self.chosen(number)])
-        h = Ahead(self.model, self.cache).run(one)
+        h = TwoPartStep(self.model, self.cache).run(one)
         if h is None:
             return self.read(one.tolist(), self.model(one[None], cache=self.cache))
         if copied:
             self.cache = copy.deepcopy(self.cache)
-        return self.read(one.tolist(), Ahead(self.model, self.cache).follow(h, one))
+        return self.read(one.tolist(), TwoPartStep(self.model, self.cache).follow(h, one))
 
     @rule(number=st.integers(0, LAST))
     def step_that_waits(self, number):
@@ -88,8 +88,8 @@ class Requests(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, LAST))
     def body_without_its_end(self, number):
-        Ahead(self.model, self.cache).run(mx.array([self.chosen(number)]))
-        self.model.forget(self.cache, len(self.ids))
+        TwoPartStep(self.model, self.cache).run(mx.array([self.chosen(number)]))
+        self.model.trim_cache(self.cache, len(self.ids))
 
     @precondition(lambda self: len(self.ids) > 1)
     @rule(n=st.integers(1, 4))

@@ -9,12 +9,12 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_zip.codec import compress_next
 from mlx_zip.errors import ModelError
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows import row_tables as rows
 from mlx_zip.models.rows import sequence_rows as state_rows
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.sequence_rows import SequenceRows
+from mlx_zip.models.two_part_step import TwoPartStep
 from mlx_zip.sampling.canonical import CanonicalDecoding
 from support import tiny
 from support.slow_cases import slow_but
@@ -100,7 +100,7 @@ class Batch:
     def step(self):
         ids = mx.array([row.ids[-1] for row in self.rows])
         if self.ahead:
-            ahead = Ahead(self.model, self.cache)
+            ahead = TwoPartStep(self.model, self.cache)
             logits = ahead.follow(ahead.run(ids), ids)[:, -1]
         else:
             logits = self.model(ids[:, None], cache=self.cache)[:, -1]

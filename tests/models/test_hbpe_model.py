@@ -6,13 +6,13 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_zip.errors import CodecError, ConfigError, GenerationError
-from mlx_zip.models.patches.patch_generation import filled, generate_patches, read_back
+from mlx_zip.models.patches.patch_generation import canonical_patch, fill_patch, generate_patches
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
     PlainConfig,
     PlainModel,
-    parameters_of,
+    count_parameters,
     patch_lengths,
 )
 from mlx_zip.vocab.hbpe.measures import LOCAL, MEDIUM, SMALL, Tower
@@ -59,7 +59,7 @@ def test_logits_of_a_patch_do_not_see_it_or_a_later_one(model, at):
 @pytest.mark.parametrize("k", range(9))
 def test_a_changed_byte_leaves_the_logits_of_earlier_bytes_alone(model, k):
     said = b"xy is a.b"
-    rows = lambda said: mx.array([[filled([*said[at : at + 3], MARK], 4) for at in range(0, 9, 3)]])
+    rows = lambda said: mx.array([[fill_patch([*said[at : at + 3], MARK], 4) for at in range(0, 9, 3)]])
     before, after = (logits_of(model, rows(text))[0] for text in (said, said[:k] + b"?" + said[k + 1 :]))
     patch, place = divmod(k, 3)
     assert np.abs(before[:patch] - after[:patch]).max(initial=0) < ATOL
@@ -116,8 +116,8 @@ def test_a_plain_models_logits_depend_on_earlier_ids_only():
 
 def full_choices(model, prompt, patches):
     """The likeliest symbols of each written patch by one full forward over what the model read."""
-    read = [*prompt, *(read_back(TABLE.merges, patch) for patch in patches)]
-    rows = mx.array([[filled(patch, 4) for patch in read]])
+    read = [*prompt, *(canonical_patch(TABLE.merges, patch) for patch in patches)]
+    rows = mx.array([[fill_patch(patch, 4) for patch in read]])
     h = model.contexts(model.encode(rows[0])[None])[0]
     out = []
     for t, patch in enumerate(patches, start=len(prompt)):
@@ -166,10 +166,10 @@ def test_sampling_follows_its_seed(model):
 
 def test_a_generated_patch_is_read_back_as_the_canonical_patch_of_its_bytes():
     merges = Merges(4, ((97, 98), (257, 99)))  # ab, abc
-    assert read_back(merges, [258, 97, 98, MARK]) == merges.encode(b"abcab") == [257, 99, 257, MARK]
-    assert read_back(merges, [97, MARK]) == [97, MARK]
-    assert read_back(merges, [120, 121, 122, 120]) == [120, 121, 122, 120]  # its bytes and a mark would not fit
-    assert read_back(merges, [97, 98, 120, 121]) == [257, 120, 121, MARK]
+    assert canonical_patch(merges, [258, 97, 98, MARK]) == merges.encode(b"abcab") == [257, 99, 257, MARK]
+    assert canonical_patch(merges, [97, MARK]) == [97, MARK]
+    assert canonical_patch(merges, [120, 121, 122, 120]) == [120, 121, 122, 120]  # its bytes and a mark would not fit
+    assert canonical_patch(merges, [97, 98, 120, 121]) == [257, 120, 121, MARK]
 
 
 @pytest.mark.parametrize(
@@ -234,20 +234,20 @@ def test_the_latent_models_have_the_parameter_counts_of_the_paper(tower, million
     assert round(counted / 1e6, 1) == pytest.approx(millions, abs=0.11)
     layers, width = 1, 64
     model = PlainModel(PlainConfig(1, Tower(layers, width, 2 * width, 2)))
-    assert parameters_of(model) == 4 * width**2 + 6 * width**2 + 2 * width + width + 2 * width
+    assert count_parameters(model) == 4 * width**2 + 6 * width**2 + 2 * width + width + 2 * width
 
 
 def test_the_local_models_of_the_small_model_have_about_the_rest_of_the_papers_count():
     model = PatchModel(PatchConfig(257 + 240, 10, Tower(1, 768, 8, 12), LOCAL))
-    latent = parameters_of(model.latent)
-    assert parameters_of(model) - latent == pytest.approx(11.9e6, rel=0.03)  # the table leaves 14.8 million for it
+    latent = count_parameters(model.latent)
+    assert count_parameters(model) - latent == pytest.approx(11.9e6, rel=0.03)  # the table leaves 14.8 million for it
 
 
 def test_a_patch_is_read_back_in_the_mode_of_its_table(model):
     token = bytes(TABLE.merges.decode([257, MARK]))  # the first merge: it fits as it is, so `stop` leaves it alone
     other = TABLE.merges.encode(token, "full")
     assert other != TABLE.merges.encode(token)
-    assert read_back(TABLE.merges, other, "full") == other
-    assert read_back(TABLE.merges, other) != other
+    assert canonical_patch(TABLE.merges, other, "full") == other
+    assert canonical_patch(TABLE.merges, other) != other
     with pytest.raises(CodecError, match="mode"):
         generate_patches(model, TABLE.merges, mode="other")

@@ -64,7 +64,7 @@ def test_a_model_takes_a_pack_from_a_file(path):
 def test_a_saved_state_takes_its_rows_from_a_path(path):
     state = ZipState.from_state(state_of(pack=path).state)
     assert isinstance(state.tuned[0], str)
-    state.begun_with([path])
+    state.bind_start_packs([path])
     assert state.tuned == [TUNED]
 
 

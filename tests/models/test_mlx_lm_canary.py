@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache
 
 import mlx_zip  # registers the model type and the cache class, before mlx_lm is imported  # noqa: F401
-from mlx_zip.models.decoders import FAMILIES
+from mlx_zip.models.decoder_options import FAMILIES
 from mlx_zip.models.rows.zip_state import ZipState
 from support.places import GOLDEN
 
@@ -334,7 +334,7 @@ def test_a_dequantized_model_has_float_layers_of_the_same_values():
 
 
 def test_a_batch_cache_replaces_its_offset_and_never_changes_it_in_place():
-    """Layers share one offset array (`mlx_zip.models.inputs.cut_offsets`)."""
+    """Layers share one offset array (`mlx_zip.models.call_inputs.set_plain_offsets`)."""
     caches, keys = [BatchKVCache([0, 1]), BatchKVCache([0, 1])], mx.zeros((2, 1, 1, 4))
     caches[0].offset = caches[1].offset = shared = mx.array([5, 4])
     caches[0].update_and_fetch(keys, keys)

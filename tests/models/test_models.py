@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip import Codebook, CodecError, ConfigError, ModelError, compress
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from support.tiny import ENCODERS, FAMILIES, MERGE, PAD, SLOTS, VOCAB, base_ids, last_logits, tiny_config, tiny_model

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_zip.errors import ModelError
-from mlx_zip.models.batching import batches, extend_cache, extract_cache, filter_cache, merge_caches
+from mlx_zip.models.batching import can_batch, extend_cache, extract_cache, filter_cache, merge_caches
 from support import tiny
 from support.plain_families import FAMILIES, STATES, WINDOWS, plain_family
 from support.slow_cases import slow_but
@@ -155,12 +155,12 @@ def test_a_cache_that_joins_is_not_changed_and_an_interrupt_changes_nothing(name
 
 
 def test_what_batches_is_what_mlx_lm_can_batch():
-    assert all(batches(make_prompt_cache(family(name))) for name in FAMILIES)
-    assert not batches([KVCache(), QuantizedKVCache()])
-    assert not batches([ChunkedKVCache(8)])
-    assert not batches([CacheList(ArraysCache(2), QuantizedKVCache())])
-    assert batches([RotatingKVCache(8)])
-    assert not batches([RotatingKVCache(8, keep=4)])
+    assert all(can_batch(make_prompt_cache(family(name))) for name in FAMILIES)
+    assert not can_batch([KVCache(), QuantizedKVCache()])
+    assert not can_batch([ChunkedKVCache(8)])
+    assert not can_batch([CacheList(ArraysCache(2), QuantizedKVCache())])
+    assert can_batch([RotatingKVCache(8)])
+    assert not can_batch([RotatingKVCache(8, keep=4)])
 
 
 @pytest.mark.parametrize("name", [*WINDOWS, *STATES])

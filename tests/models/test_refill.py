@@ -9,8 +9,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache, trim_prompt_cache
 
 from mlx_zip.codec import compress
-from mlx_zip.models.inputs import kv_length
-from mlx_zip.models.refill import Refill
+from mlx_zip.models.call_inputs import kv_length
+from mlx_zip.models.longrope_refill import LongRopeRefill
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.zip_model import Model
@@ -136,13 +136,13 @@ def test_until_all_ids_are_read_the_cache_is_as_it_was():
     short = below(model, ids)
     model(mx.array(ids[None, :short]), cache=cache)
     before = [dict(vars(entry)) for entry in cache[:-1]]
-    refill = Refill(model, cache[:-1], cache[-1], True)
-    refill.read(CHUNK)
+    refill = LongRopeRefill(model, cache[:-1], cache[-1], True)
+    refill.read_next(CHUNK)
     mx.eval([entry.state for entry in refill.filled])
     assert [vars(entry) for entry in cache[:-1]] == before
     assert not cache[-1].long_rope
-    assert (refill.done, refill.left) == (CHUNK, short - CHUNK)
-    model.forget(cache, short - 1)
+    assert (refill.done, refill.ids_left) == (CHUNK, short - CHUNK)
+    model.trim_cache(cache, short - 1)
     got = last(model, ids[short - 1 : short], cache)
     np.testing.assert_allclose(got, last(model, ids[:short], model.make_cache()), atol=1e-4)
 
@@ -152,8 +152,8 @@ def test_an_interrupt_between_two_layers_of_a_finished_refill_changes_neither():
     ids, cache = ids_of(model), model.make_cache()
     short = below(model, ids)
     model(mx.array(ids[None, :short]), cache=cache)
-    before, refill = [dict(vars(entry)) for entry in cache[:-1]], Refill(model, cache[:-1], cache[-1], True)
-    refill.read(short)
+    before, refill = [dict(vars(entry)) for entry in cache[:-1]], LongRopeRefill(model, cache[:-1], cache[-1], True)
+    refill.read_next(short)
     refill.filled[1] = None  # stands for what an interrupt does
     with pytest.raises(TypeError):
         refill.finish()
@@ -169,7 +169,7 @@ def test_rows_of_refills_that_are_given_up_do_not_pile_up():
     for seed in range(1, 6):  # other ids each time, so that their rows are not there
         ids, cache = ids_of(model, seed=seed), model.make_cache()
         cache[-1].advance(ids[None, :20].astype(np.uint32))
-        Refill(model, cache[:-1], cache[-1], True).read(CHUNK)
+        LongRopeRefill(model, cache[:-1], cache[-1], True).read_next(CHUNK)
     assert len(model.row_source.store._fresh) <= 2  # of the last one, on both sides
     assert model.row_source.store.submit()
 

@@ -9,7 +9,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_zip import RowStore
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from support.starting import START
 from support.tiny import base_ids, last_logits, tiny_config, tiny_model

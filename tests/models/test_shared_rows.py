@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.two_part_step import TwoPartStep
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from support import tiny
@@ -27,7 +27,7 @@ def stepped(model, cache, ids, ahead=False):
     """Logits [B, W] of a step that reads ids [B]."""
     ids = mx.array(ids)
     if ahead:
-        one = Ahead(model, cache)
+        one = TwoPartStep(model, cache)
         return np.array(one.follow(one.run(ids), ids)[:, -1])
     return np.array(model(ids[:, None], cache=cache)[:, -1])
 
@@ -37,10 +37,10 @@ def test_entries_that_several_sequences_have_take_one_place():
     state = merge_caches(model, [read(model) for _ in range(3)])[-1]
     assert len(state.books[0]) > len(PACK)
     assert len(state.places) == len(state.books[0])
-    assert state.slots_alike(len(state.books[0])) == len(state.books[0])
+    assert state.count_slots_with_equal_places(len(state.books[0])) == len(state.books[0])
     state = merge_caches(model, [read(model), read(model, pack=PACK[1:])])[-1]
     assert len(state.places) < sum(map(len, state.books))
-    assert state.slots_alike(2) == 0
+    assert state.count_slots_with_equal_places(2) == 0
 
 
 def test_a_row_is_encoded_once_for_all_sequences_of_a_batch():
@@ -77,7 +77,7 @@ def test_two_hundred_joins_and_leaves_take_no_more_places(ahead):
         assert len({len(batch[-1].books), len(batch[-1].replaced), len(batch[-1].places.index)}) == 1
         most = max(most, len(batch[-1].places))
     state = batch[-1]
-    assert len(state.places.of) == len(state.places) <= most <= 4 * tiny.SLOTS
+    assert len(state.places.place_of) == len(state.places) <= most <= 4 * tiny.SLOTS
     assert state.outputs.capacity == state.inputs.capacity == 256
     assert state.encoded_inputs.size <= 2 * 256
 
@@ -95,7 +95,7 @@ def test_tuned_rows_of_one_sequence_are_not_those_of_another(one):
     batch = merge_caches(model, caches[:1])
     for cache in caches[1:]:
         extend_cache(model, batch, cache)
-    assert len(batch[-1].places) == len({*batch[-1].places.of}) >= 2 * len(PACK)
+    assert len(batch[-1].places) == len({*batch[-1].places.place_of}) >= 2 * len(PACK)
     np.testing.assert_allclose(stepped(model, copy.deepcopy(batch), [tiny.VOCAB + 2] * 4), alone, atol=2e-4)
     np.testing.assert_allclose(stepped(model, batch, [tiny.VOCAB + 2] * 4, ahead=True), alone, atol=2e-4)
     expected = [stepped(model, model.make_cache(pack=pack), [tiny.VOCAB])[0] for pack in (tuned, PACK)]

@@ -12,7 +12,7 @@ import pytest
 from mlx_zip.config import ZipConfig
 from mlx_zip.converters import convert
 from mlx_zip.errors import ConfigError, DataError
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.packs.entries import read_entries, write_entries
 from support.checkpoints import write_checkpoint
 from support.tiny import tiny_config

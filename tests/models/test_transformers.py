@@ -20,8 +20,8 @@ pytest.importorskip("transformers", reason="parity with transformers needs trans
 import mlx.core as mx
 import torch
 
-from mlx_zip.models.folders import ModelArgs
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.model_folder import ModelArgs
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.models.zip_model import Model
 from support import upstream
 
@@ -363,7 +363,7 @@ def test_logits_with_hypertokens_equal_transformers_on_the_same_vectors(name: st
     got = np.concatenate(
         [np.array(model(mx.array(piece), cache=cache)) for piece in np.split(ids, [9, 10, 44], axis=1)], axis=1
     )
-    entries = [base_ids for _, base_ids in find_state(cache).books[0].entries]
+    entries = [base_ids for _, base_ids in find_zip_state(cache).books[0].entries]
     want = zipped_forward(decoder, ids, entries, mode)
     live = VOCAB + len(entries)
     assert worst(got[0, -1, :live], want[0, -1]) < TOLERANCE

@@ -10,7 +10,7 @@ from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.papers.hbpe import hbpe_data
 from mlx_zip.bench.papers.hbpe import hbpe_model as bench
 from mlx_zip.bench.papers.hbpe.hbpe_data import Data, read_documents
-from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, parameters_of
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, count_parameters
 from mlx_zip.training.patch_training import train
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
@@ -94,8 +94,8 @@ def test_the_equal_model_has_no_more_parameters_than_plain_but_hardly_fewer(text
     args = parse(texts, "--vocab-size", vocabulary, "--latent", "1,64,96,2")
     table = data_of(args).material("patches", 8)[2]
     latent = bench.equal_latent(table, args.latent, args.local)
-    size = lambda tower: parameters_of(PatchModel(PatchConfig(table.merges.symbols, 8, tower, args.local)))
-    plain = parameters_of(bench.PlainModel(bench.PlainConfig(len(table), args.latent)))
+    size = lambda tower: count_parameters(PatchModel(PatchConfig(table.merges.symbols, 8, tower, args.local)))
+    plain = count_parameters(bench.PlainModel(bench.PlainConfig(len(table), args.latent)))
     assert size(latent) <= plain
     assert size(Tower(latent.layers, latent.width, latent.ffn + 1, latent.heads)) > plain
     assert latent.width >= 64

@@ -10,7 +10,7 @@ import pytest
 from mlx_zip import cli, named
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import ModelError
-from mlx_zip.models.loading import model_folder
+from mlx_zip.models.loading import find_model_folder
 from mlx_zip.named import bundled_model
 from support.places import REPO
 
@@ -81,25 +81,25 @@ def test_an_unknown_name_is_no_bundled_model(empty):
 
 
 def test_a_model_is_found_by_its_bundled_name(stories):
-    assert model_folder("stories") == stories
+    assert find_model_folder("stories") == stories
 
 
 def test_a_model_of_that_name_in_this_folder_goes_before_the_bundled_one(stories, monkeypatch, tmp_path):
     (tmp_path / "here/stories").mkdir(parents=True)
     (tmp_path / "here/stories/config.json").write_text('{"model_type": "llama"}')
     monkeypatch.chdir(tmp_path / "here")
-    assert model_folder("stories") == Path("stories")
+    assert find_model_folder("stories") == Path("stories")
 
 
 def test_a_folder_of_that_name_without_a_model_is_passed_over(stories, monkeypatch, tmp_path):
     (tmp_path / "here/stories").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    assert model_folder("stories") == stories
+    assert find_model_folder("stories") == stories
 
 
 def test_a_bundled_model_has_no_revision(stories):
     with pytest.raises(ModelError, match="stories is a folder, so revision"):
-        model_folder("stories", "main")
+        find_model_folder("stories", "main")
 
 
 def test_without_flags_the_bundled_model_tells_a_whole_story(parsed, stories):

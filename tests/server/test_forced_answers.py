@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.models.loading import load
 from mlx_zip.server.options import Options
 from support import http_server
@@ -31,7 +31,7 @@ def served():
         return model, tokenizer
 
     def store(made):
-        return open_store(made.model, made.tokenizer)
+        return open_session_store(made.model, made.tokenizer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_server, "WAIT_S", SLOW_S)

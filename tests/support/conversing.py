@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip import load, stream_generate
 from mlx_zip.engine.mlx.prompt_caches import notes_on
 from mlx_zip.layout import is_zip
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny_text
 from support.places import GOLDEN_MODELS
 
@@ -65,7 +65,7 @@ def first_turn(kind, seed=None, **options):
 def fresh_ids(kind, cache, n, max_tokens):
     """Greedy ids of a model that reads the first n ids of a cache's log anew, as one prompt."""
     model, _ = loaded(kind)
-    log = find_state(cache).books[0].ids.tolist()[:n]
+    log = find_zip_state(cache).books[0].ids.tolist()[:n]
     twin, out = model.make_cache(), []
     logits = model(mx.array([log]), cache=twin)[0, -1]
     for _ in range(max_tokens):

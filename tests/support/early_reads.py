@@ -1,7 +1,7 @@
 """Which steps read a hypertoken before its input row is in the table, told from the ids alone."""
 
 from mlx_zip.codec import Codebook
-from mlx_zip.models.ahead import INPUTS_TOGETHER
+from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER
 
 
 def steps_without_row(model, prompts, emitted):
@@ -17,7 +17,7 @@ def steps_without_row(model, prompts, emitted):
         encoded |= {tuple(books[-1].expand([one]).tolist()) for one in prompt if model.layout.is_hyper(one)}
     missing -= encoded
     for ids in emitted:
-        if len(missing) >= INPUTS_TOGETHER:
+        if len(missing) >= INPUT_ROWS_TOGETHER:
             encoded, missing = encoded | missing, set()
         without = False
         for book, one in zip(books, ids, strict=True):

@@ -13,10 +13,10 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.codec import compress_next
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.layout import is_zip
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from support import generating, tiny
 from support.serving import NEEDS_TORCH
 
@@ -88,7 +88,7 @@ def sliding_model():
 def store(kind="zip", **options):
     if is_torch(kind):
         return _torch().store(model(kind), generating.TOKENIZER, **options)
-    return open_store(model(kind), generating.TOKENIZER, SessionOptions(**options))
+    return open_session_store(model(kind), generating.TOKENIZER, SessionOptions(**options))
 
 
 def new_cache(kind, start=None):
@@ -104,7 +104,7 @@ def read(kind, cache, base_ids):
     """
     if is_torch(kind):
         return _torch().read(cache, base_ids, _torch().seats(model(kind)).batch)
-    state = find_state(cache)
+    state = find_zip_state(cache)
     ids = np.asarray(base_ids, np.uint32) if state is None else compress_next(state.books[0], np.asarray(base_ids))
     return model(kind)(mx.array(ids.astype(np.int32))[None], cache=cache)[0, -1]
 
@@ -113,7 +113,7 @@ def greedy(kind, cache, base_ids, steps=12, bits=None):
     """Reads base ids and returns the greedy ids after them, and the base ids that they stand for; all are read."""
     if is_torch(kind):
         return _torch().greedy(model(kind), cache, base_ids, steps)
-    state, out, base = find_state(cache), [], []
+    state, out, base = find_zip_state(cache), [], []
     logits = read(kind, cache, base_ids)
     for _ in range(steps):
         if bits:
@@ -128,7 +128,7 @@ def conversation(kind, kept, seed=0, length=60, **options):
     """Puts a session of a prompt and its answer; returns (name, all its base ids)."""
     cache, prompt = new_cache(kind), tiny.base_ids(length, seed)
     _, answer = greedy(kind, cache, prompt)
-    given = {"base_ids": prompt + answer} if not is_torch(kind) and find_state(cache) is None else {}
+    given = {"base_ids": prompt + answer} if not is_torch(kind) and find_zip_state(cache) is None else {}
     return kept.put(cache, pack_key=OWN, **given, **options), prompt + answer
 
 
@@ -143,7 +143,7 @@ def as_read_at_once(kind, held, prompt, steps=12):
         return _torch().read_at_once(model(kind), held, prompt, steps)
     cache = new_cache(kind)
     model(kind)(mx.array([held]), cache=cache)
-    state = find_state(cache)
+    state = find_zip_state(cache)
     n = len(held) if state is None else state.books[0].base_length
     return greedy(kind, cache, prompt[n:], steps)[0]
 
@@ -152,7 +152,7 @@ def log(kind, checkout, prompt):
     """The ids that a checkout's cache holds."""
     if is_torch(kind):
         return checkout.cache.book.ids.tolist()
-    state = find_state(checkout.cache)
+    state = find_zip_state(checkout.cache)
     return list(prompt[: checkout.base_tokens]) if state is None else state.books[0].ids.tolist()
 
 

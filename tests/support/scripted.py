@@ -11,7 +11,7 @@ import numpy as np
 from mlx_zip.engine import Submission, Ticket
 from mlx_zip.engine.interface import Deliver
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from support.tiny import random_model
 from support.tool_templates import with_tools
 
@@ -34,7 +34,7 @@ class Scripted(MlxEngine):
             model.eval()
             return model, self._tokenizer
 
-        super().__init__(load, "scripted", ServeOptions(), lambda made: open_store(made.model, made.tokenizer))
+        super().__init__(load, "scripted", ServeOptions(), lambda made: open_session_store(made.model, made.tokenizer))
 
     def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
         """Takes a request, and has its answer written by the script."""

@@ -19,7 +19,7 @@ from mlx_zip.engine import Emitted, Engine, Failed, Finished, Submission
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from support import tiny
 from support.generating import ENDLESS, plain_model
@@ -151,7 +151,7 @@ def _folder(family: str, changes: str) -> Path:
 
 
 def _store(served: Any, options: SessionOptions) -> SessionStore:
-    return open_store(served.model, served.tokenizer, options)
+    return open_session_store(served.model, served.tokenizer, options)
 
 
 def ask(engine: Engine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:

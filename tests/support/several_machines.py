@@ -71,12 +71,12 @@ def generated_ids(folder: Path, requests: Sequence[Mapping[str, Any]], group: An
 
 def _write_ids(jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]], out: str) -> None:
     """Writes the ids of each job's requests."""
-    from mlx_zip.models.machines import leave, machines
+    from mlx_zip.models.machines import connect_machines, wait_for_machines
 
-    group = machines()
+    group = connect_machines()
     assert group is not None
     found = [generated_ids(folder, requests, group) for folder, requests in jobs]
-    leave(group)
+    wait_for_machines(group)
     Path(out).write_text(json.dumps(found))
 
 
@@ -91,11 +91,11 @@ def _write_peak(folder: Path, out: str) -> None:
     import mlx.core as mx
 
     from mlx_zip import load
-    from mlx_zip.models.machines import leave, machines
+    from mlx_zip.models.machines import connect_machines, wait_for_machines
 
-    group = machines()
+    group = connect_machines()
     load(folder, group=group)
-    leave(group)
+    wait_for_machines(group)
     peak, whole = mx.get_peak_memory(), (folder / "model.safetensors").stat().st_size
     Path(out).write_text(json.dumps([peak, whole]))
 
@@ -143,13 +143,13 @@ def serve_on(n: int, home: Path, folder: Path, requests: Sequence[Mapping[str, A
 
 def _write_answers(job: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], out: str) -> None:
     from mlx_zip.engine.mlx.split_engine import open_split_engine
-    from mlx_zip.models.machines import is_first, machines
+    from mlx_zip.models.machines import connect_machines, is_first_machine
 
     folder, requests, options = job
-    group, found = machines(), None
+    group, found = connect_machines(), None
     assert group is not None
     with open_split_engine(group, folder, **options) as engine:
-        if is_first(group):
+        if is_first_machine(group):
             found = answered(engine, requests)
         else:
             engine.follow()
@@ -241,9 +241,9 @@ def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, f
 def _serve_until(folder: Path, busy: bool, ready: str) -> int:
     """Serves until another machine is lost; returns 2 then, as the commands do."""
     from mlx_zip.cli.machine_watch import watched
-    from mlx_zip.models.machines import machines
+    from mlx_zip.models.machines import connect_machines
 
-    group = machines()
+    group = connect_machines()
     with watched(group):
         return _serve_watched(group, folder, busy, ready)
 
@@ -252,20 +252,20 @@ def _serve_watched(group: Any, folder: Path, busy: bool, ready: str) -> int:
     from mlx_zip.engine import Submission
     from mlx_zip.engine.mlx.split_engine import open_split_engine
     from mlx_zip.errors import MachineError
-    from mlx_zip.models.machines import is_first
+    from mlx_zip.models.machines import is_first_machine
     from support.serving import Watch
 
     engine, watch = open_split_engine(group, folder), Watch()
     try:
-        if is_first(group) and busy:
+        if is_first_machine(group) and busy:
             engine.submit(Submission(tiny.base_ids(20), max_tokens=1_000_000), watch)
             while len(watch.emitted) < 3:
                 time.sleep(0.01)
-        if is_first(group):
+        if is_first_machine(group):
             Path(ready).touch()
         engine.follow()
     except MachineError as error:
-        assert not busy or not is_first(group) or "a fault has ended the engine" in str(watch.wait().end.error)
+        assert not busy or not is_first_machine(group) or "a fault has ended the engine" in str(watch.wait().end.error)
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

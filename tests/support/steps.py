@@ -21,7 +21,7 @@ from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checked
-from mlx_zip.models.refill import factors_for
+from mlx_zip.models.longrope_refill import plan_rope_factors
 from mlx_zip.sampling.options import Sampling
 
 _TOKENIZER: Any = SimpleNamespace(eos_token_ids=(), encode=lambda text: [])
@@ -99,10 +99,10 @@ class Together:
 
 def read_again(model: Any, cache: list[Any], ids: np.ndarray, chunk: int) -> dict[str, bool]:
     """Makes a cache ready for calls that read ids [B, L] next, in chunks; returns further arguments of the calls."""
-    factors, refill = factors_for(model, cache, ids)
+    factors, refill = plan_rope_factors(model, cache, ids)
     if refill is not None:
-        while refill.left:
-            refill.read(chunk)
+        while refill.ids_left:
+            refill.read_next(chunk)
             mx.eval([entry.state for entry in refill.filled])
         refill.finish()
     return factors

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip import RowStore
-from mlx_zip.models.rows.row_files import RowSet, files_in
+from mlx_zip.models.rows.row_files import RowSet, list_row_files
 from mlx_zip.models.rows.row_store import RowKind
 
 WORDS, WIDTH = 3, 16
@@ -64,7 +64,7 @@ def check(folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None,
 
 def file_of(folder: Path) -> Path:
     """The path of the only file of rows in a folder."""
-    (path,) = files_in(folder)
+    (path,) = list_row_files(folder)
     return path
 
 

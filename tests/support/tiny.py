@@ -9,7 +9,7 @@ import mlx.nn as nn
 import mlx.utils
 import numpy as np
 
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 
 VOCAB, ROWS, SLOTS, MERGE, PAD = 40, 48, 64, 4, 2

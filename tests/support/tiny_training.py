@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
 from mlx_zip import Codebook, CodecParams
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.entries import Entry
 from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index

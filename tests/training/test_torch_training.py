@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.errors import InstallationError, TrainingError
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.checkpoints import checkpoints
 from mlx_zip.training.run import make_stepper, train

@@ -157,9 +157,9 @@ class AdaptedModels:
     """Adapts one model and scores the results. args: the command's flags; folder: the model's; base: its vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from mlx_zip.models.loading import model_folder
+        from mlx_zip.models.loading import find_model_folder
 
-        self.args, self.folder = args, Path(model_folder(args.model))
+        self.args, self.folder = args, Path(find_model_folder(args.model))
         self.base: BaseVocabulary = read_base(self.folder)
 
     def adapt(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from mlx_zip.bench.machine import device
 from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import write_json
-from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
+from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import Corpus, evaluate, train
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
@@ -204,7 +204,7 @@ def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
         "seed": one.seed,
         "bits_per_byte": last["bits_per_byte"],
         "test_bytes": last["test_bytes"],
-        "parameters": parameters_of(model),
+        "parameters": count_parameters(model),
         "steps": last["step"],
         "clock": args.clock,
         "wall_s": last["wall_s"],
@@ -282,11 +282,11 @@ def equal_latent(table: PatchTable, latent: Tower, local: Tower) -> Tower:
     First the width grows (in steps of `STEP`, the feed-forward width in proportion), then the feed-forward width
     alone. Returns `latent` unchanged if the model over patches has more parameters already.
     """
-    wanted = parameters_of(PlainModel(PlainConfig(len(table), latent)))
+    wanted = count_parameters(PlainModel(PlainConfig(len(table), latent)))
 
     def left(tower: Tower) -> int:
         """Returns how many parameters `plain` has more than a model over patches with this latent transformer."""
-        return wanted - parameters_of(PatchModel(PatchConfig(table.merges.symbols, table.patch_size, tower, local)))
+        return wanted - count_parameters(PatchModel(PatchConfig(table.merges.symbols, table.patch_size, tower, local)))
 
     def widened(width: int) -> Tower:
         """Returns `latent` at another width, its feed-forward part in proportion."""

@@ -206,10 +206,10 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises `MlxZipError` for a zip2zip model and for two --valid texts of the same name.
     """
-    from mlx_zip.models.loading import model_folder, read_config
+    from mlx_zip.models.loading import find_model_folder, read_model_config
 
-    folder = model_folder(args.model)
-    if "zip2zip" in read_config(folder):
+    folder = find_model_folder(args.model)
+    if "zip2zip" in read_model_config(folder):
         raise MlxZipError(f"{args.model} is a zip2zip model; the ablations start from a plain one")
     names = [Path(name).name for name in args.valid]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -13,7 +13,7 @@ from mlx_zip.cli import colours, engine_choice, row_cache
 from mlx_zip.cli.generation_flags import NUMBERS, add_kv, add_kv_size, check_kv_size
 from mlx_zip.cli.serving.serving_flags import add_model, add_sessions, add_wired, check_wired
 from mlx_zip.errors import GenerationError, missing_library
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
 _NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         )
         program.check_system(args.system_prompt)
         if chosen is not None:
-            program.pack, program.pack_names = request_pack(chosen, is_plain(name), engine), list(chosen.by_name)
+            program.pack, program.pack_names = request_pack(chosen, is_plain_model(name), engine), list(chosen.by_name)
             program.own_pack = program.pack is None
         with front:
             front.greet(name, engine.info)

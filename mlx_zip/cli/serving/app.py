@@ -21,7 +21,7 @@ from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server
 from mlx_zip.cli.serving.serving_flags import SAMPLING, add_model, add_wired, check_wired
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
 from mlx_zip.sampling.options import Sampling
@@ -108,12 +108,12 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         from mlx_zip.engine.engines import Engines, other_models
 
         rival, open_model = args.race_against, partial(_other, asked)
-        options = _options(args, name, running.new_token(), server_packs(chosen, is_plain(name), engine))
+        options = _options(args, name, running.new_token(), server_packs(chosen, is_plain_model(name), engine))
         ceiling = engine.ceiling()
         settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         kept = None if args.no_history or not args.window else _window_folder()
         showing = running.Showing(browser=not args.no_open, window=args.window, kept=kept)
-        hypertokens = {} if rival is None else {rival: not is_plain(rival)}
+        hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
         engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 

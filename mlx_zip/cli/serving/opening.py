@@ -12,7 +12,7 @@ from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, reason
 from mlx_zip.files import at_home, check_in
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import check_slots, load_options, named
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
     from mlx_zip.engine.sessions.store import SessionOptions
 
     engine_choice.check_flags(args)
-    plain = (chosen is not None or args.codebook_size is not None) and is_plain(name)
+    plain = (chosen is not None or args.codebook_size is not None) and is_plain_model(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
     template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}

@@ -19,7 +19,7 @@ from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server
 from mlx_zip.cli.serving.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
 __all__ = ["REFUSED", "add_arguments", "run"]
@@ -41,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
         return _lead(args, None, running)
 
     from mlx_zip.cli.machine_watch import watched
-    from mlx_zip.models.machines import is_first
+    from mlx_zip.models.machines import is_first_machine
 
     _check_machines(args)
     with watched(group):
-        return _lead(args, group, running) if is_first(group) else _follow(args, group)
+        return _lead(args, group, running) if is_first_machine(group) else _follow(args, group)
 
 
 def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
@@ -58,7 +58,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
             engine_choice.open_row_store(args) as store,
             opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
         ):
-            options |= server_packs(chosen, is_plain(name), engine)
+            options |= server_packs(chosen, is_plain_model(name), engine)
             served = _server_module("options").Options(**options)
             fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:

@@ -21,7 +21,7 @@ from mlx_zip.progress import counted
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
-    from mlx_zip.models.patches.patch_generation import Written
+    from mlx_zip.models.patches.patch_generation import WrittenPatch
 
 EXAMPLES = """\
 examples:
@@ -385,7 +385,7 @@ def _generate(args: argparse.Namespace) -> int:
     return status
 
 
-def _print_parts(prompt: str, written: Iterator[Written], silent: bool) -> tuple[list[Written], int]:
+def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> tuple[list[WrittenPatch], int]:
     """Prints the prompt and each part as it comes, unless silent; returns the parts, and 130 after Ctrl-C, else 0."""
     parts = []
     try:

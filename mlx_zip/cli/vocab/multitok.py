@@ -242,7 +242,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _codec_of(name: str) -> Any:
     """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
-    from mlx_zip.models.loading import read_config
+    from mlx_zip.models.loading import read_model_config
     from mlx_zip.named import here_or_bundled
     from mlx_zip.text.tokenizers import tokenizer_folder
     from mlx_zip.training.prepare.plan import own_codec
@@ -251,7 +251,7 @@ def _codec_of(name: str) -> Any:
     if path.is_file() and path.name != "tokenizer.json":
         return None
     folder = tokenizer_folder(name)
-    return own_codec(read_config(folder)) if (folder / "config.json").is_file() else None
+    return own_codec(read_model_config(folder)) if (folder / "config.json").is_file() else None
 
 
 ACTIONS = {

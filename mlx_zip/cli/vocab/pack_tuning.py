@@ -14,7 +14,7 @@ from mlx_zip.cli.actions import add_json, writable
 from mlx_zip.cli.preparation import add_text_flags, sources
 from mlx_zip.cli.training import add_some, stopped
 from mlx_zip.errors import DataError
-from mlx_zip.models.folders import is_plain
+from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.progress import counted
 
 EXAMPLE = """example:
@@ -147,7 +147,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
-    plain = is_plain(args.model)
+    plain = is_plain_model(args.model)
     if plain and args.codebook_size is not None:
         raise DataError("--codebook-size: a plain model's codebook holds the pack's entries and never grows")
     if not plain and args.position_mode is not None:

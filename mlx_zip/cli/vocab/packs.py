@@ -189,9 +189,9 @@ def _head_cost(args: argparse.Namespace) -> float:
     if args.head_cost == "model":
         if args.model is None:
             raise DataError("--head-cost model needs --model: a step reads the model's weights")
-        from mlx_zip.models.loading import head_cost, model_folder
+        from mlx_zip.models.loading import find_model_folder, output_row_share_of_step
 
-        return head_cost(model_folder(args.model))
+        return output_row_share_of_step(find_model_folder(args.model))
     try:
         return float(args.head_cost)
     except ValueError as error:
@@ -314,13 +314,13 @@ def _check_flags(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> int:
     """Prints what a pack holds if the model can use it; returns the exit status 0. Raises `DataError` if it cannot."""
     from mlx_zip.errors import CodecError
-    from mlx_zip.models.loading import read_config
+    from mlx_zip.models.loading import read_model_config
     from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import tokenizer_folder
     from mlx_zip.training.prepare.plan import own_codec
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
-    codec = own_codec(read_config(folder))
+    codec = own_codec(read_model_config(folder))
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
     pack.check_made_for(_tokenizer(args.model), args.file)

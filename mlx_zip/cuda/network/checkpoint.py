@@ -26,8 +26,8 @@ from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.decoders import TORCH_BITS, TORCH_GROUPS
-from mlx_zip.models.folders import model_folder, read_config
+from mlx_zip.models.decoder_options import TORCH_BITS, TORCH_GROUPS
+from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
 _WORDS = "U32"  # dtype of packed matrices
@@ -97,8 +97,8 @@ def read_folder(
     tensors that are not read. kernels: see `Folder`; without kernels the dtype None computes in float32, with matrices
     as the files have them. Raises `ModelError` naming file and tensor, or needed and free bytes; `ConfigError`.
     """
-    where, folder = find_device(device), model_folder(path)
-    config = read_config(folder)
+    where, folder = find_device(device), find_model_folder(path)
+    config = read_model_config(folder)
     decoder = DecoderConfig.from_dict(config)
     section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     skip = (*without, "lm_head.") if decoder.tied else tuple(without)

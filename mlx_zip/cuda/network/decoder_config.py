@@ -9,14 +9,14 @@ from typing import Any
 from mlx_zip.cuda.network.frequencies import Rope, make_rope
 from mlx_zip.errors import ConfigError
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.decoders import (
+from mlx_zip.models.decoder_options import (
     TORCH_FAMILIES,
-    check_options,
+    has_tied_head,
     head_width,
-    is_tied,
-    layer_rope,
+    layer_rope_parameters,
     layer_types,
     norm_eps,
+    raise_if_options_unsupported,
     sliding_window,
 )
 
@@ -62,9 +62,9 @@ class DecoderConfig:
         if kind not in TORCH_FAMILIES:
             known = ", ".join(TORCH_FAMILIES)
             raise ConfigError(f"model_type {kind!r} is not supported on PyTorch; supported: {known}")
-        check_options(config)
+        raise_if_options_unsupported(config)
         types = layer_types(config)
-        ropes = [layer_rope(config, one) for one in sorted(set(types))]
+        ropes = [layer_rope_parameters(config, one) for one in sorted(set(types))]
         if any(rope != ropes[0] for rope in ropes):
             raise ConfigError("config.json: rope_parameters that differ between layers are not supported on PyTorch")
         window, has_options = sliding_window(config), kind in ("llama", "mistral")
@@ -85,7 +85,7 @@ class DecoderConfig:
             qk_norm=kind == "qwen3",
             joined=kind == "phi3",
             windows=tuple(window if one == "sliding_attention" else None for one in types),
-            tied=is_tied(config),
+            tied=has_tied_head(config),
             rope=make_rope(ropes[0], width, config),
             positions=config.get("max_position_embeddings") or 32768,
         )

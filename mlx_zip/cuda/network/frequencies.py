@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mlx_zip.errors import ConfigError
-from mlx_zip.models.decoders import original_context, rope_errors, rotated_columns
+from mlx_zip.models.decoder_options import count_rotated_columns, pretraining_context, rope_errors_as_config_errors
 
 SHORT, LONG = 0, 1  # rows of `Rope.frequencies`
 
@@ -39,16 +39,17 @@ class Rope:
 
 
 def make_rope(parameters: Mapping[str, Any], head_width: int, config: Mapping[str, Any]) -> Rope:
-    """Returns the rotation that rope parameters (`mlx_zip.models.decoders.layer_rope`) describe. Raises `ConfigError`.
+    """Returns the rotation that rope parameters (`mlx_zip.models.decoder_options.layer_rope_parameters`) describe.
+    Raises `ConfigError`.
 
     Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
-    with rope_errors(kind):
-        columns = rotated_columns(parameters, head_width)
+    with rope_errors_as_config_errors(kind):
+        columns = count_rotated_columns(parameters, head_width)
         plain = float(parameters["rope_theta"]) ** (-np.arange(0, columns, 2, dtype=np.float64) / columns)
         sets, magnitude = _KINDS[kind](plain, parameters, config)
-    long_from = original_context(parameters, config) if kind == "longrope" else None
+    long_from = pretraining_context(parameters, config) if kind == "longrope" else None
     return Rope(torch.from_numpy(np.stack(sets).astype(np.float32)), float(magnitude), long_from)
 
 
@@ -67,7 +68,7 @@ def _linear(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[st
 
 def _llama3(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
     """Returns Llama 3's frequencies: low ones are divided by `factor`, high ones stay, with a smooth passage."""
-    factor, context = parameters["factor"], original_context(parameters, config)
+    factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = context * plain / (2 * math.pi)  # within the original context
     smooth = np.clip((turns - low) / (high - low), 0, 1)
@@ -77,7 +78,7 @@ def _llama3(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[st
 
 def _yarn(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
     """Returns YaRN's frequencies: low ones are divided by `factor`, high ones stay, with a linear ramp between."""
-    theta, context, columns = parameters["rope_theta"], original_context(parameters, config), 2 * len(plain)
+    theta, context, columns = parameters["rope_theta"], pretraining_context(parameters, config), 2 * len(plain)
     factor = parameters.get("factor") or config["max_position_embeddings"] / context
     ends = [parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1]  # turns within the original context
     low, high = (columns * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in ends)
@@ -102,7 +103,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 
 def _longrope(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
     """Returns LongRoPE's short and long frequencies, each divided by a factor of its own."""
-    context = original_context(parameters, config)
+    context = pretraining_context(parameters, config)
     for name in ("short_factor", "long_factor"):
         if len(parameters[name]) != len(plain):
             raise ConfigError(f"rope {name} has {len(parameters[name])} factors, the heads need {len(plain)}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_zip.engine import searching
 from mlx_zip.engine.request import Chosen, Request
-from mlx_zip.models.machines import chosen_by_first
+from mlx_zip.models.machines import ids_of_first_machine
 from mlx_zip.sampling.canonical import without, without_in_rows
 from mlx_zip.sampling.penalties import PenaltyTerms
 
@@ -89,7 +89,7 @@ def choose(
     top, failed = tuple(request.submission.top_logprobs for request in requests), None
     if machines is not None:
         own = mx.array([request.error is not None for request in requests], mx.uint32)
-        y, failed = mx.split(chosen_by_first(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
+        y, failed = mx.split(ids_of_first_machine(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
     kept = logprobs if any(request.inline.logprobs for request in requests) else None
     return Choice(y, _pack_logprobs(y, logprobs, top), top, failed, kept)
 

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.served import Served
-from mlx_zip.models.batching import entries_of
-from mlx_zip.models.rows.zip_state import ZipState, find_state
+from mlx_zip.models.batching import flatten_cache_lists
+from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 
 
 class DraftedPass:
@@ -25,7 +25,7 @@ class DraftedPass:
 
     def __init__(self, served: Served, cache: list[Any], drafter: Drafter, last: int, proposed: Sequence[int]) -> None:
         self._cache, self._drafter, self._proposed, self._taken = cache, drafter, list(proposed), 0
-        self._state = find_state(cache)
+        self._state = find_zip_state(cache)
         self._logits = self._read(served, mx.array([[last, *proposed]], mx.uint32))
         self._add_to_cache(last)
 
@@ -45,7 +45,7 @@ class DraftedPass:
         try:
             logits = served.model(ids, cache=self._cache, causal=True)
             self._encoded = state.encoded_rows()
-            served.model.forget(self._cache, before)
+            served.model.trim_cache(self._cache, before)
         finally:
             state.books[0] = book
         return logits
@@ -86,7 +86,7 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int | None:
     0 on several machines, for caches that cannot be trimmed as if nothing had been read (windows, states), and so many
     that KV caches are quantized after the same id as without a draft.
     """
-    kv = _kv_entries(cache, find_state(cache))
+    kv = _kv_entries(cache, find_zip_state(cache))
     if served.machines is not None or not all(type(entry) in (KVCache, QuantizedKVCache) for entry in kv):
         return 0
     if served.options.kv_bits is None or type(kv[0]) is QuantizedKVCache:
@@ -96,4 +96,4 @@ def draft_room(served: Served, cache: Sequence[Any]) -> int | None:
 
 def _kv_entries(cache: Sequence[Any], state: ZipState | None) -> list[Any]:
     """Returns the KV caches of a request's cache."""
-    return list(entries_of(cache if state is None else cache[:-1]))
+    return list(flatten_cache_lists(cache if state is None else cache[:-1]))

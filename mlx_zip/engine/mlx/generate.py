@@ -34,9 +34,9 @@ from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.loading import load
-from mlx_zip.models.machines import check_equal
-from mlx_zip.models.refill import Refill
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.longrope_refill import LongRopeRefill
+from mlx_zip.models.machines import raise_unless_machines_agree
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.sampling.processors import Sampling, SamplingOptions, make_sampler
 from mlx_zip.text.tokenizers import as_tokenizer
@@ -227,7 +227,7 @@ class _Run:
         """Raises `MachineError` if the model is on several machines and another one has other facts of the requests."""
         if (group := self._served.machines) is not None:
             mx.synchronize(generation_stream)  # the step that the last request had begun must be over on all machines
-            check_equal(group, sha256(repr(facts).encode()).hexdigest(), "the request")
+            raise_unless_machines_agree(group, sha256(repr(facts).encode()).hexdigest(), "the request")
 
     def responses(
         self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None = None
@@ -283,7 +283,7 @@ class _Run:
 
         Before the first id it holds what has been read of the prompt.
         """
-        state = None if self._cache is None else find_state(self._cache)
+        state = None if self._cache is None else find_zip_state(self._cache)
         if state is not None and scheduler.groups and not scheduler.readings:
             self._yielded = state.offset
         try:
@@ -294,7 +294,7 @@ class _Run:
         except BaseException:
             if state is not None:
                 of_prompt = min(state.offset, self._kept + len(self.requests[0].prompt_ids))
-                self._served.model.forget(self._cache, of_prompt if self._yielded is None else self._yielded)
+                self._served.model.trim_cache(self._cache, of_prompt if self._yielded is None else self._yielded)
             raise
 
 
@@ -311,7 +311,7 @@ class _ReportingReading(Reading):
         if not request.steps:
             progress(0, len(self._ids))
 
-    def _read_again(self, refill: Refill, at_most: int) -> None:
+    def _read_again(self, refill: LongRopeRefill, at_most: int) -> None:
         super()._read_again(refill, at_most)
         self._progress(refill.done, self._total)
 
@@ -443,14 +443,14 @@ def _checked_cache(given: Any, model: Any, like: Sequence[Any], start: Any) -> l
     if (
         not isinstance(given, Sequence)
         or len(given) != len(like)
-        or (find_state(given) is None) != (find_state(like) is None)
+        or (find_zip_state(given) is None) != (find_zip_state(like) is None)
     ):
         raise GenerationError("the prompt cache was not made for this model")
     if is_zip(model):
         state = model.check_cache(given)[1]
         if len(state.books) > 1:
             raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
-        state.begun_with([start])
+        state.bind_start_packs([start])
     return given  # type: ignore[return-value]
 
 
@@ -474,7 +474,7 @@ def _checked_start(pack: Any, tokenizer: Any, model: Any) -> Any:
 
 def _codec_of(cache: Sequence[Any]) -> CodecParams | None:
     """Returns the settings of a cache's codec, the entries that it begins with included; None for a plain model's."""
-    state = find_state(cache)
+    state = find_zip_state(cache)
     return None if state is None else state.books[0].params
 
 

@@ -25,10 +25,10 @@ from mlx_zip.engine.mlx.drafted import DraftedPass, draft_room
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.request import Request
 from mlx_zip.errors import MachineError
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches, merge_unread
-from mlx_zip.models.refill import Refill, factors_for
-from mlx_zip.models.rows.zip_state import find_state, submitting
+from mlx_zip.models.longrope_refill import LongRopeRefill, plan_rope_factors
+from mlx_zip.models.rows.zip_state import find_zip_state, submit_parts_early
+from mlx_zip.models.two_part_step import TwoPartStep
 
 
 class Group:
@@ -40,7 +40,7 @@ class Group:
     def __init__(self, served: Served, requests: list[Request], cache: list[Any], logits: mx.array | None) -> None:
         self.served, self.requests, self.cache = served, requests, cache
         self.tokens: list[int] = []
-        self._ahead: Ahead | None = None
+        self._ahead: TwoPartStep | None = None
         self._begun: mx.array | None = None  # the body's output of a step that began before its ids were read
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
@@ -51,7 +51,7 @@ class Group:
     def choose(self) -> None:
         """Chooses the next ids from the logits and starts computing the choice."""
         assert self._logits is not None
-        served, state = self.served, find_state(self.cache)
+        served, state = self.served, find_zip_state(self.cache)
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
@@ -73,7 +73,7 @@ class Group:
             if not served.hyper:
                 self._begun = served.model(self._choice.y[:, None], cache=self.cache)[:, -1]
             elif served.long_context is None or len(self.requests) == 1:
-                self._ahead = self._ahead or Ahead(served.model, self.cache)
+                self._ahead = self._ahead or TwoPartStep(served.model, self.cache)
                 self._begun = self._ahead.run(self._choice.y)
             if self._begun is not None:
                 mx.async_eval(self._begun)
@@ -175,7 +175,7 @@ class Group:
         assert self._choice is not None
         if not stay:
             if self.served.hyper:
-                self.served.model.forget(self.cache, find_state(self.cache).offset)  # type: ignore[union-attr]
+                self.served.model.trim_cache(self.cache, find_zip_state(self.cache).offset)  # type: ignore[union-attr]
             else:
                 for request, token in zip(self.requests, self.tokens, strict=True):
                     request.note_read([token])
@@ -191,15 +191,15 @@ class Group:
         """Takes the last id, which was not delivered, out of a request's cache, if the cache can be trimmed."""
         assert request.cache is not None
         if self.served.hyper:
-            self.served.model.forget(request.cache, request.book.mark() - 1)
+            self.served.model.trim_cache(request.cache, request.book.mark() - 1)
         elif can_trim_prompt_cache(request.cache):
             trim_prompt_cache(request.cache, 1)
             request.forget_last()
 
     def _submitting_parts(self) -> Any:
         """Returns a context in which the device begins with a step's parts while the rest is built."""
-        state = find_state(self.cache)
-        return nullcontext() if state is None or self.served.ahead else submitting(state)
+        state = find_zip_state(self.cache)
+        return nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
 
     # ---- joining and leaving
 
@@ -212,7 +212,7 @@ class Group:
             return None
         if self.served.long_context is None:
             return False
-        long = find_state(self.cache).long_rope  # type: ignore[union-attr]
+        long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
         same = all(request.needs_long(token) == long for request, token in zip(self.requests, self.tokens, strict=True))
         return long if same else None
 
@@ -220,7 +220,7 @@ class Group:
         """Returns the rows whose next step uses other factors of LongRoPE than the last one."""
         if self.served.long_context is None or self._logits is not None:  # the latter after a step that began early
             return []
-        long = find_state(self.cache).long_rope  # type: ignore[union-attr]
+        long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
         rows = enumerate(zip(self.requests, self.tokens, strict=True))
         return [row for row, (request, token) in rows if request.needs_long(token) != long]
 
@@ -258,7 +258,7 @@ class Group:
         for row, request in enumerate(requests):
             if row not in stay:
                 request.cache = extract_cache(self.cache, row) if batch else self.cache
-                request.bind(find_state(request.cache), 0)
+                request.bind(find_zip_state(request.cache), 0)
         self.requests, self.tokens = [requests[row] for row in stay], [self.tokens[row] for row in stay]
         if not stay:
             self.cache = []
@@ -271,7 +271,7 @@ class Group:
 
     def bind(self) -> None:
         """Makes each request use its row, and frees the memory of those that use it no more."""
-        state = find_state(self.cache)
+        state = find_zip_state(self.cache)
         for row, request in enumerate(self.requests):
             request.bind(state, row)
             request.cache = self.cache if len(self.requests) == 1 else None
@@ -300,16 +300,16 @@ class Reading:
         self._next = request.next_ids
         self._ids = mx.array(self._next.astype(np.int32))
         self._done = 0
-        self._refill: Refill | None = None
+        self._refill: LongRopeRefill | None = None
         self._factors: dict[str, bool] = {}
         if served.long_context is not None:
-            self._factors, self._refill = factors_for(served.model, request.cache, self._next[None])
+            self._factors, self._refill = plan_rope_factors(served.model, request.cache, self._next[None])
         self._again = 0 if self._refill is None else self._refill.total
 
     @property
     def left(self) -> int:
         """How many ids are still to be read, again or for the first time."""
-        return len(self._ids) - self._done + (0 if self._refill is None else self._refill.left)
+        return len(self._ids) - self._done + (0 if self._refill is None else self._refill.ids_left)
 
     @property
     def key(self) -> Hashable | None:
@@ -365,12 +365,12 @@ class Reading:
         group.choose()
         return ids.size, group
 
-    def _read_again(self, refill: Refill, at_most: int) -> None:
+    def _read_again(self, refill: LongRopeRefill, at_most: int) -> None:
         """Reads up to `at_most` ids of the context again. The request's cache is as before until all have been read."""
-        refill.read(at_most)
+        refill.read_next(at_most)
         mx.eval([entry.state for entry in refill.filled])
         mx.clear_cache()
-        if not refill.left:
+        if not refill.ids_left:
             refill.finish()
             self._refill = None
 

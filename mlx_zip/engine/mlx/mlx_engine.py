@@ -25,13 +25,13 @@ from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, ServedByEngine
 from mlx_zip.engine.options import KEEP_WIRED_S, RunOptions, ServeOptions
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.scored import Compressed, Scored
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
-from mlx_zip.models.base_only import BaseOnly
-from mlx_zip.models.loading import load, step_bytes
+from mlx_zip.models.loading import load, weight_bytes_per_step
 from mlx_zip.models.machines import Group
 from mlx_zip.models.rows.row_store import RowStore
+from mlx_zip.models.without_hypertokens import WithoutHypertokens
 
 __all__ = ["DEFAULT_SESSIONS", "MlxEngine", "ServeOptions", "open_engine"]
 DEFAULT_SESSIONS = SessionOptions()
@@ -101,7 +101,7 @@ def open_engine(
 
 def _make_store(served: Served, options: SessionOptions) -> SessionStore:
     """Returns a new store of sessions for a model."""
-    return open_store(served.model, served.tokenizer, options, served.options.max_kv_size)
+    return open_session_store(served.model, served.tokenizer, options, served.options.max_kv_size)
 
 
 class MlxEngine(ThreadedEngine):
@@ -157,7 +157,7 @@ class MlxEngine(ThreadedEngine):
         served, options = self._inbox.ask(lambda: self._scheduler.served), self._options
         if not served.hyper or served.machines is not None:
             return super().without_hypertokens(name)
-        plain = BaseOnly(served.model)
+        plain = WithoutHypertokens(served.model)
         return MlxEngine(lambda: (plain, self.tokenizer), name, options)
 
     def ceiling(self) -> Ceiling | None:
@@ -192,9 +192,9 @@ _bandwidths: dict[str, float] = {}  # device -> bytes per second, measured once 
 
 def _measured_ceiling(model: Any) -> Ceiling:
     """Returns the ceiling of a model on this machine. The first call measures for up to a second."""
-    if isinstance(model, BaseOnly):
+    if isinstance(model, WithoutHypertokens):
         model = model.model
-    read, found = step_bytes(dict(tree_flatten(model.parameters()))), _measured_bandwidth()
+    read, found = weight_bytes_per_step(dict(tree_flatten(model.parameters()))), _measured_bandwidth()
     return Ceiling(found / read, found, read)
 
 

@@ -26,8 +26,8 @@ from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_pr
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import GenerationError, MlxZipError
-from mlx_zip.models.batching import entries_of
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.batching import flatten_cache_lists
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
 
 
@@ -64,7 +64,7 @@ class CacheTurn:
         self._notes = notes_on(cache)
         self._reader = self._notes.reader  # of the last request that used the cache, later this one's own mark
         self._prefill = chat is not None and chat.prefill is not None  # whether the prompt begins the answer itself
-        state, begun, self._held = find_state(cache), is_begun(cache), held_ids(cache)
+        state, begun, self._held = find_zip_state(cache), is_begun(cache), held_ids(cache)
         self.kept_ids, self.kept_tokens = self._held, self._held if state is None else state.books[0].base_length
         base_ids = encode_prompt(tokenizer, prompt, begun, answers_in(cache) if chat else None)
         self.cached_tokens = 0
@@ -126,21 +126,23 @@ def held_ids(cache: Sequence[Any]) -> int:
     A zip2zip model's cache has a log of its ids. For a plain model's cache this is the largest `offset` of its entries
     or, if no entry has an offset (mlx-lm's `ArraysCache`), the number of ids that `notes_on` recorded for the cache.
     """
-    state = find_state(cache)
+    state = find_zip_state(cache)
     if state is not None:
         return len(state.books[0].ids)
-    offsets = [int(entry.offset) for entry in entries_of(cache) if hasattr(entry, "offset")]
+    offsets = [int(entry.offset) for entry in flatten_cache_lists(cache) if hasattr(entry, "offset")]
     return max(offsets, default=len(notes_on(cache).ids) if cache else 0)
 
 
 def is_begun(cache: Sequence[Any]) -> bool:
     """Returns whether a cache holds anything, even where it is not known how many ids."""
-    return held_ids(cache) > 0 or any(not hasattr(entry, "offset") and not entry.empty() for entry in entries_of(cache))
+    return held_ids(cache) > 0 or any(
+        not hasattr(entry, "offset") and not entry.empty() for entry in flatten_cache_lists(cache)
+    )
 
 
 def answers_in(cache: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     """Returns the answers that were generated with a cache, as a map from text to base ids that may be added to."""
-    state = find_state(cache)
+    state = find_zip_state(cache)
     return notes_on(cache).answers if state is None else state.answers
 
 
@@ -183,13 +185,13 @@ def trim_to(cache: list[Any], ids: int) -> None:
 
 def note_read(cache: Sequence[Any], ids: Sequence[int]) -> None:
     """Notes the ids that a plain model's cache has read since the last note. A zip2zip model's codebook logs them."""
-    if find_state(cache) is None:
+    if find_zip_state(cache) is None:
         notes_on(cache).ids.extend(map(int, ids))
 
 
 def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Returns the base ids that a cache holds, int64; none if a plain model's notes do not cover all of them."""
-    state = find_state(cache)
+    state = find_zip_state(cache)
     if state is not None:
         return state.books[0].base_ids(0).astype(np.int64)
     notes = notes_on(cache)
@@ -198,7 +200,7 @@ def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Returns, for each id that a cache is known to hold, how many base tokens it and the ids before it have, int64."""
-    state = find_state(cache)
+    state = find_zip_state(cache)
     if state is None:
         return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
     spans: Uint32s | Any = state.books[0].logged()[1]

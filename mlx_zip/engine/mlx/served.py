@@ -22,10 +22,10 @@ from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts, check_base_ids, engine_info, start_check
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import base_config, is_zip
-from mlx_zip.models.batching import batches, entries_of
+from mlx_zip.models.batching import can_batch, flatten_cache_lists
 from mlx_zip.models.machines import machines_of
-from mlx_zip.models.rows.fingerprints import name_of
-from mlx_zip.models.rows.zip_state import ZipState, find_state
+from mlx_zip.models.rows.fingerprints import fingerprint_of_model
+from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.sampling.processors import make_processors
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -94,12 +94,12 @@ class Served:
         else:
             cache = self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
         if self._batches is None:
-            self._batches = self.options.kv_bits is None and batches(_kv_of(cache))
+            self._batches = self.options.kv_bits is None and can_batch(_kv_of(cache))
         return cache
 
     def state_of(self, cache: list[Any]) -> ZipState | None:
         """Returns the `ZipState` of a cache, None for a plain model's."""
-        return find_state(cache)
+        return find_zip_state(cache)
 
     def make_draws(self, options: Sampling, state: mx.array | None) -> Draws:
         """Returns a request's sampler. state: random state to go on from if the options have no seed."""
@@ -129,7 +129,7 @@ class ServedByEngine(Served):
         super().__init__(model, tokenizer, options)
         self.kv_bytes_per_id = self._run_one_id()
         self.facts = self._make_facts()
-        self.info = engine_info(name, name_of(model), self.facts)
+        self.info = engine_info(name, fingerprint_of_model(model), self.facts)
 
     def _run_one_id(self) -> int:
         """Runs the model on one id; returns the bytes per id of its KV caches.
@@ -139,7 +139,7 @@ class ServedByEngine(Served):
         cache, run = self.new_cache(None), self.options
         check_kv(self.model, cache, run.kv_bits, run.kv_group_size, run.prefill_step_size, run.quantized_kv_start)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
-        plain = [entry for entry in entries_of(_kv_of(cache)) if type(entry) is KVCache]
+        plain = [entry for entry in flatten_cache_lists(_kv_of(cache)) if type(entry) is KVCache]
         return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
 
     def _make_facts(self) -> ModelFacts:
@@ -160,7 +160,7 @@ class ServedByEngine(Served):
 
 def _kv_of(cache: Sequence[Any]) -> Sequence[Any]:
     """Returns the KV caches among a cache's entries."""
-    return cache if find_state(cache) is None else cache[:-1]
+    return cache if find_zip_state(cache) is None else cache[:-1]
 
 
 # ---- the caches of a request
@@ -224,7 +224,7 @@ def check_prompt(served: Served, cache: list[Any], turn: CacheTurn) -> None:
     What the cache holds counts.
     """
     check_base_ids(turn.base_ids, served.vocab_size)
-    context, ids, state = served.context, turn.base_ids, find_state(cache)
+    context, ids, state = served.context, turn.base_ids, find_zip_state(cache)
     used = turn.kept_tokens if served.by_base else turn.kept_ids
     if context is None or used + len(ids) < context:
         return

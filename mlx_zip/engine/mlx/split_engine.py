@@ -22,11 +22,18 @@ from mlx_lm.generate import generation_stream
 from mlx_zip.engine.interface import Constraint, Deliver, Submission
 from mlx_zip.engine.mlx.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
 from mlx_zip.engine.request import Handle, Request
-from mlx_zip.engine.sessions.folder import SHARE
+from mlx_zip.engine.sessions.folder import MACHINE_FOLDER_PREFIX
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import EngineError, GenerationError
-from mlx_zip.models.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
+from mlx_zip.models.machines import (
+    Group,
+    arrays_of_first_machine,
+    bytes_of_first_machine,
+    lost_machines_as_errors,
+    smallest_over_machines,
+    sum_over_machines,
+)
 from mlx_zip.packs.pack import Pack, as_pack
 
 HEARTBEAT_S = 1.0  # how often an idle engine sends the others empty news, and so finds out if one is lost
@@ -48,7 +55,7 @@ def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> S
 
 def _share_of_bounds(sessions: SessionOptions, group: Group) -> SessionOptions:
     """Returns the options of this machine's store: its files hold its share, and no other machine may read them."""
-    share = f"{SHARE}{group.rank() + 1}-of-{group.size()}"
+    share = f"{MACHINE_FOLDER_PREFIX}{group.rank() + 1}-of-{group.size()}"
     folder = None if sessions.folder is None else sessions.folder / share
     return replace(sessions, folder=folder, share=share)
 
@@ -128,7 +135,7 @@ class SplitEngine(MlxEngine):
     def _kv_bound(self, served: Any) -> int | None:
         """Returns the smallest bound of all machines."""
         own = super()._kv_bound(served)
-        least = smallest(self._group, NO_BOUND if own is None else own)
+        least = smallest_over_machines(self._group, NO_BOUND if own is None else own)
         return None if least == NO_BOUND else least
 
     def _load(self, *args: Any) -> None:
@@ -160,7 +167,7 @@ class SplitEngine(MlxEngine):
             group.wait()
         news = json.dumps(self._gather(), default=_plain_values).encode() if self._first else b""
         with mx.stream(generation_stream):
-            received = bytes_from_first(self._group, b"" if news == b"[]" else news)
+            received = bytes_of_first_machine(self._group, b"" if news == b"[]" else news)
         going = True
         for what, *facts in json.loads(received or b"[]"):
             if what == "end":
@@ -271,8 +278,8 @@ class _SameSessions:
         found = self._inner.checkout(base_ids, pack_key, share, start)
         held = (0, 0) if found is None else (found.ids, found.base_tokens)
         with mx.stream(generation_stream):
-            same = from_first(self._group, mx.array(held, mx.int32)).tolist() == list(held)
-            differing = summed(self._group, int(not same))[0]
+            same = arrays_of_first_machine(self._group, mx.array(held, mx.int32)).tolist() == list(held)
+            differing = sum_over_machines(self._group, int(not same))[0]
         if differing and found is not None:
             self._inner.release(found.name)
         return None if differing else found

@@ -13,16 +13,16 @@ from mlx_zip.engine.mlx.prompt_caches import CacheTurn
 from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv, check_prompt
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Request
-from mlx_zip.engine.sessions.mlx_caches import open_store
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checked
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.prompts import encode_prompt, encode_text, render_chat
 
 
 @dataclass(frozen=True)
-class KvOptions:
+class KvCacheOptions:
     """KV cache options as in mlx-lm. bits: None for none. start: ids from which on the cache is quantized.
 
     max_size: bound on a plain model's ids in the cache, None for none.
@@ -34,7 +34,7 @@ class KvOptions:
     max_size: int | None = None
 
 
-def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+def encode_shared_prompt(tokenizer: Any, text: str) -> list[int]:
     """Returns the base ids of a prompt that others will follow.
 
     With a chat template they end inside the user's message, which the next prompt goes on with.
@@ -50,7 +50,7 @@ def cache_prompt(
     tokenizer: Any,
     base_ids: Sequence[int],
     options: SessionOptions,
-    kv: KvOptions,
+    kv: KvCacheOptions,
     progress: Callable[[int], None] = lambda read: None,
 ) -> tuple[SessionStore, SessionInfo]:
     """Has the model read a prompt, and returns a store that holds it as its only session, and what that session is.
@@ -62,7 +62,7 @@ def cache_prompt(
     cache = served.new_cache(None)
     check_kv(model, cache, kv.bits, kv.group_size, PREFILL_STEP_SIZE, kv.start)
     check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
-    state, submission = find_state(cache), Submission(base_ids, max_tokens=1)
+    state, submission = find_zip_state(cache), Submission(base_ids, max_tokens=1)
     request = Request(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
     request.begin(served, Checkout(cache, 0, 0, ""))
     reading, group = Reading(served, request), None
@@ -70,7 +70,7 @@ def cache_prompt(
     while group is None:
         _, group = reading.read(PREFILL_STEP_SIZE)
         progress(request.held_ids if state is None else state.books[0].base_length)
-    store = open_store(model, tokenizer, options)
+    store = open_session_store(model, tokenizer, options)
     held = None if state is not None else base_ids
     store.put(cache, pack_key="", base_ids=held)
     return store, store.sessions()[0]

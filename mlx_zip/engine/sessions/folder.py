@@ -17,321 +17,328 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip.engine.sessions.files import SessionBytes, found_in, session_paths
-from mlx_zip.engine.sessions.kept import Caches, Kept, Slot, new_name, stamp_of
+from mlx_zip.engine.sessions.files import SessionSnapshot, list_session_files, read_session_index
+from mlx_zip.engine.sessions.session import Session, SessionCaches, SessionFile, file_stamp, new_session_name
 from mlx_zip.errors import EngineError, reason
 from mlx_zip.files import begin_use, make_private
 
-_OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
-_UNFINISHED = ".*.safetensors.partial-*"  # names of unfinished files
-RESPONSES = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
+_ABANDONED_AFTER_S = 3600  # seconds after which an unfinished file cannot be one that is being written
+_UNFINISHED_PATTERN = ".*.safetensors.partial-*"  # names of unfinished files
+RESPONSES_FOLDER = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
 _MOST_NAMED = 3  # refused files that a warning names
-SHARE = "machine-"  # what names of folders begin with that one of several machines uses
+MACHINE_FOLDER_PREFIX = "machine-"  # what names of folders begin with that one of several machines uses
 log = logging.getLogger("mlx_zip")
 
 
 class SessionFolder:
-    """Sessions in a folder. most_bytes: a session that takes more is not written. about: see `SessionBytes`."""
+    """Sessions in a folder. most_bytes: a session that takes more is not written. file_facts: see `SessionSnapshot`."""
 
-    def __init__(self, folder: Path, most_bytes: int, caches: Caches, about: Mapping[str, str]) -> None:
-        self.folder, self.most_bytes, self.caches, self.about = folder, most_bytes, caches, about
-        self._writer = _Writer()
-        self._wanted: dict[Kept, None] = {}  # to be written once there is room
-        self._warned: set[str] = set()
-        self.usable = self._is_usable()
-        if self.usable:
-            self._begin_use()
+    def __init__(self, folder: Path, most_bytes: int, caches: SessionCaches, file_facts: Mapping[str, str]) -> None:
+        self.folder, self.most_bytes, self.caches, self.file_facts = folder, most_bytes, caches, file_facts
+        self._writer = _WriterThread()
+        self._queued: dict[Session, None] = {}  # to be written once there is room
+        self._warned_kinds: set[str] = set()
+        self.is_usable = self._make_private_folder()
+        if self.is_usable:
+            self._mark_as_used()
 
-    def sessions(self) -> list[Kept]:
+    def read_index(self) -> list[Session]:
         """Returns the sessions in the folder, without their caches, the last written last."""
-        if not self.usable:
+        if not self.is_usable:
             return []
-        found, refused = list[Kept](), list[str]()
+        found, refused = list[Session](), list[str]()
         try:
-            self._remove_unfinished()
-            for path in session_paths(self.folder):
+            self._remove_old_unfinished_files()
+            for path in list_session_files(self.folder):
                 try:
-                    found.append(self._indexed(path))
+                    found.append(self._read_session_index(path))
                 except (EngineError, OSError) as error:  # another process may just have deleted it
                     refused.append(str(error))
         except OSError as error:
-            self._warn("read", f"cannot be read: {reason(error)}")
+            self._warn_once("read", f"cannot be read: {reason(error)}")
         if refused:
             more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
-            self._warn(
+            self._warn_once(
                 "refused", f"has {len(refused)} file(s) that are not used: {'; '.join(refused[:_MOST_NAMED])}{more}"
             )
-        return sorted(found, key=lambda kept: kept.used)
+        return sorted(found, key=lambda session: session.used)
 
-    def _indexed(self, path: Path) -> Kept:
+    def _read_session_index(self, path: Path) -> Session:
         """Returns the session in a file, without its cache. Raises `EngineError`, `OSError`."""
-        stamp = stamp_of(path)
-        kept = found_in(path, self.caches.marks)
-        kept.slot, kept.saved = Slot(path, stamp), True
-        kept.used = path.stat().st_mtime
-        return kept
+        stamp = file_stamp(path)
+        session = read_session_index(path, self.caches.identity)
+        session.file, session.saved = SessionFile(path, stamp), True
+        session.used = path.stat().st_mtime
+        return session
 
     def unfinished_bytes(self) -> int:
         """Returns the bytes of files that other processes write, or have left unfinished; removes old ones."""
-        if not self.usable:
+        if not self.is_usable:
             return 0
         try:
-            self._remove_unfinished()
-            others = [path for path in self.folder.glob(_UNFINISHED) if f".partial-{os.getpid()}" not in path.name]
+            self._remove_old_unfinished_files()
+            others = [
+                path for path in self.folder.glob(_UNFINISHED_PATTERN) if f".partial-{os.getpid()}" not in path.name
+            ]
         except OSError as error:
-            self._warn("read", f"cannot be read: {reason(error)}")
+            self._warn_once("read", f"cannot be read: {reason(error)}")
             return 0
-        return sum(stamp[1] for path in others if (stamp := stamp_of(path)) is not None)
+        return sum(stamp[1] for path in others if (stamp := file_stamp(path)) is not None)
 
     # ---- writing
 
-    def want(self, kept: Kept) -> None:
-        """Has a session written when there is room for it."""
-        if self.usable:
-            self._wanted[kept] = None
+    def queue_write(self, session: Session) -> None:
+        """Notes that a session is to be written as soon as the writer has room for it."""
+        if self.is_usable:
+            self._queued[session] = None
 
-    def forget(self, kept: Kept) -> None:
-        """Does not write a session any more, and deletes its file. Raises `EngineError` if it cannot be deleted."""
-        self._wanted.pop(kept, None)
-        kept.saved, kept.gone = False, True
-        self._delete(kept.slot)
+    def delete(self, session: Session) -> None:
+        """Cancels the write of a session and deletes its file. Raises `EngineError` if it cannot be deleted."""
+        self._queued.pop(session, None)
+        session.saved, session.is_dropped = False, True
+        self._delete_file(session.file)
 
-    def evict(self, kept: Kept) -> None:
+    def evict(self, session: Session) -> None:
         """Deletes a session's file to make room. A file that cannot be deleted stays, and is not used any more."""
-        kept.saved = False
+        session.saved = False
         try:
-            self._delete(kept.slot)
+            self._delete_file(session.file)
         except EngineError as error:
-            self._warn("delete", str(error))
+            self._warn_once("delete", str(error))
 
-    def _delete(self, slot: Slot | None) -> None:
-        """Deletes a slot's file. Raises `EngineError`."""
+    def _delete_file(self, file: SessionFile | None) -> None:
         try:
-            if slot is not None:
-                slot.delete()
+            if file is not None:
+                file.delete_if_unchanged()
         except OSError as error:
-            raise EngineError(f"session file {slot and slot.path}: cannot be deleted: {reason(error)}") from error
+            raise EngineError(f"session file {file and file.path}: cannot be deleted: {reason(error)}") from error
 
-    def is_coming(self, kept: Kept) -> bool:
-        """Returns whether a session is being written as it is, or will be; from now on its cache is not needed."""
-        if kept in self._wanted:
-            self._submit(kept)
-        return self._writer.is_writing(kept)
+    def start_write(self, session: Session) -> bool:
+        """Starts the write of a session that is queued. Returns whether the writer has the session, so that the caller
+        may drop its cache.
+        """
+        if session in self._queued:
+            self._hand_to_writer(session)
+        return self._writer.is_writing(session)
 
-    def leave(self, kept: Kept) -> None:
-        """Does not write a session, because a successor will be written."""
-        self._wanted.pop(kept, None)
+    def cancel_write(self, session: Session) -> None:
+        """Cancels the write of a queued session, because a longer one takes its place."""
+        self._queued.pop(session, None)
 
     @property
-    def pending(self) -> bool:
+    def has_pending_writes(self) -> bool:
         """Whether anything is to be written, being written, or not noted as written."""
-        return bool(self._wanted) or not self._writer.is_idle()
+        return bool(self._queued) or not self._writer.is_idle()
 
-    def pump(self, patient: bool = False) -> list[tuple[Kept, bool]]:
-        """Hands sessions to the thread while it has room. Returns those done since the last call, and if that worked.
+    def write_queued(self, wait: bool = False) -> list[tuple[Session, bool]]:
+        """Hands queued sessions to the writer while it has room.
 
-        patient: wait until all are done.
+        Returns the sessions whose writes ended since the last call, each with whether its write succeeded. wait: return
+        only when all sessions are written.
         """
-        ended = self._ended()
-        while self._wanted and (patient or self._writer.has_room()):
+        ended = self._finished_writes()
+        while self._queued and (wait or self._writer.has_room()):
             if not self._writer.has_room():
-                self._writer.wait()
-            self._submit(next(iter(self._wanted)))
-            ended += self._ended()
-        if patient:
-            self._writer.wait()
-            ended += self._ended()
-            return ended + (self.pump(patient) if self._wanted else [])  # answers may have been noted meanwhile
+                self._writer.wait_until_idle()
+            self._hand_to_writer(next(iter(self._queued)))
+            ended += self._finished_writes()
+        if wait:
+            self._writer.wait_until_idle()
+            ended += self._finished_writes()
+            return ended + (self.write_queued(wait) if self._queued else [])  # answers may have been noted meanwhile
         return ended
 
-    def close(self) -> list[tuple[Kept, bool]]:
-        """Writes what is still to be written and ends the thread; returns as `pump`."""
-        ended = self.pump(patient=True)
+    def close(self) -> list[tuple[Session, bool]]:
+        """Writes what is still to be written and ends the thread; returns as `write_queued`."""
+        ended = self.write_queued(wait=True)
         self._writer.close()
         return ended
 
-    def _submit(self, kept: Kept) -> None:
-        """Hands a session to the thread as it is now."""
-        del self._wanted[kept]
-        if kept.cache is None:
+    def _hand_to_writer(self, session: Session) -> None:
+        del self._queued[session]
+        if session.cache is None:
             return
-        kept.slot = kept.slot or Slot(self.folder / f"{kept.name}.safetensors")
-        snapshot = SessionBytes(kept, self.caches, self.about)
+        session.file = session.file or SessionFile(self.folder / f"{session.name}.safetensors")
+        snapshot = SessionSnapshot(session, self.caches, self.file_facts)
         if snapshot.bytes > self.most_bytes:
-            self._warn("large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written")
+            self._warn_once(
+                "large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written"
+            )
             return
-        self._writer.put(_Job(kept, kept.slot, snapshot))
+        self._writer.put(_WriteJob(session, session.file, snapshot))
 
-    def _ended(self) -> list[tuple[Kept, bool]]:
-        """Returns the sessions whose jobs are done, and whether it worked."""
-        return [(job.kept, self._take(job)) for job in self._writer.done()]
+    def _finished_writes(self) -> list[tuple[Session, bool]]:
+        return [(job.session, self._note_outcome(job)) for job in self._writer.take_finished()]
 
-    def _take(self, job: _Job) -> bool:
-        """Notes what came of a job; returns whether the session is on disk."""
-        kept = job.kept
+    def _note_outcome(self, job: _WriteJob) -> bool:
+        """Returns whether the job's session is on disk now; logs why not."""
+        session = job.session
         if isinstance(job.error, OSError):
-            self._warn("write", f"cannot be written, sessions stay in memory only: {reason(job.error)}")
+            self._warn_once("write", f"cannot be written, sessions stay in memory only: {reason(job.error)}")
             return False
         if job.error is not None:
             log.error("session folder %s: a session could not be written", self.folder, exc_info=job.error)
             return False
-        self._warned.discard("write")
-        kept.saved = True
-        if kept.gone:
-            self.evict(kept)
-        elif kept.notes != job.notes:
-            self.want(kept)  # an answer was noted meanwhile
+        self._warned_kinds.discard("write")
+        session.saved = True
+        if session.is_dropped:
+            self.evict(session)
+        elif session.answers_version != job.answers_version:
+            self.queue_write(session)  # an answer was noted meanwhile
         return True
 
     # ---- the folder
 
-    def _is_usable(self) -> bool:
+    def _make_private_folder(self) -> bool:
         """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
         why = make_private(self.folder)
         if why is not None:
-            self._warn("folder", why)
+            self._warn_once("folder", why)
         return why is None
 
-    def _begin_use(self) -> None:
+    def _mark_as_used(self) -> None:
         """Marks the folder as used until this object is gone; if nobody else uses it, removes all unfinished files."""
         try:
-            handle = begin_use(self.folder, lambda: _remove(self.folder.glob(_UNFINISHED)))
+            handle = begin_use(self.folder, lambda: _delete_files(self.folder.glob(_UNFINISHED_PATTERN)))
             weakref.finalize(self, os.close, handle)
         except OSError as error:
-            self._warn("read", f"cannot be read: {reason(error)}")
+            self._warn_once("read", f"cannot be read: {reason(error)}")
 
-    def _remove_unfinished(self) -> None:
+    def _remove_old_unfinished_files(self) -> None:
         """Removes what processes that were killed long ago have left unfinished. Raises `OSError`."""
-        for path in self.folder.glob(_UNFINISHED):
-            if (stamp := stamp_of(path)) is not None and time.time() - stamp[2] / 1e9 > _OLD_S:
+        for path in self.folder.glob(_UNFINISHED_PATTERN):
+            if (stamp := file_stamp(path)) is not None and time.time() - stamp[2] / 1e9 > _ABANDONED_AFTER_S:
                 path.unlink(missing_ok=True)
 
-    def _warn(self, kind: str, what: str) -> None:
-        """Logs a warning about the folder, the first time that this kind of failure occurs."""
-        if kind not in self._warned:
-            self._warned.add(kind)
+    def _warn_once(self, kind: str, what: str) -> None:
+        if kind not in self._warned_kinds:
+            self._warned_kinds.add(kind)
             log.warning("session folder %s %s", self.folder, what)
 
 
-def folders_of(folder: Path) -> list[Path]:
+def with_machine_folders(folder: Path) -> list[Path]:
     """Returns a folder of sessions, and those in it that machines keep their shares of a split model's sessions in."""
-    return [folder, *(path for path in sorted(folder.glob(f"{SHARE}*")) if path.is_dir() and not path.is_symlink())]
+    return [
+        folder,
+        *(path for path in sorted(folder.glob(f"{MACHINE_FOLDER_PREFIX}*")) if path.is_dir() and not path.is_symlink()),
+    ]
 
 
-def purge(folder: Path) -> tuple[int, int]:
+def purge_session_folder(folder: Path) -> tuple[int, int]:
     """Deletes a folder's sessions, of all models and machines, its stored responses, and folders that are empty then.
 
     Returns how many files were deleted and their bytes. Raises `OSError`.
     """
-    counts = [_purge_one(one) for one in reversed(folders_of(folder))]
+    counts = [_purge_single_folder(one) for one in reversed(with_machine_folders(folder))]
     return sum(count for count, _ in counts), sum(size for _, size in counts)
 
 
-def _purge_one(folder: Path) -> tuple[int, int]:
-    """Does what `purge` does in one folder."""
-    others = (*folder.glob(_UNFINISHED), *folder.glob(f"{RESPONSES}/*.json"))
-    paths = [path for path in (*session_paths(folder), *others) if path.is_file() or path.is_symlink()]
-    size = sum(stamp[1] for path in paths if (stamp := stamp_of(path)) is not None)
-    _remove(paths)
-    for one in (folder / RESPONSES, folder):
+def _purge_single_folder(folder: Path) -> tuple[int, int]:
+    """Does what `purge_session_folder` does in one folder."""
+    others = (*folder.glob(_UNFINISHED_PATTERN), *folder.glob(f"{RESPONSES_FOLDER}/*.json"))
+    paths = [path for path in (*list_session_files(folder), *others) if path.is_file() or path.is_symlink()]
+    size = sum(stamp[1] for path in paths if (stamp := file_stamp(path)) is not None)
+    _delete_files(paths)
+    for one in (folder / RESPONSES_FOLDER, folder):
         if one.is_dir() and not any(one.iterdir()):
             one.rmdir()
     return len(paths), size
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    """Deletes files; one that is gone is no error. Raises `OSError`."""
+def _delete_files(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 # ---- the thread that writes, which gets bytes only and never computes arrays
 
-_ROOM = 4  # sessions that may wait to be written; each takes the memory of a KV cache
-_LINGER_S = 0.02  # before a write, so that the answer noted right after a request is written along
+_MOST_WAITING = 4  # sessions that may wait to be written; each takes the memory of a KV cache
+_DELAY_S = 0.02  # before a write, so that the answer noted right after a request is written along
 
 
 @dataclass(eq=False)
-class _Job:
-    """A session to be written to its slot. notes: the session's `notes` as they were written. error: why it failed."""
+class _WriteJob:
+    """A session to be written to a file. answers_version: that of the answers written. error: why writing failed."""
 
-    kept: Kept
-    slot: Slot
-    snapshot: SessionBytes
-    notes: int = -1
+    session: Session
+    file: SessionFile
+    snapshot: SessionSnapshot
+    answers_version: int = -1
     error: BaseException | None = None
 
     def run(self) -> None:
         """Writes the session. If another process has replaced its file, the session gets a file of another name."""
-        slot = self.slot
+        file = self.file
         try:
-            if not slot.is_ours():
-                slot.path, slot.stamp = slot.path.with_name(f"{new_name()}.safetensors"), None
-            self.notes, answers = self.kept.notes, dict(self.kept.answers)
-            self.snapshot.write(slot.path, answers)
-            slot.stamp = stamp_of(slot.path)
+            if not file.is_unchanged():
+                file.path, file.stamp = file.path.with_name(f"{new_session_name()}.safetensors"), None
+            self.answers_version, answers = self.session.answers_version, dict(self.session.answers)
+            self.snapshot.write(file.path, answers)
+            file.stamp = file_stamp(file.path)
         except BaseException as error:  # is logged in the engine's thread
             self.error = error
 
 
-class _Writer:
+class _WriterThread:
     """Writes in a thread of its own. Done jobs are handed back, so that the engine's thread frees their arrays."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Job] = deque()
-        self._done: deque[_Job] = deque()
+        self._waiting: deque[_WriteJob] = deque()
+        self._finished: deque[_WriteJob] = deque()
         self._change = threading.Condition()
-        self._hurry = threading.Event()
-        self._running: _Job | None = None
+        self._skip_delay = threading.Event()
+        self._running: _WriteJob | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def has_room(self) -> bool:
         """Returns whether one more job may be put."""
-        return len(self._waiting) < _ROOM
+        return len(self._waiting) < _MOST_WAITING
 
-    def is_writing(self, kept: Kept) -> bool:
+    def is_writing(self, session: Session) -> bool:
         """Returns whether a session waits to be written, or is being written, as it is."""
         with self._change:
-            return any(job.kept is kept for job in (*self._waiting, *self._done, self._running) if job is not None)
+            return any(
+                job.session is session for job in (*self._waiting, *self._finished, self._running) if job is not None
+            )
 
     def is_idle(self) -> bool:
         """Returns whether there is no job, not even one that is done and not handed back."""
         with self._change:
-            return self._running is None and not self._waiting and not self._done
+            return self._running is None and not self._waiting and not self._finished
 
-    def put(self, job: _Job) -> None:
+    def put(self, job: _WriteJob) -> None:
         """Has a session written soon."""
         with self._change:
             self._waiting.append(job)
             self._change.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mlx_zip sessions", daemon=True)
+            self._thread = threading.Thread(target=self._run_jobs, name="mlx_zip sessions", daemon=True)
             self._thread.start()
 
-    def done(self) -> list[_Job]:
+    def take_finished(self) -> list[_WriteJob]:
         """Returns the jobs that are done since the last call."""
         with self._change:
-            done, self._done = self._done, deque()
+            done, self._finished = self._finished, deque()
         return list(done)
 
-    def wait(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until all jobs are done."""
-        self._hurry.set()
+        self._skip_delay.set()
         with self._change:
             self._change.wait_for(lambda: not self._waiting and self._running is None)
-        self._hurry.clear()
+        self._skip_delay.clear()
 
     def close(self) -> None:
         """Waits until all jobs are done, and ends the thread."""
-        self.wait()
+        self.wait_until_idle()
         with self._change:
             self._closed = True
             self._change.notify_all()
         if self._thread is not None:
             self._thread.join()
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         """Runs one job after the other until the writer is closed."""
         while True:
             with self._change:
@@ -339,10 +346,10 @@ class _Writer:
                 if not self._waiting:
                     return
                 self._running = job = self._waiting.popleft()
-            self._hurry.wait(_LINGER_S)
+            self._skip_delay.wait(_DELAY_S)
             job.run()
             with self._change:
-                self._done.append(job)
+                self._finished.append(job)
                 self._running = None
                 self._change.notify_all()
             del job

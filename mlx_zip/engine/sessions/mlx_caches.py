@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,26 +23,26 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params_json import params_from_json
 from mlx_zip.engine.mlx.served import bounded_cache
-from mlx_zip.engine.sessions.files import check_held
-from mlx_zip.engine.sessions.format import (
+from mlx_zip.engine.sessions.file_format import (
     BadFileError,
-    Contents,
-    Marks,
-    Tensor,
-    codec_mark,
-    own_pack_key,
-    positions_mark,
+    FileContents,
+    FileTensor,
+    ModelIdentity,
+    codec_settings_text,
+    pack_key_of,
+    position_settings_text,
 )
-from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
+from mlx_zip.engine.sessions.files import raise_if_other_ids
+from mlx_zip.engine.sessions.session import FileParts, Ids, Session
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.layout import base_config, is_zip
-from mlx_zip.models.rows.fingerprints import name_of
-from mlx_zip.models.rows.zip_state import ZipState, find_state
+from mlx_zip.models.rows.fingerprints import fingerprint_of_model
+from mlx_zip.models.rows.zip_state import ZipState, find_zip_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
-def open_store(
+def open_session_store(
     model: Any, tokenizer: Any, options: SessionOptions | None = None, max_kv_size: int | None = None
 ) -> SessionStore:
     """Returns a new store of a model's sessions. max_kv_size: see `MlxCaches`."""
@@ -50,9 +50,9 @@ def open_store(
     return SessionStore(MlxCaches(model, tokenizer, options.share, max_kv_size), options)
 
 
-def positions_of(model: Any) -> str:
+def position_settings(model: Any) -> str:
     """Returns the settings, beside the weights, that the keys of a model on MLX depend on, as text."""
-    return positions_mark(base_config(model), model.config if is_zip(model) else None)
+    return position_settings_text(base_config(model), model.config if is_zip(model) else None)
 
 
 class MlxCaches:
@@ -60,29 +60,29 @@ class MlxCaches:
 
     max_kv_size: bound on the ids in a plain model's caches, None for none.
 
-    See `Caches`. A request's cache and a kept one are of the same type: a list of mlx-lm's entries.
+    See `SessionCaches`. A request's cache and a kept one are of the same type: a list of mlx-lm's entries.
     """
 
     def __init__(self, model: Any, tokenizer: Any, share: str = "", max_kv_size: int | None = None) -> None:
         self.model, self.tokenizer, self._share = model, tokenizer, share
-        self.reach = model.config.merge_size if is_zip(model) else 1
-        self._checks = _CacheChecks(model, max_kv_size)
+        self.merge_size = model.config.merge_size if is_zip(model) else 1
+        self._builder = _CacheBuilder(model, max_kv_size)
 
     @cached_property
-    def marks(self) -> Marks:
-        model, name = self.model, f"{name_of(self.model)} {self._share}".strip()
-        codec = codec_mark(model.config.codec_params if is_zip(model) else None)
-        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec, positions_of(model))
+    def identity(self) -> ModelIdentity:
+        model, name = self.model, f"{fingerprint_of_model(self.model)} {self._share}".strip()
+        codec = codec_settings_text(model.config.codec_params if is_zip(model) else None)
+        return ModelIdentity(name, tokenizer_fingerprint(self.tokenizer), codec, position_settings(model))
 
     @cached_property
-    def own_pack(self) -> str:
+    def own_pack_key(self) -> str:
         if not is_zip(self.model):
             return ""
         pack = self.model.row_source.pack
-        return own_pack_key(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
+        return pack_key_of(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
 
-    def held(self, cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
-        held = _held_ids(cache)
+    def held_ids(self, cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
+        held = _ids_of_zip_state(cache)
         if held is not None:
             return held
         ids = np.asarray(() if base_ids is None else base_ids, dtype=np.uint32)
@@ -91,33 +91,44 @@ class MlxCaches:
                 raise EngineError(f"the cache holds {entry.offset} ids, and {len(ids)} base ids were given for it")
         return ids, np.arange(1, 1 + len(ids), dtype=np.uint32)
 
-    def kept(self, cache: list[Any]) -> list[Any]:
-        return _settled(cache)
+    def prepare_to_keep(self, cache: list[Any]) -> list[Any]:
+        kept = [entry.extract(0, rows=False) if isinstance(entry, ZipState) else entry for entry in cache]
+        mx.eval([array for _, array in _arrays_by_place(kept)])
+        return kept  # without rows, which a `RowStore` gives back
 
-    def size(self, kept: list[Any]) -> tuple[int, bool]:
-        return _bytes_of(kept), can_trim_prompt_cache(kept)
+    def measure(self, kept: list[Any]) -> tuple[int, bool]:
+        return _cache_bytes(kept), can_trim_prompt_cache(kept)
 
-    def room(self, ids: int) -> int:
+    def count_fitting_ids(self, ids: int) -> int:
         return ids
 
-    def lent(self, kept: Kept, ids: int, alone: bool, start: Any) -> list[Any]:
-        cache = kept.cache if alone else forked(kept.cache, ids, len(kept.ends) - ids)
+    def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> list[Any]:
+        cache = session.cache if move else copy_prefix(session.cache, ids, len(session.ends) - ids)
         if start is not None:
-            find_state(cache).begun_with([start])  # type: ignore[union-attr]
+            find_zip_state(cache).bind_start_packs([start])  # type: ignore[union-attr]
         return cache
 
-    def parts(self, kept: Kept) -> Parts:
-        return _parts_of(kept)
+    def to_file_parts(self, session: Session) -> FileParts:
+        # The views share the memory of the session's arrays, which MLX copies before it writes to them.
+        assert session.cache is not None
+        arrays, scalars = _states_as_arrays([_without_spare_room(entry).state for entry in session.cache])
+        classes = [type(entry).__name__ for entry in session.cache]
+        extra = [session.base_ids, session.ends, *([] if session.random_state is None else [session.random_state])]
+        index = {f"{len(classes)}.{i}": mx.array(array) for i, array in enumerate(extra)}
+        mx.eval([*index.values(), *arrays.values()])
+        tensors = {name: view_on_host(array) for name, array in {**index, **arrays}.items()}
+        metadata: Any = tree_flatten(["", classes, scalars])
+        return FileParts(tensors, dict(metadata[1:]))  # the first is the place of the session's facts
 
-    def made(self, contents: Contents, kept: Kept) -> tuple[list[Any], Any]:
-        classes, states, extra = _read_parts(contents)
-        cache = self._checks.made(classes, states, len(kept.ends))
-        held = _held_ids(cache)
+    def cache_from_file(self, contents: FileContents, session: Session) -> tuple[list[Any], Any]:
+        classes, states, extra = _classes_and_states(contents)
+        cache = self._builder.build_cache(classes, states, len(session.ends))
+        held = _ids_of_zip_state(cache)
         if held is not None:
-            check_held(held, kept)
-        elif len(kept.ends) != len(kept.base_ids):
+            raise_if_other_ids(held, session)
+        elif len(session.ends) != len(session.base_ids):
             raise BadFileError("its ids are not base ids")
-        self._checks.check_ids(kept.base_ids)
+        self._builder.raise_unless_base_ids(session.base_ids)
         mx.eval(tree_map(lambda leaf: leaf if isinstance(leaf, mx.array) else None, [entry.state for entry in cache]))
         return cache, extra[2] if len(extra) > 2 else None
 
@@ -127,72 +138,61 @@ class MlxCaches:
 _BYTES_PER_LOGGED_ID = 12  # of a codebook
 
 
-def _held_ids(cache: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | None:
+def _ids_of_zip_state(cache: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | None:
     """Returns what the `ZipState` of a cache has read, None for a plain model's cache.
 
     That is its base ids [n] uint32, and for each of its ids how many base tokens it and the ids before it have, uint32.
     """
-    state = find_state(cache)
+    state = find_zip_state(cache)
     if state is None:
         return None
     book = state.books[0]
     return book.base_ids(0), np.cumsum(book.logged()[1], dtype=np.uint32)
 
 
-def forked(cache: Sequence[Any], ids: int, surplus: int) -> list[Any]:
+def copy_prefix(cache: Sequence[Any], ids: int, surplus: int) -> list[Any]:
     """Returns a copy of a cache, trimmed to its first `ids` ids. The cache does not change, whatever is read later.
 
     surplus: how many ids the cache has beyond those. Arrays are shared until the copy is written to: MLX copies an
     array on its first write if another one shares its memory.
     """
-    twins = [_twin(entry) for entry in cache]
+    twins = [_copy_entry(entry) for entry in cache]
     if surplus:
         for entry in twins:
             entry.trim(surplus)
-            _cut(entry, ids)
+            _cut_arrays(entry, ids)
     return twins
 
 
-def _twin(entry: Any) -> Any:
+def _copy_entry(entry: Any) -> Any:
     """Returns a copy of a cache's entry that shares its arrays; a `ZipState` is copied without its rows."""
     if isinstance(entry, ZipState):
         return entry.extract(0, rows=False)
     twin = copy.copy(entry)
-    vars(twin).update({name: _shared(value) for name, value in vars(entry).items()})
+    vars(twin).update({name: _share_arrays(value) for name, value in vars(entry).items()})
     return twin
 
 
-def _shared(value: Any) -> Any:
+def _share_arrays(value: Any) -> Any:
     """Returns a tree of arrays with new arrays on the same memory. What is no array stays, cache entries are copied."""
     if isinstance(value, tuple | list) and any(hasattr(item, "is_trimmable") for item in value):
-        return type(value)(_twin(item) for item in value)
+        return type(value)(_copy_entry(item) for item in value)
     return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, mx.array) else leaf, value)
 
 
-def _cut(entry: Any, ids: int) -> None:
+def _cut_arrays(entry: Any, ids: int) -> None:
     """Forgets the arrays' places beyond the first `ids` ids, so that no copy is made of them."""
     if type(entry) in (KVCache, QuantizedKVCache) and entry.keys is not None:
         entry.keys, entry.values = tree_map(lambda array: array[..., :ids, :], (entry.keys, entry.values))
 
 
-def _settled(cache: Sequence[Any]) -> list[Any]:
-    """Returns a cache to keep: its arrays are computed, and its `ZipState` has no rows, which a `RowStore` gives back.
-
-    Nothing else is kept in memory for it, and the cache given must not be used any more.
-    """
-    kept = [entry.extract(0, rows=False) if isinstance(entry, ZipState) else entry for entry in cache]
-    mx.eval([array for _, array in _arrays(kept)])
-    return kept
-
-
-def _bytes_of(cache: Sequence[Any]) -> int:
-    """Returns how many bytes a kept cache takes."""
-    state = find_state(cache)
+def _cache_bytes(cache: Sequence[Any]) -> int:
+    state = find_zip_state(cache)
     logged = 0 if state is None else _BYTES_PER_LOGGED_ID * state.books[0].mark()
-    return logged + sum(array.nbytes for _, array in _arrays(cache))
+    return logged + sum(array.nbytes for _, array in _arrays_by_place(cache))
 
 
-def _arrays(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
+def _arrays_by_place(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
     """Yields the arrays of all entries but the `ZipState`, each with its place."""
     for number, entry in enumerate(cache):
         if isinstance(entry, ZipState) or entry.empty():
@@ -202,12 +202,12 @@ def _arrays(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
                 yield f"{number}.{place}", leaf
 
 
-def _used_part(entry: Any) -> Any:
+def _without_spare_room(entry: Any) -> Any:
     """Returns a cache's entry whose arrays end where its ids end, without room for more. The entry does not change."""
     if type(entry) not in (KVCache, QuantizedKVCache) or entry.keys is None:
-        return entry if isinstance(entry, ZipState) else _twin(entry)
-    twin = _twin(entry)
-    _cut(twin, entry.offset)
+        return entry if isinstance(entry, ZipState) else _copy_entry(entry)
+    twin = _copy_entry(entry)
+    _cut_arrays(twin, entry.offset)
     return twin
 
 
@@ -217,34 +217,19 @@ def _used_part(entry: Any) -> Any:
 # mlx-lm has no place for follows as if it were one more entry of the cache: base ids, the ends of ids, and the
 # sampler's random state.
 
-NAMES = {
+SAFETENSORS_TYPES = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16", mx.float16: "F16",
     mx.bfloat16: "BF16", mx.uint32: "U32", mx.int32: "I32", mx.float32: "F32", mx.uint64: "U64", mx.int64: "I64",
     mx.float64: "F64", mx.complex64: "C64",
 }  # fmt: skip
-_NUMPY = {
+_NUMPY_TYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16,
     "BF16": np.uint16, "U32": np.uint32, "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64,
     "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
 
 
-def _parts_of(kept: Kept) -> Parts:
-    """Returns a session as a file holds it. Its views share the memory of the session's arrays, which MLX copies before
-    it writes to them.
-    """
-    assert kept.cache is not None
-    arrays, scalars = _as_arrays([_used_part(entry).state for entry in kept.cache])
-    classes = [type(entry).__name__ for entry in kept.cache]
-    extra = [kept.base_ids, kept.ends, *([] if kept.random_state is None else [kept.random_state])]
-    index = {f"{len(classes)}.{i}": mx.array(array) for i, array in enumerate(extra)}
-    mx.eval([*index.values(), *arrays.values()])
-    tensors = {name: host_view(array) for name, array in {**index, **arrays}.items()}
-    metadata: Any = tree_flatten(["", classes, scalars])
-    return Parts(tensors, dict(metadata[1:]))  # the first is the place of the session's facts
-
-
-def _as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
+def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
     """Returns the states of a cache's entries as arrays by place, and the places of other values, as mlx-lm does."""
     arrays: dict[str, mx.array] = {}
     scalars: list[Any] = [""]
@@ -260,40 +245,37 @@ def _as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
     return arrays, scalars
 
 
-def host_view(array: mx.array) -> tuple[str, np.ndarray]:
+def view_on_host(array: mx.array) -> tuple[str, np.ndarray]:
     """Returns the type of a computed array, as safetensors calls it, and a view of its memory."""
-    dtype = NAMES[array.dtype]
+    dtype = SAFETENSORS_TYPES[array.dtype]
     return dtype, np.array(array.view(mx.uint16) if dtype == "BF16" else array, copy=False)  # numpy has no bfloat16
 
 
-def _read_parts(contents: Contents) -> tuple[list[str], list[Any], list[Any]]:
+def _classes_and_states(contents: FileContents) -> tuple[list[str], list[Any], list[Any]]:
     """Returns the classes of a cache's entries, their states, and what follows them: base ids, ends, random state.
 
     Raises `BadFileError`, and other errors for what is no cache.
     """
     tree: Any = tree_unflatten(list(contents.metadata.items()))
     _, classes, scalars = tree
-    arrays: dict[str, Any] = {place: array_of(tensor) for place, tensor in contents.tensors.items()}
+    arrays: dict[str, Any] = {place: array_from_tensor(tensor) for place, tensor in contents.tensors.items()}
     for place, kind in scalars[1:]:
-        arrays[place] = _plain(arrays[place], kind)
-    *states, extra = _unflattened(arrays)
+        arrays[place] = _value_of_array(arrays[place], kind)
+    *states, extra = tree_unflatten(list(arrays.items()))
     return classes, states, extra
 
 
-def _unflattened(arrays: Mapping[str, Any]) -> list[Any]:
-    """Returns arrays by place as the tree that they were flattened from."""
-    tree: Any = tree_unflatten(list(arrays.items()))
-    return list(tree)
-
-
-def array_of(tensor: Tensor) -> mx.array:
-    """Returns a tensor of a file as an array."""
-    flat = np.frombuffer(tensor.data, _NUMPY[tensor.dtype]) if len(tensor.data) else np.zeros(0, _NUMPY[tensor.dtype])
+def array_from_tensor(tensor: FileTensor) -> mx.array:
+    flat = (
+        np.frombuffer(tensor.data, _NUMPY_TYPES[tensor.dtype])
+        if len(tensor.data)
+        else np.zeros(0, _NUMPY_TYPES[tensor.dtype])
+    )
     array = mx.array(flat.reshape(tensor.shape))
     return array.view(mx.bfloat16) if tensor.dtype == "BF16" else array
 
 
-def _plain(array: mx.array, kind: str) -> Any:
+def _value_of_array(array: mx.array, kind: str) -> Any:
     """Returns what an array stands for: a "scalar", a "string" or "none". Raises `BadFileError` for another kind."""
     if kind == "scalar":
         return array.item()
@@ -306,19 +288,22 @@ def _plain(array: mx.array, kind: str) -> Any:
 
 # ---- whether the parts read from a file are those of this model's caches
 
-_QUANTIZED = {"bits": (2, 3, 4, 5, 6, 8), "group_size": (32, 64, 128)}
+_QUANTIZATIONS = {"bits": (2, 3, 4, 5, 6, 8), "group_size": (32, 64, 128)}
 _LENGTH_AXIS = 2  # of keys and values
-_OTHER_SHAPE = "the arrays of its cache are not those of this model"
+_OTHER_SHAPE_MESSAGE = "the arrays of its cache are not those of this model"
 
 
-class _CacheChecks:
-    """What a model's caches consist of. max_kv_size: bound on a plain model's ids in them, None for none."""
+class _CacheBuilder:
+    """Builds caches from what files hold, and checks that they are such as this model makes.
+
+    max_kv_size: bound on the ids in a plain model's caches, None for none.
+    """
 
     def __init__(self, model: Any, max_kv_size: int | None = None) -> None:
         self.model, self._max_kv_size = model, max_kv_size
 
     @cached_property
-    def _like(self) -> list[Any]:
+    def _example_cache(self) -> list[Any]:
         """A cache that has read one id; its arrays have types and shapes, but are never computed."""
         model = self.model
         own = {} if not is_zip(model) or model.is_plain else {"pack": ()}
@@ -329,37 +314,38 @@ class _CacheChecks:
         model(mx.array([[0]]), cache=cache)
         return cache
 
-    def check_ids(self, base_ids: np.ndarray) -> None:
+    def raise_unless_base_ids(self, base_ids: np.ndarray) -> None:
         """Raises `BadFileError` for ids that are no base ids of a plain model; a codebook refuses them by itself."""
         limit = None if is_zip(self.model) else base_config(self.model).get("vocab_size")
         if limit is not None and len(base_ids) and int(base_ids.max()) >= limit:
             raise BadFileError(f"it holds the id {int(base_ids.max())}, base ids are below {limit}")
 
-    def made(self, classes: Sequence[str], states: Sequence[Any], ids: int) -> list[Any]:
+    def build_cache(self, classes: Sequence[str], states: Sequence[Any], ids: int) -> list[Any]:
         """Returns the cache with these parts, one per entry, which must hold `ids` ids.
 
         Raises `BadFileError` if this model has other caches, and other errors for parts that do not fit together.
         """
-        if len(classes) != len(self._like) or len(states) != len(classes):
-            raise BadFileError(f"its cache has {len(classes)} entries, this model's has {len(self._like)}")
+        if len(classes) != len(self._example_cache) or len(states) != len(classes):
+            raise BadFileError(f"its cache has {len(classes)} entries, this model's has {len(self._example_cache)}")
         return [
-            self._entry(name, state, like, ids) for name, state, like in zip(classes, states, self._like, strict=True)
+            self._build_entry(name, state, example, ids)
+            for name, state, example in zip(classes, states, self._example_cache, strict=True)
         ]
 
-    def _entry(self, name: str, state: Any, like: Any, ids: int) -> Any:
-        """Returns one entry of a cache. like: that of a cache of this model."""
-        if isinstance(like, ZipState):
-            return self._state(name, state, ids)
-        if name == QuantizedKVCache.__name__ and type(like) is KVCache:
-            return _quantized(QuantizedKVCache.from_state(state), like, ids)
-        if name != type(like).__name__:
-            raise BadFileError(f"its cache has a {name!r:.40} where this model has a {type(like).__name__}")
-        if isinstance(like, CacheList):
-            parts = zip(state, like.caches, strict=True)
-            return CacheList(*(self._entry(inner, part, one, ids) for (part, inner), one in parts))
-        return _checked(type(like).from_state(state), like, ids)
+    def _build_entry(self, name: str, state: Any, example: Any, ids: int) -> Any:
+        """Returns one entry of a cache. example: that of a cache of this model."""
+        if isinstance(example, ZipState):
+            return self._build_zip_state(name, state, ids)
+        if name == QuantizedKVCache.__name__ and type(example) is KVCache:
+            return _checked_quantized_entry(QuantizedKVCache.from_state(state), example, ids)
+        if name != type(example).__name__:
+            raise BadFileError(f"its cache has a {name!r:.40} where this model has a {type(example).__name__}")
+        if isinstance(example, CacheList):
+            parts = zip(state, example.caches, strict=True)
+            return CacheList(*(self._build_entry(inner, part, one, ids) for (part, inner), one in parts))
+        return _checked_entry(type(example).from_state(state), example, ids)
 
-    def _state(self, name: str, parts: Any, ids: int) -> ZipState:
+    def _build_zip_state(self, name: str, parts: Any, ids: int) -> ZipState:
         """Returns a `ZipState`, after its codec was found to be the model's."""
         own: CodecParams = self.model.config.codec_params
         if name != ZipState.__name__:
@@ -373,55 +359,55 @@ class _CacheChecks:
         return state
 
 
-def _quantized(entry: QuantizedKVCache, like: KVCache, ids: int) -> QuantizedKVCache:
-    """Returns a quantized KV cache if it holds `ids` ids of the widths and types of `like`."""
+def _checked_quantized_entry(entry: QuantizedKVCache, example: KVCache, ids: int) -> QuantizedKVCache:
+    """Returns a quantized KV cache if it holds `ids` ids of the widths and types of `example`."""
     bits, group = entry.bits, entry.group_size
-    if bits not in _QUANTIZED["bits"] or group not in _QUANTIZED["group_size"] or type(entry.offset) is not int:
+    if bits not in _QUANTIZATIONS["bits"] or group not in _QUANTIZATIONS["group_size"] or type(entry.offset) is not int:
         raise BadFileError("its cache is quantized in an unknown way")
-    for parts, one in ((entry.keys, like.keys), (entry.values, like.values)):
+    for parts, one in ((entry.keys, example.keys), (entry.values, example.values)):
         assert one is not None
         batch, heads, _, width = one.shape
         wanted = [(width * bits // 32, mx.uint32), (width // group, one.dtype), (width // group, one.dtype)]
         if [(part.shape, part.dtype) for part in parts or ()] != [
             ((batch, heads, ids, n), dtype) for n, dtype in wanted
         ]:
-            raise BadFileError(_OTHER_SHAPE)
-    return _with_ids(entry, ids)
+            raise BadFileError(_OTHER_SHAPE_MESSAGE)
+    return _checked_id_count(entry, ids)
 
 
-def _checked(entry: Any, like: Any, ids: int) -> Any:
-    """Returns an entry if its arrays have the types and shapes of `like`, but for the number of ids."""
-    found, wanted = dict(tree_flatten(entry.state)), dict(tree_flatten(like.state))
+def _checked_entry(entry: Any, example: Any, ids: int) -> Any:
+    """Returns an entry if its arrays have the types and shapes of `example`, but for the number of ids."""
+    found, wanted = dict(tree_flatten(entry.state)), dict(tree_flatten(example.state))
     if found.keys() != wanted.keys():
-        raise BadFileError(_OTHER_SHAPE)
+        raise BadFileError(_OTHER_SHAPE_MESSAGE)
     for place, leaf in found.items():
         other = wanted[place]
         if type(leaf) is not type(other):
-            raise BadFileError(_OTHER_SHAPE)
-        if isinstance(leaf, mx.array) and (leaf.dtype != other.dtype or _but_length(leaf) != _but_length(other)):
-            raise BadFileError(_OTHER_SHAPE)
+            raise BadFileError(_OTHER_SHAPE_MESSAGE)
+        if isinstance(leaf, mx.array) and (
+            leaf.dtype != other.dtype or _shape_without_length(leaf) != _shape_without_length(other)
+        ):
+            raise BadFileError(_OTHER_SHAPE_MESSAGE)
     if type(entry) is KVCache and (entry.keys is None or entry.keys.shape[_LENGTH_AXIS] != ids):
-        raise BadFileError(_OTHER_SHAPE)
+        raise BadFileError(_OTHER_SHAPE_MESSAGE)
     if isinstance(entry, RotatingKVCache):
-        _check_rotating(entry, like, ids)
-    return _with_ids(entry, ids)
+        _raise_unless_rotating_fits(entry, example, ids)
+    return _checked_id_count(entry, ids)
 
 
-def _check_rotating(entry: RotatingKVCache, like: RotatingKVCache, ids: int) -> None:
+def _raise_unless_rotating_fits(entry: RotatingKVCache, example: RotatingKVCache, ids: int) -> None:
     """Raises `BadFileError` if a rotating cache is not as long as one that has read `ids` ids could be."""
     length = entry.keys.shape[_LENGTH_AXIS]  # type: ignore[union-attr]
-    same = (entry.keep, entry.max_size) == (like.keep, like.max_size)
+    same = (entry.keep, entry.max_size) == (example.keep, example.max_size)
     if not same or not 0 <= entry._idx <= length or length < min(ids, entry.max_size):
-        raise BadFileError(_OTHER_SHAPE)
+        raise BadFileError(_OTHER_SHAPE_MESSAGE)
 
 
-def _but_length(array: mx.array) -> list[int]:
-    """Returns an array's shape without the axis of ids."""
+def _shape_without_length(array: mx.array) -> list[int]:
     return [n for axis, n in enumerate(array.shape) if axis != _LENGTH_AXIS or array.ndim != 4]
 
 
-def _with_ids(entry: Any, ids: int) -> Any:
-    """Returns an entry if it holds `ids` ids."""
+def _checked_id_count(entry: Any, ids: int) -> Any:
     if getattr(entry, "offset", ids) != ids:
         raise BadFileError(f"a KV cache in it holds {entry.offset} ids, not {ids}")
     return entry

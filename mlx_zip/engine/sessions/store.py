@@ -24,10 +24,18 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mlx_zip.engine.interface import Differing, SessionInfo
-from mlx_zip.engine.sessions.files import SessionBytes, read_session
+from mlx_zip.engine.sessions.files import SessionSnapshot, read_session
 from mlx_zip.engine.sessions.folder import SessionFolder
-from mlx_zip.engine.sessions.kept import Caches, Kept, Noted, Slot, answers_within, new_name, stamp_of
-from mlx_zip.engine.sessions.list import SessionList
+from mlx_zip.engine.sessions.session import (
+    AnswerIds,
+    Session,
+    SessionCaches,
+    SessionFile,
+    answers_within,
+    file_stamp,
+    new_session_name,
+)
+from mlx_zip.engine.sessions.session_list import SessionList
 from mlx_zip.errors import EngineError, UnknownSessionError, reason
 
 log = logging.getLogger("mlx_zip")
@@ -49,7 +57,7 @@ class SessionOptions:
     share: str = ""
 
     @property
-    def about(self) -> dict[str, str]:
+    def file_facts(self) -> dict[str, str]:
         """What files say of the model, beside its fingerprint."""
         named = {} if self.model_name is None else {"model": self.model_name}
         return {"tokenizer_config": json.dumps(dict(self.tokenizer_config)), **named}
@@ -73,11 +81,11 @@ class Checkout:
 class SessionStore:
     """The kept sessions of one model. At the end call `close`, which writes what is not on disk yet."""
 
-    def __init__(self, caches: Caches, options: SessionOptions) -> None:
+    def __init__(self, caches: SessionCaches, options: SessionOptions) -> None:
         self.caches, self.options = caches, options
-        self._list = SessionList(caches.reach)
-        self._room = _Room(caches, self._list, options)
-        self._lent: dict[str, Kept] = {}  # what is checked out, by name
+        self._list = SessionList(caches.merge_size)
+        self._storage = _Storage(caches, self._list, options)
+        self._checked_out: dict[str, Session] = {}  # what is checked out, by name
 
     # ---- a request
 
@@ -95,42 +103,44 @@ class SessionStore:
         start: what the request's codebook begins with, None for the model's own; a session from disk knows only a
         fingerprint of rows that were tuned for it. Raises `ModelError` if the session began with something else.
         """
-        self._room.pump()
+        self._storage.write_queued()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
-        while (found := self._list.best(wanted, pack_key or self.caches.own_pack)) is not None:
-            if self._room.is_in_memory(found[0]):
-                return self._checked_out(*found, share, start)
+        while (found := self._list.find_longest_prefix(wanted, pack_key or self.caches.own_pack_key)) is not None:
+            if self._storage.load_into_memory(found[0]):
+                return self._check_out(*found, share, start)
         return None
 
-    def differing(self, base_ids: Sequence[int], pack_key: str) -> Differing | None:
+    def find_difference(self, base_ids: Sequence[int], pack_key: str) -> Differing | None:
         """Returns where a prompt first differs from the session that has most in common with it.
 
         None if the prompt begins with all of that session, or no session begins as the prompt does. pack_key: as in
         `checkout`, to be called before it.
         """
         wanted = np.asarray(base_ids, dtype=np.uint32)
-        return self._list.differing(wanted, pack_key or self.caches.own_pack)
+        return self._list.find_difference(wanted, pack_key or self.caches.own_pack_key)
 
-    def _checked_out(self, kept: Kept, ids: int, share: bool, start: Any) -> Checkout:
+    def _check_out(self, session: Session, ids: int, share: bool, start: Any) -> Checkout:
         """Returns the first `ids` ids of a session for a request, or as many of them as it has room for."""
-        self._list.touch(kept)
-        ids = self.caches.room(ids)
-        base_tokens, alone = int(kept.ends[ids - 1]), ids == len(kept.ends) and not share
-        cache = self.caches.lent(kept, ids, alone, start)
-        if alone:
-            first = kept.name not in self._lent  # else another request has it, and this copy came from disk
-            self._take_out(kept)
-            return Checkout(cache, ids, base_tokens, kept.name, kept.random_state if first else None)
-        answers = answers_within(kept.answers, kept.base_ids[:base_tokens])
-        name = self._lend(Kept(new_name(), "", kept.base_ids[:0], kept.ends[:0], None, False, 0, answers))
-        self._room.make_room()  # the session may have come from disk
+        self._list.mark_used(session)
+        ids = self.caches.count_fitting_ids(ids)
+        base_tokens, move = int(session.ends[ids - 1]), ids == len(session.ends) and not share
+        cache = self.caches.cache_for_request(session, ids, move, start)
+        if move:
+            first = session.name not in self._checked_out  # else another request has it, and this copy came from disk
+            self._check_out_whole(session)
+            return Checkout(cache, ids, base_tokens, session.name, session.random_state if first else None)
+        answers = answers_within(session.answers, session.base_ids[:base_tokens])
+        name = self._note_checkout(
+            Session(new_session_name(), "", session.base_ids[:0], session.ends[:0], None, False, 0, answers)
+        )
+        self._storage.evict_from_memory()  # the session may have come from disk
         return Checkout(cache, ids, base_tokens, name)
 
-    def _take_out(self, kept: Kept) -> None:
-        """Lets go of the cache of a session, of which only what is on disk stays."""
-        self._room.leave(kept)
-        self._room.free(kept)
-        self._lend(kept)
+    def _check_out_whole(self, session: Session) -> None:
+        """Gives up a session's cache, which goes to the request; what is on disk stays."""
+        self._storage.cancel_write(session)
+        self._storage.drop_cache(session)
+        self._note_checkout(session)
 
     def put(
         self,
@@ -150,45 +160,54 @@ class SessionStore:
         plain model, whose cache does not say. random_state: the sampler's. Raises `EngineError` if base_ids
         are missing or too few.
         """
-        held, ends = self.caches.held(cache, base_ids)
-        former = self._lent.get(name or "")
+        held, ends = self.caches.held_ids(cache, base_ids)
+        former = self._checked_out.get(name or "")
         noted = {**self.release(name or ""), **{key: tuple(ids) for key, ids in (answers or {}).items()}}
         if not len(held):
-            return name or new_name()
-        cache = self.caches.kept(cache)
-        size, trims = self.caches.size(cache)
-        kept = Kept(name or new_name(), pack_key or self.caches.own_pack, held, ends, cache, trims, size, noted)
-        kept.random_state, kept.slot = random_state, former and former.slot
-        self._keep(kept)
-        return kept.name
+            return name or new_session_name()
+        cache = self.caches.prepare_to_keep(cache)
+        size, is_trimmable = self.caches.measure(cache)
+        session = Session(
+            name or new_session_name(),
+            pack_key or self.caches.own_pack_key,
+            held,
+            ends,
+            cache,
+            is_trimmable,
+            size,
+            noted,
+        )
+        session.random_state, session.file = random_state, former and former.file
+        self._add_session(session)
+        return session.name
 
-    def release(self, name: str) -> Noted:
+    def release(self, name: str) -> AnswerIds:
         """Forgets that a session is checked out and returns its answers. For a cache that will not be put back."""
-        lent = self._lent.pop(name, None)
-        if lent is None:
+        session = self._checked_out.pop(name, None)
+        if session is None:
             return {}
-        if self._list.get(name) is not lent:  # it is not on disk either
-            self._list.answers.remove(name, lent.answers)
-        return lent.answers
+        if self._list.get(name) is not session:  # it is not on disk either
+            self._list.answers.remove(name, session.answers)
+        return session.answers
 
-    def _lend(self, kept: Kept) -> str:
+    def _note_checkout(self, session: Session) -> str:
         """Notes that a session is checked out, and returns its name; its answers can still be looked up."""
-        self._lent[kept.name] = kept
-        self._list.answers.add(kept.name, kept.answers)
-        return kept.name
+        self._checked_out[session.name] = session
+        self._list.answers.add(session.name, session.answers)
+        return session.name
 
     def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
         """Remembers, with a session, that the answer called `key` was these base ids. Unknown sessions are ignored:
         a session may have been evicted meanwhile.
         """
-        kept = self._lent.get(name) or self._list.get(name)
-        if kept is None:
+        session = self._checked_out.get(name) or self._list.get(name)
+        if session is None:
             return
-        kept.answers[key] = tuple(map(int, base_ids))
-        kept.notes += 1
-        self._list.answers.add(name, {key: kept.answers[key]})
-        if kept.saved and kept.cache is not None:
-            self._room.want(kept)
+        session.answers[key] = tuple(map(int, base_ids))
+        session.answers_version += 1
+        self._list.answers.add(name, {key: session.answers[key]})
+        if session.saved and session.cache is not None:
+            self._storage.queue_write(session)
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         """Returns the noted answers of all kept sessions, by key. The map follows the store, and any thread may read
@@ -200,47 +219,47 @@ class SessionStore:
 
     def sessions(self) -> list[SessionInfo]:
         """Returns the kept sessions, the last used first. One that a request has is among them if it is on disk."""
-        self._room.pump()
-        return [kept.info() for kept in self._list.last_used_first() if kept.can_be_read]
+        self._storage.write_queued()
+        return [session.info() for session in self._list.last_used_first() if session.can_be_read]
 
     def save(self, name: str, file: Path) -> None:
         """Writes a session to a file. Raises `EngineError` for an unknown name and if the file cannot be written."""
-        kept = self._named(name)
-        if not self._room.is_in_memory(kept):
+        session = self._session_named(name)
+        if not self._storage.load_into_memory(session):
             raise EngineError(f"the file of session {name} cannot be read any more")
         try:
-            SessionBytes(kept, self.caches, self.options.about).write(file, kept.answers)
+            SessionSnapshot(session, self.caches, self.options.file_facts).write(file, session.answers)
         except OSError as error:
             raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
-        self._room.make_room()
+        self._storage.evict_from_memory()
 
     def load(self, file: Path) -> SessionInfo:
         """Adds the session in a file and returns what it is. The file is not changed.
 
         Raises `EngineError` naming the file if it is damaged, of another model, or larger than all sessions may be.
         """
-        kept = read_session(file, self.caches, self.options.max_bytes)
-        kept.name = new_name()
-        self._keep(kept)
-        return kept.info()
+        session = read_session(file, self.caches, self.options.max_bytes)
+        session.name = new_session_name()
+        self._add_session(session)
+        return session.info()
 
     def drop(self, name: str) -> None:
         """Forgets a session, in memory and on disk. Raises `EngineError` for an unknown name."""
-        self._room.forget(self._named(name))
+        self._storage.delete(self._session_named(name))
 
     def purge(self) -> int:
         """Forgets all sessions, in memory and on disk, and returns how many there were.
 
         Raises `EngineError` if files cannot be deleted; all else is forgotten then.
         """
-        self._room.pump()
-        count, errors = sum(kept.can_be_read for kept in self._list), list[EngineError]()
-        lent = list(self._lent.items())
-        for name, _ in lent:
+        self._storage.write_queued()
+        count, errors = sum(session.can_be_read for session in self._list), list[EngineError]()
+        checked_out = list(self._checked_out.items())
+        for name, _ in checked_out:
             self.release(name)
-        for kept in [*(one for name, one in lent if self._list.get(name) is not one), *self._list]:
+        for session in [*(one for name, one in checked_out if self._list.get(name) is not one), *self._list]:
             try:
-                self._room.forget(kept)
+                self._storage.delete(session)
             except EngineError as error:
                 errors.append(error)
         if errors:
@@ -249,173 +268,175 @@ class SessionStore:
 
     def figures(self) -> dict[str, int]:
         """Returns how many sessions there are and their bytes, as fields of `Figures`."""
-        return self._room.figures()
+        return self._storage.figures()
 
-    def tend(self) -> bool:
-        """Goes on with writing; returns whether to call again soon, because something is not on disk yet."""
-        return self._room.tend()
+    def continue_writing(self) -> bool:
+        """Writes queued sessions while there is room; returns whether some are not on disk yet, so call again soon."""
+        return self._storage.continue_writing()
 
     def flush(self) -> None:
         """Waits until all sessions are on disk, as far as they fit."""
-        self._room.flush()
+        self._storage.flush()
 
     def close(self) -> None:
         """Writes what is not on disk yet."""
-        self._room.close()
+        self._storage.close()
 
     # ---- keeping
 
-    def _keep(self, kept: Kept) -> None:
+    def _add_session(self, session: Session) -> None:
         """Adds a session in place of the one that it continues, or equals, and has it written."""
-        former = self._list.get(kept.name)
-        if former is not None and not former.begins(kept):
-            former, kept.name, kept.slot = None, new_name(), None
-        former = former or self._list.equal(kept)
+        former = self._list.get(session.name)
+        if former is not None and not former.is_prefix_of(session):
+            former, session.name, session.file = None, new_session_name(), None
+        former = former or self._list.find_equal(session)
         if former is not None:
             self._list.remove(former)
-            self._room.leave(former)
-            kept.name, kept.slot = former.name, former.slot
-            kept.answers = {**former.answers, **kept.answers}
-        self._list.add(kept)
-        self._room.want(kept)
-        self._room.make_room()
+            self._storage.cancel_write(former)
+            session.name, session.file = former.name, former.file
+            session.answers = {**former.answers, **session.answers}
+        self._list.add(session)
+        self._storage.queue_write(session)
+        self._storage.evict_from_memory()
 
-    def _named(self, name: str) -> Kept:
-        """Returns a kept session. Raises `EngineError` for an unknown name."""
-        kept = self._list.get(name)
-        if kept is None or not kept.can_be_read:
+    def _session_named(self, name: str) -> Session:
+        """Raises `UnknownSessionError` for an unknown name."""
+        session = self._list.get(name)
+        if session is None or not session.can_be_read:
             raise UnknownSessionError(
                 f"there is no session {name!r:.80}; it may have been evicted, or a request has it"
             )
-        return kept
+        return session
 
 
-class _Room:
-    """The room that the sessions of one model have, in memory and in a folder.
+class _Storage:
+    """Where the sessions of one model are: in memory and in a folder, both with a maximum size.
 
     sessions: those of the store; what is evicted is removed from it.
     """
 
-    def __init__(self, caches: Caches, sessions: SessionList, options: SessionOptions) -> None:
+    def __init__(self, caches: SessionCaches, sessions: SessionList, options: SessionOptions) -> None:
         self.caches, self.sessions, self.options = caches, sessions, options
         self._folder: SessionFolder | None = None
         if options.folder is not None:
-            self._folder = SessionFolder(options.folder, options.max_disk_bytes, caches, options.about)
-            for kept in self._folder.sessions():
-                sessions.add(kept)
-            self._make_room_on_disk()
+            self._folder = SessionFolder(options.folder, options.max_disk_bytes, caches, options.file_facts)
+            for session in self._folder.read_index():
+                sessions.add(session)
+            self._evict_from_disk()
 
-    def want(self, kept: Kept) -> None:
-        """Has a session written to the folder, if there is one."""
+    def queue_write(self, session: Session) -> None:
         if self._folder is not None:
-            self._folder.want(kept)
-            self.pump()
+            self._folder.queue_write(session)
+            self.write_queued()
 
-    def leave(self, kept: Kept) -> None:
-        """Does not write a session, because a successor will be written."""
+    def cancel_write(self, session: Session) -> None:
         if self._folder is not None:
-            self._folder.leave(kept)
+            self._folder.cancel_write(session)
 
     def figures(self) -> dict[str, int]:
         """Returns how many sessions there are and their bytes, as fields of `Figures`."""
-        here = [kept for kept in self.sessions if kept.can_be_read]
+        here = [session for session in self.sessions if session.can_be_read]
         return {
             "sessions": len(here),
-            "session_bytes": sum(kept.bytes for kept in here),
-            "disk_bytes": sum(kept.slot.bytes for kept in self.sessions if kept.slot is not None),
+            "session_bytes": sum(session.bytes for session in here),
+            "disk_bytes": sum(session.file.bytes for session in self.sessions if session.file is not None),
         }
 
-    def tend(self) -> bool:
-        """Goes on with writing; returns whether to call again soon, because something is not on disk yet."""
-        self.pump()
-        return self._folder is not None and self._folder.pending
+    def continue_writing(self) -> bool:
+        """Writes queued sessions while there is room; returns whether some are not on disk yet, so call again soon."""
+        self.write_queued()
+        return self._folder is not None and self._folder.has_pending_writes
 
     def flush(self) -> None:
         """Waits until all sessions are on disk, as far as they fit."""
         if self._folder is not None:
-            self._note_written(self._folder.pump(patient=True))
+            self._forget_failed_writes(self._folder.write_queued(wait=True))
 
     def close(self) -> None:
         """Writes what is not on disk yet."""
         if self._folder is not None:
-            self._note_written(self._folder.close())
+            self._forget_failed_writes(self._folder.close())
 
-    def forget(self, kept: Kept) -> None:
+    def delete(self, session: Session) -> None:
         """Forgets a session, in memory and on disk. Raises `EngineError` if its file cannot be deleted."""
-        if self.sessions.get(kept.name) is kept:
-            self.sessions.remove(kept)
+        if self.sessions.get(session.name) is session:
+            self.sessions.remove(session)
         if self._folder is not None:
-            self._folder.forget(kept)
+            self._folder.delete(session)
 
-    def is_in_memory(self, kept: Kept) -> bool:
+    def load_into_memory(self, session: Session) -> bool:
         """Reads a session's cache from disk, if it is there only.
 
         Returns False if the session is not what it was: if its file is gone or damaged, the session is forgotten, and
         if another process has written another session there, that one takes its place.
         """
-        if kept.cache is not None:
+        if session.cache is not None:
             return True
         try:
-            assert kept.slot is not None
-            stamp = stamp_of(kept.slot.path)
-            read = read_session(kept.slot.path, self.caches, self.options.max_disk_bytes)
+            assert session.file is not None
+            stamp = file_stamp(session.file.path)
+            read = read_session(session.file.path, self.caches, self.options.max_disk_bytes)
         except (EngineError, OSError) as error:
             log.warning("%s", error)
-            self.sessions.remove(kept)
+            self.sessions.remove(session)
             return False
-        if not (kept.begins(read) and read.begins(kept)):
-            read.name, read.slot, read.saved = kept.name, Slot(kept.slot.path, stamp), True
-            self.sessions.remove(kept)
+        if not (session.is_prefix_of(read) and read.is_prefix_of(session)):
+            read.name, read.file, read.saved = session.name, SessionFile(session.file.path, stamp), True
+            self.sessions.remove(session)
             self.sessions.add(read)
             return False
-        kept.cache, kept.bytes, kept.trims, kept.random_state = read.cache, read.bytes, read.trims, read.random_state
+        session.cache, session.bytes, session.is_trimmable, session.random_state = (
+            read.cache,
+            read.bytes,
+            read.is_trimmable,
+            read.random_state,
+        )
         return True
 
-    def make_room(self) -> None:
+    def evict_from_memory(self) -> None:
         """Evicts the least recently used sessions from memory until the others fit."""
-        excess = sum(kept.bytes for kept in self.sessions) - self.options.max_bytes
-        for kept in list(self.sessions):
+        excess = sum(session.bytes for session in self.sessions) - self.options.max_bytes
+        for session in list(self.sessions):
             if excess <= 0:
                 return
-            if kept.cache is None:
+            if session.cache is None:
                 continue
-            excess -= kept.bytes
-            self.free(kept)
+            excess -= session.bytes
+            self.drop_cache(session)
 
-    def free(self, kept: Kept) -> None:
-        """Lets go of a session's cache. Forgets the session unless it is on disk, or is about to be."""
-        if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
-            kept.cache, kept.bytes = None, 0
+    def drop_cache(self, session: Session) -> None:
+        """Drops a session's cache. Forgets the session unless it is on disk, or is about to be."""
+        if session.saved or (self._folder is not None and self._folder.start_write(session)):
+            session.cache, session.bytes = None, 0
         else:
-            self.sessions.remove(kept)
+            self.sessions.remove(session)
 
-    def pump(self) -> None:
-        """Goes on with writing, and notes what is on disk now."""
+    def write_queued(self) -> None:
         if self._folder is not None:
-            self._note_written(self._folder.pump())
+            self._forget_failed_writes(self._folder.write_queued())
 
-    def _note_written(self, ended: list[tuple[Kept, bool]]) -> None:
+    def _forget_failed_writes(self, ended: list[tuple[Session, bool]]) -> None:
         """Forgets sessions that are neither in memory nor, because writing them failed, on disk."""
-        for kept, worked in ended:
-            if not worked and kept.cache is None and self.sessions.get(kept.name) is kept:
-                self.sessions.remove(kept)
+        for session, worked in ended:
+            if not worked and session.cache is None and self.sessions.get(session.name) is session:
+                self.sessions.remove(session)
         if ended:
-            self._make_room_on_disk()
+            self._evict_from_disk()
 
-    def _make_room_on_disk(self) -> None:
+    def _evict_from_disk(self) -> None:
         """Deletes the files of the least recently used sessions until the others fit."""
         if self._folder is None:
             return
         excess = self.figures()["disk_bytes"] + self._folder.unfinished_bytes() - self.options.max_disk_bytes
-        for kept in list(self.sessions):
+        for session in list(self.sessions):
             if excess <= 0:
                 return
-            if kept.slot is None or not kept.saved:
+            if session.file is None or not session.saved:
                 continue
-            excess -= kept.slot.bytes
-            self._folder.evict(kept)
-            if kept.cache is None:
-                self.sessions.remove(kept)
+            excess -= session.file.bytes
+            self._folder.evict(session)
+            if session.cache is None:
+                self.sessions.remove(session)
 
 
 class NoSessions:
@@ -424,7 +445,7 @@ class NoSessions:
     def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> None:
         """Returns None: there is no session."""
 
-    def differing(self, base_ids: Sequence[int], pack_key: str) -> None:
+    def find_difference(self, base_ids: Sequence[int], pack_key: str) -> None:
         """Returns None: there is no session."""
 
     def put(self, cache: list[Any], **facts: Any) -> None:
@@ -460,7 +481,7 @@ class NoSessions:
         """Returns 0."""
         return 0
 
-    def tend(self) -> bool:
+    def continue_writing(self) -> bool:
         """Returns False: there is nothing to write."""
         return False
 

@@ -48,15 +48,15 @@ def generate_patches(
         raise GenerationError("max_patches must be at least 1, temperature a finite number of 0 or more")
     if not 0 <= seed < 1 << 64:
         raise GenerationError(f"seed must be an integer from 0 to 2^64-1, got {seed}")
-    rows = [filled(patch, config.patch_size) for patch in prompt]
+    rows = [fill_patch(patch, config.patch_size) for patch in prompt]
     if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
         raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
     check_mode(mode)
-    return _generate(model, merges, rows, max_patches, temperature, mx.random.key(seed), mode)
+    return _generate_checked(model, merges, rows, max_patches, temperature, mx.random.key(seed), mode)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPatch:
     """A patch that a model wrote, and the whole characters of text that are complete with it.
 
     The last one may have an empty patch: its text stands for bytes that never made a whole character.
@@ -68,7 +68,7 @@ class Written:
 
 def generate_text(
     saved: SavedPatchModel, prompt: str = "", max_patches: int = 100, temperature: float = 0.0, seed: int = 0
-) -> Iterator[Written]:
+) -> Iterator[WrittenPatch]:
     """Yields text patch by patch, after a prompt or, without one, from the beginning of a document.
 
     The other arguments are those of `generate_patches`. Bytes of an incomplete character are held back until it is
@@ -80,32 +80,32 @@ def generate_text(
     patches = generate_patches(
         saved.model, table.merges, saved.text.patches(prompt), max_patches, temperature, seed, table.mode
     )
-    return _as_text(patches, table.merges)
+    return _add_text(patches, table.merges)
 
 
-def _as_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[Written]:
+def _add_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[WrittenPatch]:
     """Yields each patch with the text that is complete with it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for patch in patches:
-        yield Written(decoder.decode(merges.decode(patch)), patch)
+        yield WrittenPatch(decoder.decode(merges.decode(patch)), patch)
     if held := decoder.decode(b"", final=True):
-        yield Written(held, [])
+        yield WrittenPatch(held, [])
 
 
-def read_back(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
+def canonical_patch(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
     """Returns the patch that the model reads after writing `patch`: the canonical one of its bytes, if it fits."""
     canonical = merges.encode(merges.decode(patch), mode)
     return canonical if len(canonical) <= merges.patch_size else list(patch)
 
 
-def filled(patch: Sequence[int], size: int) -> list[int]:
+def fill_patch(patch: Sequence[int], size: int) -> list[int]:
     """Returns a patch as a row of `size` symbols, filled with `MARK`. Raises `GenerationError` if empty or too long."""
     if not 1 <= len(patch) <= size:
         raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
     return [*map(int, patch), *[MARK] * (size - len(patch))]
 
 
-def _generate(
+def _generate_checked(
     model: PatchModel,
     merges: Merges,
     rows: list[list[int]],
@@ -126,7 +126,7 @@ def _generate(
         yield patch
         if patch == [MARK]:
             return
-        x = model.encode(mx.array([filled(read_back(merges, patch, mode), merges.patch_size)]))[None]
+        x = model.encode(mx.array([fill_patch(canonical_patch(merges, patch, mode), merges.patch_size)]))[None]
 
 
 def _write_patch(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:

@@ -50,7 +50,7 @@ from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_P
 from mlx_zip.vocab.hbpe.patch_table import PatchTable, PatchText, read_tokenizer
 
 NORM_EPS, ROPE_THETA = 1e-5, 10_000.0
-INIT = 0.02  # standard deviation of the start vector
+START_DEVIATION = 0.02  # standard deviation of the start vector
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class PatchConfig:
     local: Tower
 
     def __post_init__(self) -> None:
-        _check("symbols", self.symbols, FIRST_MERGE, FIRST_MERGE + MAX_MERGES)
-        _check("patch_size", self.patch_size, 2, MAX_PATCH)
-        _check_tower("latent", self.latent)
-        _check_tower("local", self.local)
+        _raise_unless_in_range("symbols", self.symbols, FIRST_MERGE, FIRST_MERGE + MAX_MERGES)
+        _raise_unless_in_range("patch_size", self.patch_size, 2, MAX_PATCH)
+        _raise_unless_tower("latent", self.latent)
+        _raise_unless_tower("local", self.local)
 
     @classmethod
     def from_dict(cls, values: Any) -> PatchConfig:
         """Returns the config that `to_dict` wrote. Raises `ConfigError` for a key that is unknown or missing."""
-        values = _object("config", values, cls)
-        towers = {name: Tower(**_object(name, values[name], Tower)) for name in ("latent", "local")}
+        values = _checked_fields("config", values, cls)
+        towers = {name: Tower(**_checked_fields(name, values[name], Tower)) for name in ("latent", "local")}
         return cls(values["symbols"], values["patch_size"], **towers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,15 +95,15 @@ class PlainConfig:
     tower: Tower
 
     def __post_init__(self) -> None:
-        _check("vocab_size", self.vocab_size, 1, (1 << 31) - 1)
-        _check_tower("tower", self.tower)
+        _raise_unless_in_range("vocab_size", self.vocab_size, 1, (1 << 31) - 1)
+        _raise_unless_tower("tower", self.tower)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all sizes as plain JSON values."""
         return asdict(self)
 
 
-class Layers(nn.Module):
+class TransformerLayers(nn.Module):
     """The blocks of a transformer (`Tower` holds its sizes) and the final norm."""
 
     def __init__(self, tower: Tower) -> None:
@@ -149,9 +149,13 @@ class PatchModel(nn.Module):
         self.config = config
         latent, local = config.latent.width, config.local.width
         self.symbols = nn.Embedding(config.symbols, local)
-        self.encoder, self.decoder, self.latent = Layers(config.local), Layers(config.local), Layers(config.latent)
+        self.encoder, self.decoder, self.latent = (
+            TransformerLayers(config.local),
+            TransformerLayers(config.local),
+            TransformerLayers(config.latent),
+        )
         self.up, self.down = nn.Linear(local, latent, bias=False), nn.Linear(latent, local, bias=False)
-        self.start = INIT * mx.random.normal((latent,))
+        self.start = START_DEVIATION * mx.random.normal((latent,))
 
     def encode(self, patches: mx.array) -> mx.array:
         """Returns a vector for each patch on its own, e = g(x) (equation 1): patches [N, S], integers -> [N, D]."""
@@ -199,8 +203,8 @@ class PlainModel(nn.Module):
         super().__init__()
         self.config = config
         self.ids = nn.Embedding(config.vocab_size, config.tower.width)
-        self.latent = Layers(config.tower)
-        self.start = INIT * mx.random.normal((config.tower.width,))
+        self.latent = TransformerLayers(config.tower)
+        self.start = START_DEVIATION * mx.random.normal((config.tower.width,))
 
     def states(self, ids: mx.array) -> mx.array:
         """Returns states [B, T, D] of ids [B, T]; state t depends on a learned start vector and the ids before t."""
@@ -222,7 +226,7 @@ def patch_lengths(patches: mx.array) -> mx.array:
     return mx.where(marked.any(axis=-1), marked.argmax(axis=-1) + 1, patches.shape[-1]).astype(mx.int32)
 
 
-def parameters_of(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     """Returns how many numbers a model's parameters hold."""
     from mlx.utils import tree_flatten
 
@@ -230,23 +234,24 @@ def parameters_of(model: nn.Module) -> int:
     return sum(value.size for _, value in named)
 
 
-def _check(name: str, value: Any, low: int, high: int) -> None:
-    """Raises `ConfigError` naming the field unless its value is an integer from `low` to `high`."""
+def _raise_unless_in_range(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
 
-def _check_tower(name: str, tower: Any) -> None:
+def _raise_unless_tower(name: str, tower: Any) -> None:
     """Raises `ConfigError` naming the size of the transformer `name` that is out of range."""
     if not isinstance(tower, Tower):
         raise ConfigError(f"{name} must be a Tower, got {tower!r}")
     for size in fields(tower):
-        _check(f"{name}: {size.name}", getattr(tower, size.name), 1, MAX_LAYERS if size.name == "layers" else 1 << 20)
+        _raise_unless_in_range(
+            f"{name}: {size.name}", getattr(tower, size.name), 1, MAX_LAYERS if size.name == "layers" else 1 << 20
+        )
     if tower.width % (2 * tower.heads):
         raise ConfigError(f"{name}: width {tower.width} must be {tower.heads} heads of an even width")
 
 
-def _object(name: str, values: Any, kind: Any) -> Mapping[str, Any]:
+def _checked_fields(name: str, values: Any, kind: Any) -> Mapping[str, Any]:
     """Returns `values`. Raises `ConfigError` unless its keys are exactly the fields of the dataclass `kind`."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} must be an object, got {type(values).__name__}")
@@ -256,8 +261,13 @@ def _object(name: str, values: Any, kind: Any) -> Mapping[str, Any]:
     return values
 
 
-MODEL_TYPE, VERSION = "hbpe", 1
-CONFIG, WEIGHTS, TABLE, TOKENIZER = "config.json", "model.safetensors", "table.npz", "tokenizer.json"
+MODEL_TYPE, FORMAT_VERSION = "hbpe", 1
+CONFIG_NAME, WEIGHTS_NAME, TABLE_NAME, TOKENIZER_NAME = (
+    "config.json",
+    "model.safetensors",
+    "table.npz",
+    "tokenizer.json",
+)
 
 
 @dataclass(frozen=True)
@@ -279,17 +289,17 @@ def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
     named: Any = tree_flatten(saved.model.parameters())
     try:
         with whole_folder(folder) as partial:
-            mx.save_safetensors(str(partial / WEIGHTS), dict(named))
-            saved.text.table.save(partial / TABLE)
-            (partial / TOKENIZER).write_text(saved.text.tokenizer.to_str(), encoding="utf-8")
+            mx.save_safetensors(str(partial / WEIGHTS_NAME), dict(named))
+            saved.text.table.save(partial / TABLE_NAME)
+            (partial / TOKENIZER_NAME).write_text(saved.text.tokenizer.to_str(), encoding="utf-8")
             write_json(
-                partial / CONFIG,
+                partial / CONFIG_NAME,
                 {
                     "model_type": MODEL_TYPE,
-                    "version": VERSION,
+                    "version": FORMAT_VERSION,
                     "sizes": saved.model.config.to_dict(),
                     "context": saved.context,
-                    "weights_sha256": _digest(partial / WEIGHTS),
+                    "weights_sha256": _sha256_of_file(partial / WEIGHTS_NAME),
                     "source": saved.source,
                     "mlx_zip": mlx_zip.__version__,
                 },
@@ -304,12 +314,12 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
     Raises `ConfigError`, `DataError` or `ModelError` naming the file that is missing, damaged or of another model.
     """
     folder = at_home(folder)
-    config = _config(folder / CONFIG)
+    config = _read_patch_config(folder / CONFIG_NAME)
     try:
         sizes = PatchConfig.from_dict(config["sizes"])
     except ConfigError as error:
-        raise ConfigError(f"{folder / CONFIG}: {error}") from error
-    tokenizer, table = read_tokenizer(folder / TOKENIZER), PatchTable.load(folder / TABLE)
+        raise ConfigError(f"{folder / CONFIG_NAME}: {error}") from error
+    tokenizer, table = read_tokenizer(folder / TOKENIZER_NAME), PatchTable.load(folder / TABLE_NAME)
     try:
         text = PatchText(tokenizer, table)
     except DataError as error:
@@ -317,15 +327,15 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
     merges = text.table.merges
     if (merges.symbols, merges.patch_size) != (sizes.symbols, sizes.patch_size):
         raise ConfigError(
-            f"{folder / CONFIG} describes patches of {sizes.patch_size} out of {sizes.symbols} symbols, "
-            f"but {TABLE} has patches of {merges.patch_size} out of {merges.symbols}"
+            f"{folder / CONFIG_NAME} describes patches of {sizes.patch_size} out of {sizes.symbols} symbols, "
+            f"but {TABLE_NAME} has patches of {merges.patch_size} out of {merges.symbols}"
         )
     model = PatchModel(sizes)
-    _load_weights(model, folder / WEIGHTS, config["weights_sha256"])
+    _load_weights(model, folder / WEIGHTS_NAME, config["weights_sha256"])
     return SavedPatchModel(model, text, config["context"], config["source"])
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _read_patch_config(path: Path) -> dict[str, Any]:
     """Returns a patch model's config.json, its keys and types checked. Raises `ConfigError`."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -334,8 +344,8 @@ def _config(path: Path) -> dict[str, Any]:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != MODEL_TYPE:
         raise ConfigError(f"{path} is not the config of a patch model: its model_type is {kind!r}, not {MODEL_TYPE!r}")
-    if (version := config.get("version")) != VERSION or isinstance(version, bool):
-        raise ConfigError(f"{path} has version {version!r}, this mlx_zip reads {VERSION}")
+    if (version := config.get("version")) != FORMAT_VERSION or isinstance(version, bool):
+        raise ConfigError(f"{path} has version {version!r}, this mlx_zip reads {FORMAT_VERSION}")
     kinds = {"sizes": dict, "context": int, "weights_sha256": str, "source": dict}
     if wrong := [name for name, kind in kinds.items() if type(config.get(name)) is not kind]:
         raise ConfigError(f"{path}: {', '.join(wrong)} missing or of another type")
@@ -350,20 +360,19 @@ def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
     digest: the sha256 as hex, from config.json.
     """
     try:
-        if _digest(path) != digest:
-            raise ModelError(f"{path} is damaged, or not the file that {CONFIG} in the folder was written with")
+        if _sha256_of_file(path) != digest:
+            raise ModelError(f"{path} is damaged, or not the file that {CONFIG_NAME} in the folder was written with")
         weights: Any = mx.load(str(path))
     except (OSError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     named: Any = tree_flatten(model.parameters())
     wanted = {name: value.shape for name, value in named}
     if found := wanted.items() ^ {name: value.shape for name, value in weights.items()}.items():
-        raise ModelError(f"{path} does not hold the weights that {CONFIG} describes: {sorted(found)[0][0]}")
+        raise ModelError(f"{path} does not hold the weights that {CONFIG_NAME} describes: {sorted(found)[0][0]}")
     model.load_weights(list(weights.items()))
     mx.eval(model.parameters())
 
 
-def _digest(path: Path) -> str:
-    """Returns the sha256 of a file as hex."""
+def _sha256_of_file(path: Path) -> str:
     with open(path, "rb") as file:
         return file_digest(file, "sha256").hexdigest()

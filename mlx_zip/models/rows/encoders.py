@@ -97,7 +97,7 @@ class Attention(nn.Module):
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
-        return self.attention(x, both_real(x, lengths)).mean(axis=1)
+        return self.attention(x, mask_of_real(x, lengths)).mean(axis=1)
 
 
 class Transformer(nn.Module):
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         if "pos_embed" in self:
             x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
-        mask = both_real(x, lengths)
+        mask = mask_of_real(x, lengths)
         for layer in self.layers:
             x = layer(x, mask)
         return x.mean(axis=1)
@@ -139,7 +139,7 @@ class ResLatentAttention(nn.Module):
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
-        residual = None if self.residual is None else residual_row(x, lengths, self.residual)
+        residual = None if self.residual is None else residual_rows(x, lengths, self.residual)
         if "proj_in" in self:
             x = self.proj_in(x)
         x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
@@ -157,7 +157,7 @@ class ResLatentAttention(nn.Module):
 
         Queries may be padding, because their results are not used.
         """
-        keys = real(x, lengths)[:, None, None, :]
+        keys = real_positions(x, lengths)[:, None, None, :]
         if not self.causal:
             return keys
         steps = mx.arange(x.shape[1])
@@ -241,18 +241,18 @@ def attend(q: mx.array, k: mx.array, v: mx.array, heads: int, mask: mx.array) ->
     return (weights @ v).transpose(0, 2, 1, 3).reshape(n, s, width)
 
 
-def real(x: mx.array, lengths: mx.array) -> mx.array:
+def real_positions(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns whether each position of x [N, S, D] is not padding, [N, S] bool."""
     return mx.arange(x.shape[1])[None] < lengths[:, None]
 
 
-def both_real(x: mx.array, lengths: mx.array) -> mx.array:
+def mask_of_real(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns the attention mask [N, 1, S, S] bool that is true where neither query nor key is padding."""
-    keep = real(x, lengths)
+    keep = real_positions(x, lengths)
     return (keep[:, :, None] & keep[:, None, :])[:, None]
 
 
-def residual_row(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
+def residual_rows(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
     """Returns the first, the last real, or the mean of the real rows [N, D] of x [N, S, D]; kind names which."""
     if kind == "first":
         return x[:, 0]
@@ -261,7 +261,7 @@ def residual_row(x: mx.array, lengths: mx.array, kind: str) -> mx.array:
 
 def mean_of_real(x: mx.array, lengths: mx.array) -> mx.array:
     """Returns the mean [N, D] of x [N, S, D] over the real positions."""
-    keep = real(x, lengths)[..., None].astype(x.dtype)
+    keep = real_positions(x, lengths)[..., None].astype(x.dtype)
     return (x * keep).sum(axis=1) / lengths[:, None].astype(x.dtype)
 
 
@@ -272,9 +272,9 @@ def last_real(x: mx.array, lengths: mx.array) -> mx.array:
 
 # ---- a single entry
 
-FLOAT_BYTES = 64 << 20  # on the CPU, quantized encoders of up to this size in float32 are used as float32 copies
-_KINDS = (Averaging, Attention, ResLatentAttention, Transformer)
-Dense = Callable[[mx.array], mx.array]  # x [1, n, D] -> x times a matrix
+MOST_FLOAT_BYTES = 64 << 20  # on the CPU, quantized encoders of up to this size in float32 are used as float32 copies
+_ENCODERS = (Averaging, Attention, ResLatentAttention, Transformer)
+MatrixFunction = Callable[[mx.array], mx.array]  # x [1, n, D] -> x times a matrix
 
 
 class SingleEncoder:
@@ -291,27 +291,27 @@ class SingleEncoder:
     """
 
     def __init__(self, encoder: nn.Module, matrix: nn.Module, merge_size: int, pad_id: int) -> None:
-        as_float = mx.default_device() == mx.Device(mx.cpu) and _float_bytes(encoder) <= FLOAT_BYTES
+        as_float = mx.default_device() == mx.Device(mx.cpu) and _matrix_float_bytes(encoder) <= MOST_FLOAT_BYTES
         self._matrix = matrix
-        self._run = mx.compile(_forward(encoder, matrix, merge_size, pad_id, as_float))
+        self._run = mx.compile(_make_forward(encoder, matrix, merge_size, pad_id, as_float))
 
     def __call__(self, base_ids: mx.array) -> mx.array:
         return self._run(matrix_rows(self._matrix, base_ids))
 
 
-def _forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_float: bool) -> Dense:
+def _make_forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_float: bool) -> MatrixFunction:
     """Returns the encoder's function of x [1, n, D], the base rows of one entry -> row [1, D]."""
     if isinstance(encoder, Averaging):
         return lambda x: x.sum(axis=1) / x.shape[1]
     if isinstance(encoder, ResLatentAttention):
-        return _res_latent(encoder, as_float)
+        return _make_res_latent(encoder, as_float)
     if isinstance(encoder, Transformer):
         positions = encoder.pos_embed.weight if "pos_embed" in encoder else None
-        layers = [_post_norm(layer, as_float) for layer in encoder.layers]
+        layers = [_make_post_norm(layer, as_float) for layer in encoder.layers]
     else:
         assert isinstance(encoder, Attention)
-        positions, layers = encoder.pos_embed.weight, [_only_attention(encoder.attention, as_float)]
-    padding = _padding(encoder, matrix, merge_size, pad_id)
+        positions, layers = encoder.pos_embed.weight, [_make_encoder_attention(encoder.attention, as_float)]
+    padding = _encode_padding(encoder, matrix, merge_size, pad_id)
 
     def forward(x: mx.array) -> mx.array:
         n = x.shape[1]
@@ -324,11 +324,11 @@ def _forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_f
     return forward
 
 
-def _res_latent(encoder: ResLatentAttention, as_float: bool) -> Dense:
+def _make_res_latent(encoder: ResLatentAttention, as_float: bool) -> MatrixFunction:
     """Returns the function of a `ResLatentAttention`."""
-    enter = _dense(encoder.proj_in, as_float) if "proj_in" in encoder else _same
-    leave = _dense(encoder.proj_out, as_float) if "proj_out" in encoder else _same
-    layers = [_pre_norm(layer, as_float, encoder.causal) for layer in encoder.layers]
+    enter = _make_linear(encoder.proj_in, as_float) if "proj_in" in encoder else _same
+    leave = _make_linear(encoder.proj_out, as_float) if "proj_out" in encoder else _same
+    layers = [_make_pre_norm(layer, as_float, encoder.causal) for layer in encoder.layers]
     positions, norm, causal, residual = encoder.pos_embed.weight, encoder.norm, encoder.causal, encoder.residual
 
     def forward(x: mx.array) -> mx.array:
@@ -340,20 +340,20 @@ def _res_latent(encoder: ResLatentAttention, as_float: bool) -> Dense:
         x = norm(x)
         # The mean is divided last, so that the division and the residual are one operation.
         row = leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
-        return row if residual is None else row + _residual_row(base, residual)
+        return row if residual is None else row + _residual_of_one(base, residual)
 
     return forward
 
 
-def _residual_row(x: mx.array, kind: str) -> mx.array:
+def _residual_of_one(x: mx.array, kind: str) -> mx.array:
     """Returns the first, the last or the mean of an entry's base rows x [1, n, D], all of them real."""
     return x.mean(axis=1) if kind == "mean" else x[:, 0 if kind == "first" else -1]
 
 
-def _pre_norm(block: Any, as_float: bool, causal: bool) -> Dense:
+def _make_pre_norm(block: Any, as_float: bool, causal: bool) -> MatrixFunction:
     """Returns the function of a `PreNormBlock`."""
-    attend = _attention([block.wq, block.wk, block.wv], block.wo, block.num_heads, as_float, causal)
-    up, down = _dense(block.w1, as_float), _dense(block.w2, as_float)
+    attend = _make_attention([block.wq, block.wk, block.wv], block.wo, block.num_heads, as_float, causal)
+    up, down = _make_linear(block.w1, as_float), _make_linear(block.w2, as_float)
 
     def forward(x: mx.array) -> mx.array:
         x = x + attend(block.norm1(x))
@@ -362,10 +362,10 @@ def _pre_norm(block: Any, as_float: bool, causal: bool) -> Dense:
     return forward
 
 
-def _post_norm(block: Any, as_float: bool) -> Dense:
+def _make_post_norm(block: Any, as_float: bool) -> MatrixFunction:
     """Returns the function of a `PostNormBlock`."""
-    attend = _only_attention(block.attention, as_float)
-    up, down = _dense(block.mlp.fc1, as_float), _dense(block.mlp.fc2, as_float)
+    attend = _make_encoder_attention(block.attention, as_float)
+    up, down = _make_linear(block.mlp.fc1, as_float), _make_linear(block.mlp.fc2, as_float)
 
     def forward(x: mx.array) -> mx.array:
         x = block.post_attention_layernorm(x + attend(x))
@@ -374,16 +374,18 @@ def _post_norm(block: Any, as_float: bool) -> Dense:
     return forward
 
 
-def _only_attention(module: Any, as_float: bool) -> Dense:
-    return _attention([module.q_proj, module.k_proj, module.v_proj], module.o_proj, module.num_heads, as_float, False)
+def _make_encoder_attention(module: Any, as_float: bool) -> MatrixFunction:
+    return _make_attention(
+        [module.q_proj, module.k_proj, module.v_proj], module.o_proj, module.num_heads, as_float, False
+    )
 
 
-def _attention(inputs: list[Any], output: Any, heads: int, as_float: bool, causal: bool) -> Dense:
+def _make_attention(inputs: list[Any], output: Any, heads: int, as_float: bool, causal: bool) -> MatrixFunction:
     """Returns multi-head attention of x [1, n, D] with itself.
 
     inputs: the projections to queries, keys and values, which are multiplied with at once. output: the last projection.
     """
-    project, leave = _dense(_joined(inputs), as_float), _dense(output, as_float)
+    project, leave = _make_linear(_join_linear_layers(inputs), as_float), _make_linear(output, as_float)
 
     def forward(x: mx.array) -> mx.array:
         n, width = x.shape[1], x.shape[2] // heads
@@ -394,25 +396,25 @@ def _attention(inputs: list[Any], output: Any, heads: int, as_float: bool, causa
     return forward
 
 
-def _joined(modules: list[Any]) -> dict[str, Any]:
+def _join_linear_layers(modules: list[Any]) -> dict[str, Any]:
     """Returns the weights of several linear layers of one kind as those of one layer, whose outputs stand in a row."""
     names = [name for name in ("weight", "scales", "biases") if modules[0].get(name) is not None]
     joined: dict[str, Any] = {name: mx.concatenate([module[name] for module in modules]) for name in names}
     mx.eval(joined)
-    return joined | _quantization(modules[0])
+    return joined | _quantization_settings(modules[0])
 
 
-def _quantization(module: Any) -> dict[str, Any]:
-    """Returns the settings of a quantized layer, a module or what `_joined` returned; nothing for another layer."""
+def _quantization_settings(module: Any) -> dict[str, Any]:
+    """Returns the settings of a quantized layer, a module or what `_join_linear_layers` returned; else {}."""
     if "scales" not in module:
         return {}
     settings = module if "bits" in module else vars(module)
     return {name: settings[name] for name in ("group_size", "bits", "mode")}
 
 
-def _dense(layer: Any, as_float: bool) -> Dense:
-    """Returns the function of a linear layer without bias; layer: a module, or what `_joined` returned."""
-    settings = _quantization(layer)
+def _make_linear(layer: Any, as_float: bool) -> MatrixFunction:
+    """Returns the function of a linear layer without bias; layer: a module, or what `_join_linear_layers` returned."""
+    settings = _quantization_settings(layer)
     weight = layer["weight"]
     if not settings:
         return lambda x: x @ weight.swapaxes(-1, -2)
@@ -424,7 +426,7 @@ def _dense(layer: Any, as_float: bool) -> Dense:
     return lambda x: mx.quantized_matmul(x, weight, scales, biases, transpose=True, **settings)
 
 
-def _padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int) -> mx.array:
+def _encode_padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int) -> mx.array:
     """Returns what the encoder's layers make of padding at each position, [1, merge_size, width].
 
     A position of padding is not attended to and attends to nothing, so its output depends on no other position.
@@ -439,20 +441,19 @@ def _padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int) -> m
     return x
 
 
-def is_supported(encoder: nn.Module) -> bool:
+def can_encode_singly(encoder: nn.Module) -> bool:
     """Returns whether `SingleEncoder` knows all of an encoder's layers; it does not know LoRA's, for example."""
-    return type(encoder) in _KINDS and all(_is_known(module) for _, module in encoder.named_modules())
+    return type(encoder) in _ENCODERS and all(_is_known_layer(module) for _, module in encoder.named_modules())
 
 
-def _is_known(module: Any) -> bool:
+def _is_known_layer(module: Any) -> bool:
     if "weight" not in module and "lora_a" not in module:
         return True
     matrix = type(module) in (nn.Linear, nn.QuantizedLinear) and "bias" not in module
     return matrix or type(module) in (nn.LayerNorm, nn.Embedding)
 
 
-def _float_bytes(encoder: nn.Module) -> int:
-    """Returns the size of the encoder's matrices in float32, in bytes."""
+def _matrix_float_bytes(encoder: nn.Module) -> int:
     return sum(4 * _values(module) for module in _linear_layers(encoder))
 
 

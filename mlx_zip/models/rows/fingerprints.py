@@ -1,6 +1,6 @@
 """Fingerprints of weights: of the two sides that make rows, and of a whole model.
 
-A side's fingerprint is computed while its tensors are written to a file (`Fingerprints`), so that loading a model
+A side's fingerprint is computed while its tensors are written to a file (`SideFingerprints`), so that loading a model
 hashes nothing. Equal ones mean equal rows for equal entries. A pack with tuned rows records the fingerprint of a whole
 model, and any other model refuses the pack: tuned rows fit one decoder, not just one embedding or head. So a model's
 fingerprint covers every tensor: its name, type and shape, and a few of its values (no tensor is hashed whole).
@@ -20,11 +20,11 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.config import SIDES, ZipConfig
 
-SAMPLES = 64  # how many values of a tensor a fingerprint covers that hashes no tensor whole
+SAMPLES_PER_TENSOR = 64  # how many values of a tensor a fingerprint covers that hashes no tensor whole
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
-class Fingerprints:
+class SideFingerprints:
     """Collects digests of the tensors that rows depend on: the encoders, the embedding and the head."""
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class Fingerprints:
         """
         tied_encoders = config.encoder.tie_encoders
         tied_matrices = not any(name.startswith(_HEAD) for name in self.digests)
-        places = {
+        prefixes = {
             "input": (SIDES[0], _EMBEDDING),
             "output": (SIDES[0 if tied_encoders else 1], _EMBEDDING if tied_matrices else _HEAD),
         }
-        return {side: self._side_fingerprint(side, places[side], config, quantization) for side in places}
+        return {side: self._side_fingerprint(side, prefixes[side], config, quantization) for side in prefixes}
 
     def _side_fingerprint(
         self, side: str, prefixes: tuple[str, str], config: ZipConfig, quantization: Mapping[str, Any]
@@ -60,8 +60,8 @@ class Fingerprints:
 
         facts = {
             "side": side,
-            "tensors": [[_side_name(n, prefixes), self.digests[n]] for n in under(self.digests)],
-            "quantization": [[_side_name(n, prefixes), quantization[n]] for n in under(quantization)],
+            "tensors": [[_name_within_side(n, prefixes), self.digests[n]] for n in under(self.digests)],
+            "quantization": [[_name_within_side(n, prefixes), quantization[n]] for n in under(quantization)],
             "quantization_default": {k: v for k, v in quantization.items() if not isinstance(v, dict)},
             "encoder": [config.encoder.kind, config.encoder.to_dict()],
             "merge_size": config.merge_size,
@@ -70,7 +70,7 @@ class Fingerprints:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _side_name(name: str, prefixes: tuple[str, str]) -> str:
+def _name_within_side(name: str, prefixes: tuple[str, str]) -> str:
     """Returns a tensor's name as encoder.x or matrix.x, so that both sides use the same names."""
     encoder, matrix = prefixes
     dotted = f"{name}."
@@ -82,7 +82,7 @@ def _side_name(name: str, prefixes: tuple[str, str]) -> str:
 # ---- a whole model
 
 
-class Sampled(NamedTuple):
+class SampledTensor(NamedTuple):
     """What a fingerprint covers of one tensor: its name, type, shape and a few values, which are lazy at first."""
 
     name: str
@@ -91,14 +91,14 @@ class Sampled(NamedTuple):
     values: mx.array
 
 
-def sampled(model: nn.Module) -> list[Sampled]:
+def sample_tensors(model: nn.Module) -> list[SampledTensor]:
     """Returns what a fingerprint covers of each tensor of the model, sorted by name; nothing is read yet."""
     tensors: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
-    return [Sampled(name, str(value.dtype), value.shape, sample_values(value)) for name, value in tensors]
+    return [SampledTensor(name, str(value.dtype), value.shape, sample_values(value)) for name, value in tensors]
 
 
-def fingerprint_of(tensors: Sequence[Sampled]) -> str:
-    """Returns a sha256, as hex, of what `sampled` returned."""
+def fingerprint_samples(tensors: Sequence[SampledTensor]) -> str:
+    """Returns a sha256, as hex, of what `sample_tensors` returned."""
     mx.eval([one.values for one in tensors])
     facts = [[one.name, one.dtype, one.shape, bytes(host_bytes(one.values)).hex()] for one in tensors]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -106,46 +106,46 @@ def fingerprint_of(tensors: Sequence[Sampled]) -> str:
 
 def model_fingerprint(model: nn.Module) -> str:
     """Returns a sha256, as hex, of the model's tensors as they are now. Quantizing, adapting or casting changes it."""
-    return fingerprint_of(sampled(model))
+    return fingerprint_samples(sample_tensors(model))
 
 
-def name_of(model: nn.Module) -> str:
+def fingerprint_of_model(model: nn.Module) -> str:
     """Returns the fingerprint of any loaded model: its own if it keeps one, else `model_fingerprint`."""
     own: str | None = getattr(model, "fingerprint", None)
     return model_fingerprint(model) if own is None else own
 
 
-class ModelName:
+class KeptFingerprint:
     """Keeps a model's fingerprint: computed when first asked for, and again after a tensor was replaced."""
 
     def __init__(self) -> None:
         self.forget()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelName:
-        return ModelName()  # a copy of the model has weights of its own
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptFingerprint:
+        return KeptFingerprint()  # a copy of the model has weights of its own
 
     def forget(self) -> None:
         """Forgets the fingerprint. Call it when weights have changed in place."""
-        self._places: list[Place] = []
+        self._places: list[TensorPlace] = []
         self._found = ""
 
-    def keep(self, model: nn.Module, found: str) -> None:
+    def set(self, model: nn.Module, found: str) -> None:
         """Keeps a fingerprint that was computed elsewhere, until one of the model's tensors is replaced."""
-        self._places, self._found = list(places(model)), found
+        self._places, self._found = list(tensor_places(model)), found
 
-    def of(self, model: nn.Module) -> str:
+    def of_model(self, model: nn.Module) -> str:
         """Returns the fingerprint of the model as it is now."""
-        if not self._found or not unchanged(self._places):
-            self.keep(model, model_fingerprint(model))
+        if not self._found or not are_unchanged(self._places):
+            self.set(model, model_fingerprint(model))
         return self._found
 
 
 # ---- tensors that may be replaced
 
-Place = tuple[Any, Any, Any]  # a container, a key in it, and the value that was there
+TensorPlace = tuple[Any, Any, Any]  # a container, a key in it, and the value that was there
 
 
-def unchanged(places: Sequence[Place]) -> bool:
+def are_unchanged(places: Sequence[TensorPlace]) -> bool:
     """Returns whether every place still holds the same object. This is asked at every model call, so it is quick."""
     for node, key, value in places:  # noqa: SIM110 - twice as quick as all()
         if node[key] is not value:
@@ -153,14 +153,14 @@ def unchanged(places: Sequence[Place]) -> bool:
     return True
 
 
-def places(node: Any) -> Iterator[Place]:
-    """Yields a `Place` for every array and every container (module, dict, list) inside a module."""
+def tensor_places(node: Any) -> Iterator[TensorPlace]:
+    """Yields a `TensorPlace` for every array and every container (module, dict, list) inside a module."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         if isinstance(value, mx.array | dict | list):
             yield node, key, value
         if isinstance(value, dict | list):
-            yield from places(value)
+            yield from tensor_places(value)
 
 
 # ---- values
@@ -175,6 +175,6 @@ def host_bytes(array: mx.array) -> memoryview:
 
 
 def sample_values(array: mx.array) -> mx.array:
-    """Returns up to `SAMPLES` values of an array, evenly spaced."""
+    """Returns up to `SAMPLES_PER_TENSOR` values of an array, evenly spaced."""
     flat = array.reshape(-1)
-    return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES, flat.size)).astype(np.int64))]
+    return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES_PER_TENSOR, flat.size)).astype(np.int64))]

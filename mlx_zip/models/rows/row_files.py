@@ -33,9 +33,11 @@ FILES_PER_SET = 4  # a file takes a quarter of the folder's maximum size at most
 LEAST_RECORDS = 64  # no file is made that could not take so many
 _MAGIC = b"mlxzrow1"
 _HEADER = struct.Struct("<8s32sIIII")  # magic, digest, ids per key, bytes per row, cells, records; a CRC-32 follows
-_NAME = re.compile(r"([0-9a-f]{32})-(\d{6,})\.rows")
+_FILE_NAME = re.compile(r"([0-9a-f]{32})-(\d{6,})\.rows")
 _MOST_RECORDS = 1 << 30
-_MAP = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # where the flag exists, first lookups cause no page faults
+_MAP_FLAGS = mmap.MAP_SHARED | getattr(
+    mmap, "MAP_POPULATE", 0
+)  # where the flag exists, first lookups cause no page faults
 
 
 class DamagedFileError(Exception):
@@ -78,12 +80,12 @@ class RowFile:
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             self.cells, self.capacity = _read_header(self.handle, rows)
-            self.shape = _shape(rows, self.cells)
+            self.shape = _c_shape(rows, self.cells)
             self.stride = lib.mlxzip_rows_stride(self.shape)
-            self._check()
+            self._raise_if_too_short()
             try:
-                self._map = mmap.mmap(self.handle, self.records_at, flags=_MAP, prot=mmap.PROT_READ)
-            except ValueError as error:  # the file was truncated since `_check`
+                self._map = mmap.mmap(self.handle, self.records_at, flags=_MAP_FLAGS, prot=mmap.PROT_READ)
+            except ValueError as error:  # the file was truncated since `_raise_if_too_short`
                 raise DamagedFileError(str(error)) from error
             self._cells = ffi.from_buffer("uint8_t[]", self._map)
             self._scratch = ffi.new("uint8_t[]", self.stride)
@@ -109,7 +111,7 @@ class RowFile:
         """Whether the file has not been deleted."""
         return os.fstat(self.handle).st_nlink > 0
 
-    def _check(self) -> None:
+    def _raise_if_too_short(self) -> None:
         """Raises `DamagedFileError` if the file is too short for its index: reading the map would end in SIGBUS."""
         if os.fstat(self.handle).st_size < self.records_at:
             raise DamagedFileError(self.path)
@@ -120,16 +122,23 @@ class RowFile:
         For each key that is found, sets `found` to true and writes the row to `rows` [N, bytes]. Raises
         `DamagedFileError` if the file is too short for its index.
         """
-        self._check()
+        self._raise_if_too_short()
         return lib.mlxzip_rows_find(
-            self.shape, self._cells, self.handle, _words(keys), len(keys), _bytes(found), _bytes(rows), self._scratch
+            self.shape,
+            self._cells,
+            self.handle,
+            _c_words(keys),
+            len(keys),
+            _c_bytes(found),
+            _c_bytes(rows),
+            self._scratch,
         )
 
-    def room(self) -> int:
+    def free_records(self) -> int:
         """Returns how many more records fit."""
-        return max(0, self.capacity - self._count())
+        return max(0, self.capacity - self._record_count())
 
-    def _count(self) -> int:
+    def _record_count(self) -> int:
         """Returns how many records there are, a torn last one included."""
         return -(-(os.fstat(self.handle).st_size - self.records_at) // self.stride)
 
@@ -139,32 +148,32 @@ class RowFile:
         keys [N, words], rows [N, bytes]. The folder must be locked. Raises `OSError`.
         """
         data = np.empty(len(keys) * self.stride, np.uint8)
-        lib.mlxzip_rows_seal(self.shape, _words(keys), _bytes(rows), len(keys), _bytes(data))
-        self._check()
-        first, value, placed = self._count(), ffi.new("uint64_t *"), 0
+        lib.mlxzip_rows_seal(self.shape, _c_words(keys), _c_bytes(rows), len(keys), _c_bytes(data))
+        self._raise_if_too_short()
+        first, value, placed = self._record_count(), ffi.new("uint64_t *"), 0
         if first + len(keys) >= 1 << 32:
             return 0
         handle = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _write(handle, data.data, self.records_at + first * self.stride)
+            _write_all(handle, data.data, self.records_at + first * self.stride)
             for i in range(len(keys)):
-                key = _words(keys[i : i + 1])
+                key = _c_words(keys[i : i + 1])
                 at = lib.mlxzip_rows_cell(self.shape, self._cells, key, first + i, value)
                 if at < self.cells:
-                    _write(handle, memoryview(value[0].to_bytes(8, "little")), lib.MLXZIP_ROWS_HEADER + 8 * at)
+                    _write_all(handle, memoryview(value[0].to_bytes(8, "little")), lib.MLXZIP_ROWS_HEADER + 8 * at)
                     placed += 1
         finally:
             os.close(handle)
         return placed
 
 
-def create_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> RowFile | None:
+def create_row_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> RowFile | None:
     """Makes and returns a new empty file of a set, or returns None if the rows are too large for the folder.
 
     number: the number in the file's name. folder_bytes: the folder's maximum size. The folder must be locked. The file
     gets its name only when it is complete. Raises `OSError`.
     """
-    stride = lib.mlxzip_rows_stride(_shape(rows, 1))
+    stride = lib.mlxzip_rows_stride(_c_shape(rows, 1))
     capacity = min((folder_bytes // FILES_PER_SET - lib.MLXZIP_ROWS_HEADER) // (stride + 32), _MOST_RECORDS)
     if capacity < LEAST_RECORDS:
         return None
@@ -176,7 +185,7 @@ def create_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> R
     partial.unlink(missing_ok=True)
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        _write(handle, memoryview(header), 0)
+        _write_all(handle, memoryview(header), 0)
         os.ftruncate(handle, lib.MLXZIP_ROWS_HEADER + 8 * cells)
         os.rename(partial, path)
     finally:
@@ -185,35 +194,35 @@ def create_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> R
     return RowFile(path, rows)
 
 
-def files_in(folder: Path) -> list[Path]:
+def list_row_files(folder: Path) -> list[Path]:
     """Returns the files of rows in a folder, sorted by set and number. Raises `OSError`."""
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name))
 
 
-def leftovers_in(folder: Path) -> list[Path]:
+def list_partial_files(folder: Path) -> list[Path]:
     """Returns the partial files that killed processes have left in a folder."""
-    return [path for path in folder.iterdir() if path.name.startswith(".") and _NAME.match(path.name[1:])]
+    return [path for path in folder.iterdir() if path.name.startswith(".") and _FILE_NAME.match(path.name[1:])]
 
 
-def number_of(path: Path) -> int:
+def file_number(path: Path) -> int:
     """Returns the number in a file's name."""
-    match = _NAME.fullmatch(path.name)
+    match = _FILE_NAME.fullmatch(path.name)
     assert match is not None
     return int(match[2])
 
 
-def total_bytes(paths: Iterable[Path]) -> int:
+def sum_file_sizes(paths: Iterable[Path]) -> int:
     """Returns the sum of the sizes of the files that still exist; unused index cells count."""
-    return sum(status.st_size for status in map(status_of, paths) if status is not None)
+    return sum(status.st_size for status in map(status_if_exists, paths) if status is not None)
 
 
-def disk_bytes(paths: Iterable[Path]) -> int:
+def sum_disk_usage(paths: Iterable[Path]) -> int:
     """Returns the bytes that the files take up on disk; unused index cells take none."""
-    found = [status for status in map(status_of, paths) if status is not None]
+    found = [status for status in map(status_if_exists, paths) if status is not None]
     return sum(min(status.st_size, 512 * status.st_blocks) for status in found)
 
 
-def status_of(path: Path) -> os.stat_result | None:
+def status_if_exists(path: Path) -> os.stat_result | None:
     """Returns the file's status, or None if another process has deleted the file."""
     try:
         return path.stat()
@@ -238,8 +247,7 @@ def _read_header(handle: int, rows: RowSet) -> tuple[int, int]:
     return cells, capacity
 
 
-def _write(handle: int, data: memoryview, at: int) -> None:
-    """Writes all of `data` to an open file, from byte `at` on. Raises `OSError`."""
+def _write_all(handle: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(handle, data, at)
         if written == 0:
@@ -247,15 +255,14 @@ def _write(handle: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def _shape(rows: RowSet, cells: int) -> Any:
-    """Returns the sizes of a file in C's form."""
+def _c_shape(rows: RowSet, cells: int) -> Any:
     return ffi.new("mlxzip_rows_shape *", [rows.key_words, rows.row_bytes, cells])
 
 
-def _words(array: NDArray[np.uint32]) -> Any:
+def _c_words(array: NDArray[np.uint32]) -> Any:
     return ffi.from_buffer("uint32_t[]", array)
 
 
-def _bytes(array: NDArray[Any]) -> Any:
+def _c_bytes(array: NDArray[Any]) -> Any:
     """Returns an array's bytes in C's form, sharing its memory."""
     return ffi.from_buffer("uint8_t[]", array)

@@ -27,13 +27,13 @@ from mlx_zip.models.rows.row_files import (
     ForeignFileError,
     RowFile,
     RowSet,
-    create_file,
-    disk_bytes,
-    files_in,
-    leftovers_in,
-    number_of,
-    status_of,
-    total_bytes,
+    create_row_file,
+    file_number,
+    list_partial_files,
+    list_row_files,
+    status_if_exists,
+    sum_disk_usage,
+    sum_file_sizes,
 )
 
 FLUSH_ROWS = 64  # new rows that are collected before a write
@@ -41,8 +41,8 @@ PENDING_BYTES = 8 << 20  # maximum bytes of new rows that wait in memory while a
 PATIENCE_S = 2.0  # seconds that the last write waits for another process
 log = logging.getLogger("mlx_zip")
 
-Keys = NDArray[np.uint32]
-Data = NDArray[np.uint8]
+RowKeys = NDArray[np.uint32]
+RowBytes = NDArray[np.uint8]
 
 
 class RowFolder:
@@ -51,13 +51,13 @@ class RowFolder:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self._files: dict[RowSet, list[RowFile]] = {}  # newest first
-        self._new: dict[RowSet, list[tuple[Keys, Data]]] = {}  # rows not written yet
+        self._new: dict[RowSet, list[tuple[RowKeys, RowBytes]]] = {}  # rows not written yet
         self._new_rows = self._new_bytes = 0
         self._flush_at = FLUSH_ROWS
         self._warned: set[str] = set()  # kinds of failures that were logged
-        self.readable = self.writable = self._is_usable()
+        self.readable = self.writable = self._make_private_folder()
 
-    def find(self, rows: RowSet, keys: Keys) -> tuple[NDArray[np.bool_], Data]:
+    def find(self, rows: RowSet, keys: RowKeys) -> tuple[NDArray[np.bool_], RowBytes]:
         """Looks up keys [N, words] of a set; returns found [N] and the rows [N, bytes], valid where found is true."""
         found, data = np.zeros(len(keys), np.bool_), np.empty((len(keys), rows.row_bytes), np.uint8)
         if not self.readable:
@@ -73,7 +73,7 @@ class RowFolder:
                 break
         return found, data
 
-    def add(self, rows: RowSet, keys: Keys, data: Data) -> None:
+    def add(self, rows: RowSet, keys: RowKeys, data: RowBytes) -> None:
         """Adds new rows: keys [N, words], data [N, bytes]. They are written once `FLUSH_ROWS` of them have come."""
         if not self.writable:
             return
@@ -93,8 +93,8 @@ class RowFolder:
                         self._write_new()
             except (OSError, DamagedFileError, ForeignFileError) as error:
                 self.writable = False
-                self._forget_new()
-                self._warn("write", f"cannot be written, new rows are not kept: {_reason(error)}")
+                self._drop_new_rows()
+                self._warn_once("write", f"cannot be written, new rows are not kept: {_error_text(error)}")
             if not self._new:
                 return
             if time.monotonic() >= until:
@@ -114,25 +114,25 @@ class RowFolder:
         """Keeps new rows in memory until the next write; drops them if this was the last write or they are too many."""
         self._flush_at = self._new_rows + FLUSH_ROWS
         if last or self._new_bytes > PENDING_BYTES:
-            self._warn("busy", f"is held by another process; {self._new_rows} new rows are not kept")
-            self._forget_new()
+            self._warn_once("busy", f"is held by another process; {self._new_rows} new rows are not kept")
+            self._drop_new_rows()
 
-    def _forget_new(self) -> None:
+    def _drop_new_rows(self) -> None:
         self._new.clear()
         self._new_rows, self._new_bytes, self._flush_at = 0, 0, FLUSH_ROWS
 
     # ---- the folder
 
-    def _is_usable(self) -> bool:
+    def _make_private_folder(self) -> bool:
         """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
         except OSError as error:
-            self._warn("folder", f"cannot be used: {_reason(error)}")
+            self._warn_once("folder", f"cannot be used: {_error_text(error)}")
             return False
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
-            self._warn("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
+            self._warn_once("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
             return False
         return True
 
@@ -140,11 +140,11 @@ class RowFolder:
         """Opens the files of a set that exist now and returns them, newest first."""
         known = {file.path: file for file in self._files.get(rows, ())}
         try:
-            paths = [path for path in files_in(self.folder) if path.name.startswith(rows.name)]
+            paths = [path for path in list_row_files(self.folder) if path.name.startswith(rows.name)]
             known = {path: file for path, file in known.items() if path in paths and file.is_linked}
         except OSError as error:
             self.readable = self.writable = False
-            self._warn("folder", f"cannot be read: {_reason(error)}")
+            self._warn_once("folder", f"cannot be read: {_error_text(error)}")
             paths = []
         opened = [known[path] if path in known else self._open(path, rows) for path in reversed(paths)]
         self._files[rows] = [file for file in opened if file is not None]
@@ -157,34 +157,34 @@ class RowFolder:
         except FileNotFoundError:  # another process has just deleted it
             return None
         except OSError as error:
-            self._warn("read", f"has a file that cannot be read: {_reason(error)}")
+            self._warn_once("read", f"has a file that cannot be read: {_error_text(error)}")
         except ForeignFileError:
-            self._warn(
+            self._warn_once(
                 "foreign", f"has a file with rows of another model under this one's name; it is not used: {path.name}"
             )
         except DamagedFileError:
-            self._discard(path)
+            self._delete_damaged(path)
         return None
 
-    def _discard(self, path: Path) -> None:
+    def _delete_damaged(self, path: Path) -> None:
         """Deletes a file that is so damaged that no row can be found in it."""
-        self._warn("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
+        self._warn_once("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
         try:
             path.unlink(missing_ok=True)
         except OSError:  # a read-only folder: the file stays, so each new process logs it again
             self.writable = False
 
-    def _find_in_file(self, file: RowFile, keys: Keys, found: NDArray[np.bool_], data: Data) -> None:
+    def _find_in_file(self, file: RowFile, keys: RowKeys, found: NDArray[np.bool_], data: RowBytes) -> None:
         """Does what `RowFile.find` does; logs a failure, and stops using the file if it cannot be read."""
         try:
             if file.find(keys, found, data):
-                self._warn("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
+                self._warn_once("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
         except DamagedFileError:
             self._files[file.rows].remove(file)
-            self._discard(file.path)
+            self._delete_damaged(file.path)
         except OSError as error:
             self._files[file.rows].remove(file)
-            self._warn("read", f"has a file that cannot be read: {_reason(error)}")
+            self._warn_once("read", f"has a file that cannot be read: {_error_text(error)}")
 
     # ---- writing; the folder is locked
 
@@ -195,9 +195,9 @@ class RowFolder:
             keys, data = (np.concatenate(part) for part in zip(*batches, strict=True))
             self._append(rows, keys, data)
             del self._new[rows]
-        self._forget_new()
+        self._drop_new_rows()
 
-    def _append(self, rows: RowSet, keys: Keys, data: Data) -> None:
+    def _append(self, rows: RowSet, keys: RowKeys, data: RowBytes) -> None:
         """Writes rows of one set to its newest file, and to new files when that is full."""
         files = self._reopen(rows)
         there, scratch = np.zeros(len(keys), np.bool_), np.empty_like(data)
@@ -205,50 +205,49 @@ class RowFolder:
             self._find_in_file(file, keys, there, scratch)
         keys, data = keys[~there], data[~there]
         while len(keys):
-            if not files or not files[0].room():
-                self._begin_file(rows)
-            n = min(files[0].room(), len(keys))
-            self._make_room(n * files[0].stride, files[0].path)
+            if not files or not files[0].free_records():
+                self._create_next_file(rows)
+            n = min(files[0].free_records(), len(keys))
+            self._delete_oldest_files(n * files[0].stride, files[0].path)
             files[0].append(keys[:n], data[:n])
             keys, data = keys[n:], data[n:]
 
-    def _begin_file(self, rows: RowSet) -> None:
+    def _create_next_file(self, rows: RowSet) -> None:
         """Makes the next file of a set and deletes partial files. Raises `OSError`."""
-        for path in leftovers_in(self.folder):
+        for path in list_partial_files(self.folder):
             path.unlink(missing_ok=True)
-        numbers = [number_of(path) for path in files_in(self.folder) if path.name.startswith(rows.name)]
-        made = create_file(self.folder, rows, max(numbers, default=0) + 1, self.limit)
+        numbers = [file_number(path) for path in list_row_files(self.folder) if path.name.startswith(rows.name)]
+        made = create_row_file(self.folder, rows, max(numbers, default=0) + 1, self.limit)
         if made is None:
             raise OSError(f"{self.limit} bytes are too few for rows of {rows.row_bytes} bytes")
         self._files[rows].insert(0, made)
 
-    def _make_room(self, needed: int, keep: Path) -> None:
+    def _delete_oldest_files(self, needed: int, keep: Path) -> None:
         """Deletes the least recently written files until `needed` more bytes fit."""
-        paths = files_in(self.folder)
-        excess = total_bytes(paths) + needed - self.limit
+        paths = list_row_files(self.folder)
+        excess = sum_file_sizes(paths) + needed - self.limit
         if excess <= 0:
             return
-        ages = {path: status for path in paths if (status := status_of(path)) is not None and path != keep}
+        ages = {path: status for path in paths if (status := status_if_exists(path)) is not None and path != keep}
         for path in sorted(ages, key=lambda path: ages[path].st_mtime_ns):
             if excess <= 0:
                 return
             path.unlink(missing_ok=True)
             excess -= ages[path].st_size
 
-    def _warn(self, kind: str, what: str) -> None:
-        """Logs a warning about the folder, the first time that this kind of failure occurs."""
+    def _warn_once(self, kind: str, what: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("row store %s %s", self.folder, what)
 
 
-def purge(folder: Path) -> tuple[int, int]:
+def purge_row_folder(folder: Path) -> tuple[int, int]:
     """Deletes a folder's files of rows, and the folder if nothing else is in it; returns (files deleted, bytes freed).
 
     Processes that have the files open keep using them. Raises `OSError`.
     """
-    paths = [*files_in(folder), *leftovers_in(folder)]
-    size = disk_bytes(paths)
+    paths = [*list_row_files(folder), *list_partial_files(folder)]
+    size = sum_disk_usage(paths)
     for path in paths:
         path.unlink(missing_ok=True)
     if not any(folder.iterdir()):
@@ -256,5 +255,5 @@ def purge(folder: Path) -> tuple[int, int]:
     return len(paths), size
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.files import at_home
-from mlx_zip.models.rows.encoders import SingleEncoder, encode_entries, is_supported
-from mlx_zip.models.rows.fingerprints import Place, host_bytes, places, sample_values, unchanged
+from mlx_zip.models.rows.encoders import SingleEncoder, can_encode_singly, encode_entries
+from mlx_zip.models.rows.fingerprints import TensorPlace, are_unchanged, host_bytes, sample_values, tensor_places
 from mlx_zip.models.rows.row_files import RowSet
 from mlx_zip.models.rows.row_folder import RowFolder
 
@@ -37,7 +37,7 @@ ROW_OVERHEAD = 250  # bytes that Python needs per row in memory
 FORMAT = 1  # raise it when a change makes encoders compute other rows
 _QUANTIZATION = ("bits", "group_size", "mode")
 _NO_ID = 0xFFFFFFFF  # fills a key after the entry's end: it is no base id, and the same for all models
-_PADDING = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that `_NO_ID` consists of
+_PADDING_BYTE = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that `_NO_ID` consists of
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 
@@ -54,7 +54,7 @@ class RowKind:
     durable: bool
 
 
-class _Encoded(NamedTuple):
+class _EncodedRows(NamedTuple):
     """Rows that were encoded and are not kept yet: their names in memory, and the rows as bytes [N, row bytes]."""
 
     kind: RowKind
@@ -74,11 +74,11 @@ class RowStore:
     def __init__(
         self, folder: str | Path | None = None, *, memory_bytes: int = MEMORY_BYTES, folder_bytes: int = FOLDER_BYTES
     ) -> None:
-        self._memory = _Memory(memory_bytes)
+        self._memory = _RowMemory(memory_bytes)
         self._disk = None if folder is None else RowFolder(at_home(folder), folder_bytes)
         self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
-        self._fresh: list[_Encoded] = []  # rows that nobody may have begun to compute
-        self._submitted: list[_Encoded] = []  # rows that `submit` returned
+        self._fresh: list[_EncodedRows] = []  # rows that nobody may have begun to compute
+        self._submitted: list[_EncodedRows] = []  # rows that `submit` returned
         self.encoded = self.from_memory = self.from_disk = 0
 
     def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
@@ -88,29 +88,29 @@ class RowStore:
         not have.
         """
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
-        names = self._names(kind, keys)
+        names = self._memory_names(kind, keys)
         held = [self._memory.get(name) for name in names]  # per entry its row as bytes, or None
         absent = [i for i, row in enumerate(held) if row is None]  # indices of entries without a row so far
         self.from_memory += len(names) - len(absent)
         if absent and self._disk is not None and kind.durable:
-            absent = self._read(self._disk, kind, keys, names, held, absent)
+            absent = self._find_on_disk(self._disk, kind, keys, names, held, absent)
         if not absent:
-            return _to_device(kind, [row for row in held if row is not None])
+            return _rows_to_device(kind, [row for row in held if row is not None])
         first = {names[i]: i for i in reversed(absent)}  # two sequences may ask for the same entry
         chosen = np.array(sorted(first.values()))
         fresh = encode(base_ids[chosen], lengths[chosen])
         self.encoded += len(chosen)
-        self._fresh.append(_Encoded(kind, [names[i] for i in chosen], fresh.view(mx.uint8)))
+        self._fresh.append(_EncodedRows(kind, [names[i] for i in chosen], fresh.view(mx.uint8)))
         if len(chosen) == len(names):
             return fresh
-        return _in_order(kind, held, names, [names[i] for i in chosen], fresh)
+        return _order_rows(kind, held, names, [names[i] for i in chosen], fresh)
 
     def row(self, kind: RowKind, words: bytes) -> mx.array | None:
         """Returns the row [1, D] of one entry if it is in memory, else None. words: its base ids as 32-bit words.
 
         Unlike `rows`, this uses no numpy, which would be slow within a step of generation.
         """
-        row = self._memory.get(self._name(kind, words))
+        row = self._memory.get(self._memory_name(kind, words))
         if row is None:
             return None
         self.from_memory += 1
@@ -128,7 +128,7 @@ class RowStore:
             return None
         row = encode()
         self.encoded += 1
-        self._fresh.append(_Encoded(kind, [self._name(kind, words)], row.view(mx.uint8)))
+        self._fresh.append(_EncodedRows(kind, [self._memory_name(kind, words)], row.view(mx.uint8)))
         return row
 
     def submit(self) -> list[mx.array]:
@@ -146,7 +146,7 @@ class RowStore:
         Rows that cannot be computed are forgotten, whatever is raised: no later call meets them again.
         """
         rows, self._submitted = self._submitted, []
-        self._keep(rows)
+        self._store_rows(rows)
 
     def settle_unsubmitted(self) -> None:
         """Keeps the rows that `submit` has not returned, and evaluates them if nothing else has yet.
@@ -155,20 +155,20 @@ class RowStore:
         previous call returned, and so its rows are there. Raises as `settle_submitted` does.
         """
         rows, self._fresh = self._fresh, []
-        self._keep(rows)
+        self._store_rows(rows)
 
     def settle(self) -> None:
         """Keeps all rows encoded so far, and waits for those that are still being computed."""
         self.settle_submitted()
         self.settle_unsubmitted()
 
-    def _keep(self, encoded: list[_Encoded]) -> None:
+    def _store_rows(self, encoded: list[_EncodedRows]) -> None:
         """Keeps rows in memory and, where they may be, in the folder."""
         for kind, names, rows in encoded:
             data = bytes(host_bytes(rows))  # `rows` is uint8 already, so this enqueues no operation
-            self._memory.put(names, _split(data, kind.rows.row_bytes))
+            self._memory.put(names, _split_bytes(data, kind.rows.row_bytes))
             if self._disk is not None and kind.durable:
-                keys = np.frombuffer(b"".join(name[_PREFIX:] for name in names), np.uint32)
+                keys = np.frombuffer(b"".join(name[_PREFIX_BYTES:] for name in names), np.uint32)
                 array = np.frombuffer(data, np.uint8).reshape(len(names), kind.rows.row_bytes)
                 self._disk.add(kind.rows, keys.reshape(len(names), -1), array)
 
@@ -205,20 +205,18 @@ class RowStore:
         """Bytes of rows in memory, Python's overhead included."""
         return self._memory.used
 
-    def _prefix(self, kind: RowKind) -> bytes:
-        """Returns the bytes that names of rows of this kind begin with."""
-        return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX, "little"))
+    def _kind_prefix(self, kind: RowKind) -> bytes:
+        return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX_BYTES, "little"))
 
-    def _name(self, kind: RowKind, words: bytes) -> bytes:
-        """Returns the name, in memory, of the row of the entry with these base ids."""
-        return self._prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING)
+    def _memory_name(self, kind: RowKind, words: bytes) -> bytes:
+        return self._kind_prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING_BYTE)
 
-    def _names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
+    def _memory_names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
         """Returns the names, in memory, of the rows of keys [N, words]: the kind's prefix and the key."""
-        prefix = self._prefix(kind)
-        return [prefix + key for key in _split(keys.tobytes(), 4 * keys.shape[1])]
+        prefix = self._kind_prefix(kind)
+        return [prefix + key for key in _split_bytes(keys.tobytes(), 4 * keys.shape[1])]
 
-    def _read(
+    def _find_on_disk(
         self,
         disk: RowFolder,
         kind: RowKind,
@@ -233,7 +231,7 @@ class RowStore:
         """
         found, data = disk.find(kind.rows, keys[absent])
         there = [i for i, is_there in zip(absent, found.tolist(), strict=True) if is_there]
-        rows = _split(data[found].tobytes(), kind.rows.row_bytes)
+        rows = _split_bytes(data[found].tobytes(), kind.rows.row_bytes)
         for i, row in zip(there, rows, strict=True):
             held[i] = row
         self._memory.put([names[i] for i in there], rows)
@@ -241,7 +239,7 @@ class RowStore:
         return [i for i in absent if held[i] is None]
 
 
-class _Memory:
+class _RowMemory:
     """Rows by name. The least recently used are evicted, so that the bytes `used` stay within `limit`."""
 
     def __init__(self, limit: int) -> None:
@@ -260,25 +258,23 @@ class _Memory:
         before = len(self._rows)
         self._rows.update(zip(names, rows, strict=True))
         if rows:
-            self.used += (len(self._rows) - before) * _cost(names[0], rows[0])
+            self.used += (len(self._rows) - before) * _memory_cost(names[0], rows[0])
         while self.used > self.limit:
-            self.used -= _cost(*self._rows.popitem(last=False))
+            self.used -= _memory_cost(*self._rows.popitem(last=False))
 
 
-_PREFIX = 4  # bytes of a name that stand for the kind of the row
+_PREFIX_BYTES = 4  # bytes of a name that stand for the kind of the row
 
 
-def _split(data: bytes, size: int) -> list[bytes]:
-    """Returns data cut into pieces of `size` bytes."""
+def _split_bytes(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
-def _cost(name: bytes, row: bytes) -> int:
-    """Returns the bytes of memory that a row takes."""
+def _memory_cost(name: bytes, row: bytes) -> int:
     return len(name) + len(row) + ROW_OVERHEAD
 
 
-def _in_order(
+def _order_rows(
     kind: RowKind, held: Sequence[bytes | None], names: Sequence[bytes], made: Sequence[bytes], fresh: mx.array
 ) -> mx.array:
     """Returns the rows of `names` [N, D], in that order.
@@ -292,11 +288,11 @@ def _in_order(
     for name, row in zip(names, held, strict=True):
         order.append(place[name] if row is None else at)
         at += row is not None
-    both = mx.concatenate([_to_device(kind, kept), fresh]) if kept else fresh
+    both = mx.concatenate([_rows_to_device(kind, kept), fresh]) if kept else fresh
     return both[mx.array(order)]
 
 
-def _to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
+def _rows_to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
     """Returns rows given as bytes as an array [N, D] of the kind's dtype."""
     data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), kind.rows.row_bytes)
     return mx.array(data).view(kind.dtype)
@@ -306,17 +302,17 @@ def _to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownKind:
     """A kind of rows, the modules that it was made for, and their tensors at that time."""
 
     kind: RowKind
     encoder: nn.Module
     matrix: nn.Module
-    places: list[Place]
+    places: list[TensorPlace]
 
     def is_current(self) -> bool:
         """Returns whether no tensor has been replaced since the kind was made."""
-        return unchanged(self.places)
+        return are_unchanged(self.places)
 
 
 class RowKinds:
@@ -334,8 +330,8 @@ class RowKinds:
     def __init__(self, recorded: Any, merge_size: int, pad_id: int) -> None:
         self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
         self._merge_size, self._pad_id = merge_size, pad_id
-        self._known: dict[str, _Known] = {}
-        self._singles: dict[str, tuple[_Known, SingleEncoder | None]] = {}
+        self._known: dict[str, _KnownKind] = {}
+        self._singles: dict[str, tuple[_KnownKind, SingleEncoder | None]] = {}
         self._changed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowKinds:
@@ -357,21 +353,21 @@ class RowKinds:
             return known.kind
         if known is not None:  # a tensor was replaced, perhaps by one with equal samples
             self.forget()
-        kind = self._make(side, encoder, matrix)
-        self._known[side] = _Known(kind, encoder, matrix, [*places(encoder), *places(matrix)])
+        kind = self._make_kind(side, encoder, matrix)
+        self._known[side] = _KnownKind(kind, encoder, matrix, [*tensor_places(encoder), *tensor_places(matrix)])
         return kind
 
-    def single(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
+    def single_encoder(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
         """Returns the side's encoder for single entries, made from its weights of now; None if it cannot be made."""
         self.kind(side, encoder, matrix)
         known, made = self._known[side], self._singles.get(side)
         if made is None or made[0] is not known:
-            supported = is_supported(encoder)
+            supported = can_encode_singly(encoder)
             single = SingleEncoder(encoder, matrix, self._merge_size, self._pad_id) if supported else None
             made = self._singles[side] = known, single
         return made[1]
 
-    def _make(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
+    def _make_kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
         """Returns a new kind; its rows may be kept on disk if the config has a fingerprint that still applies."""
         entry = np.zeros((1, self._merge_size), np.uint32)
         row = encode_entries(encoder, matrix, entry, np.array([self._merge_size]))  # for its shape and type
@@ -393,7 +389,7 @@ class RowKinds:
 
 def _tensor_facts(module: nn.Module) -> list[Any]:
     """Returns what a name covers of a module: its tensors' names, types, shapes, sampled values and quantization."""
-    found = list(places(module))
+    found = list(tensor_places(module))
     tensors = [(key, value, sample_values(value)) for _, key, value in found if isinstance(value, mx.array)]
     mx.eval([some for _, _, some in tensors])
     modules = [module, *(value for _, _, value in found if isinstance(value, nn.Module))]

@@ -40,33 +40,33 @@ class RowTable:
 
         The table grows when needed. limit: maximum number of places, None for no limit.
         """
-        self.array = self._with_run(self._reserved(first + len(rows), rows, limit), first, rows)
+        self.array = self._write_run(self._array_with_room(first + len(rows), rows, limit), first, rows)
 
     def put(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
         """Writes rows [N, D] at places [N]. The table grows when needed, to `limit` places at most."""
-        array = self._reserved(int(places.max()) + 1, rows, limit)
-        self.array = self._with_many(array, (mx.array(np.zeros_like(places)), mx.array(places)), rows)
+        array = self._array_with_room(int(places.max()) + 1, rows, limit)
+        self.array = self._write_at(array, (mx.array(np.zeros_like(places)), mx.array(places)), rows)
 
-    def _with_run(self, array: mx.array, first: int, rows: mx.array) -> mx.array:
+    def _write_run(self, array: mx.array, first: int, rows: mx.array) -> mx.array:
         """Returns `array` with rows [N, D] at places `first` to first + N - 1."""
         array[:, first : first + len(rows)] = rows
         return array
 
-    def _with_many(self, array: mx.array, where: tuple[mx.array, mx.array], rows: mx.array) -> mx.array:
+    def _write_at(self, array: mx.array, where: tuple[mx.array, mx.array], rows: mx.array) -> mx.array:
         """Returns `array` with rows [N, D] at the places where[1] [N]. where[0]: zeros [N]."""
         array[where] = rows
         return array
 
-    def _shape(self, places: int, width: int) -> tuple[int, int, int]:
+    def _array_shape(self, places: int, width: int) -> tuple[int, int, int]:
         """Returns the shape of an array for so many rows of D = width values."""
         return 1, places, width
 
-    def _reserved(self, places: int, like: mx.array, limit: int | None) -> mx.array:
+    def _array_with_room(self, places: int, like: mx.array, limit: int | None) -> mx.array:
         """Returns the array with room for so many places, `limit` at most; like: a row of the rows' width and type."""
         have = self.capacity
         if self.array is not None and places <= have:
             return self.array
-        more = mx.zeros(self._shape(_capacity(places, limit) - have, like.shape[-1]), like.dtype)
+        more = mx.zeros(self._array_shape(_rounded_capacity(places, limit) - have, like.shape[-1]), like.dtype)
         return more if self.array is None else mx.concatenate([self.array, more], axis=self.PLACE_AXIS)
 
     def take(self, places: mx.array) -> mx.array:
@@ -78,14 +78,16 @@ class RowTable:
         """Returns the rows [N, D] at places [N]."""
         return self.take(mx.array(places))
 
-    def kept(self, places: np.ndarray, limit: int | None = None) -> Self:
+    def select(self, places: np.ndarray, limit: int | None = None) -> Self:
         """Returns a new table with the rows at places [N], in this order, and room for more, `limit` places at most.
 
         A place beyond this table's capacity gives any row.
         """
         made = type(self)()
         if self.array is not None and len(places):
-            chosen = np.pad(np.minimum(places, self.capacity - 1), (0, _capacity(len(places), limit) - len(places)))
+            chosen = np.pad(
+                np.minimum(places, self.capacity - 1), (0, _rounded_capacity(len(places), limit) - len(places))
+            )
             made.array = mx.take(self.array, mx.array(chosen), axis=self.PLACE_AXIS)
         return made
 
@@ -104,7 +106,7 @@ class RowTable:
         return 0 if self.array is None else self.array.nbytes
 
 
-class HeadTable(RowTable):
+class ColumnTable(RowTable):
     """Output rows, held as the columns of a matrix: `array` is [1, D, capacity].
 
     A step multiplies the body's output [B, 1, D] with the whole table. On the CPU that takes half as long with columns
@@ -118,28 +120,25 @@ class HeadTable(RowTable):
         """All rows as [1, capacity, D], or None before the first row."""
         return None if self.array is None else self.array.swapaxes(1, 2)
 
-    def times(self, h: mx.array) -> mx.array:
+    def times_rows(self, h: mx.array) -> mx.array:
         """Returns the products [B, L, capacity] of h [B, L, D] with all rows, as one product of two matrices."""
         assert self.array is not None
         return h @ self.array if len(h) == 1 else h @ self.array.squeeze(0)
 
-    def _with_run(self, array: mx.array, first: int, rows: mx.array) -> mx.array:
-        """Returns `array` with rows [N, D] at places `first` to first + N - 1."""
+    def _write_run(self, array: mx.array, first: int, rows: mx.array) -> mx.array:
         array[:, :, first : first + len(rows)] = rows[..., None] if len(rows) == 1 else rows.swapaxes(0, 1)
         return array
 
-    def _with_many(self, array: mx.array, where: tuple[mx.array, mx.array], rows: mx.array) -> mx.array:
-        """Returns `array` with rows [N, D] at the places where[1] [N]. where[0]: zeros [N]."""
+    def _write_at(self, array: mx.array, where: tuple[mx.array, mx.array], rows: mx.array) -> mx.array:
         turned = array.swapaxes(1, 2)
         turned[where] = rows
         return mx.contiguous(turned.swapaxes(1, 2))
 
-    def _shape(self, places: int, width: int) -> tuple[int, int, int]:
-        """Returns the shape of an array for so many rows of D = width values."""
+    def _array_shape(self, places: int, width: int) -> tuple[int, int, int]:
         return 1, width, places
 
 
-class TurningTable(RowTable):
+class TwoCopyTable(RowTable):
     """Input rows in two copies that are written in turn, for bodies that begin before the host has read their id.
 
     MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a row
@@ -153,7 +152,7 @@ class TurningTable(RowTable):
         self._missed: Callable[[], None] | None = None  # writes to `array` the rows that went to the other copy last
 
     @classmethod
-    def of(cls, table: RowTable) -> Self:
+    def from_table(cls, table: RowTable) -> Self:
         """Returns a turning table with the rows of another one."""
         made = cls()
         made.array = table.array
@@ -162,17 +161,17 @@ class TurningTable(RowTable):
 
     def put_run(self, first: int, rows: mx.array, limit: int | None = None) -> None:
         """Writes rows as `RowTable.put_run` does, to the copy that the last body did not read."""
-        self._turn(partial(super().put_run, first, rows, limit))
+        self._write_to_other_copy(partial(super().put_run, first, rows, limit))
 
     def put(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
         """Writes rows as `RowTable.put` does, to the copy that the last body did not read."""
-        self._turn(partial(super().put, places, rows, limit))
+        self._write_to_other_copy(partial(super().put, places, rows, limit))
 
-    def kept(self, places: np.ndarray, limit: int | None = None) -> Self:
-        """Returns a new table with these rows, as `RowTable.kept` does; its two copies are equal."""
-        return self.of(super().kept(places, limit))
+    def select(self, places: np.ndarray, limit: int | None = None) -> Self:
+        """Returns a new table with these rows, as `RowTable.select` does; its two copies are equal."""
+        return self.from_table(super().select(places, limit))
 
-    def _turn(self, write: Callable[[], None]) -> None:
+    def _write_to_other_copy(self, write: Callable[[], None]) -> None:
         """Makes the other copy the current one, and writes to it what it missed and what is new.
 
         If something raises, for example an interrupt, the copy that was current stays so: the other lacks rows.
@@ -199,7 +198,7 @@ class TurningTable(RowTable):
         return super().nbytes + (0 if self._idle is None else self._idle.nbytes)
 
 
-def _capacity(places: int, limit: int | None) -> int:
+def _rounded_capacity(places: int, limit: int | None) -> int:
     """Returns how many places a table gets that needs `places`; limit: the maximum number, None for no limit."""
     capacity = -(-places // CAPACITY_STEP) * CAPACITY_STEP
     return capacity if limit is None else min(capacity, limit)

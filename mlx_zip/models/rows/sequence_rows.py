@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec import Codebook, Installed
-from mlx_zip.models.rows.row_tables import CAPACITY_STEP, HeadTable, RowTable, TurningTable
+from mlx_zip.models.rows.row_tables import CAPACITY_STEP, ColumnTable, RowTable, TwoCopyTable
 from mlx_zip.packs.pack import Tuned, tuned_fingerprint
 
 
@@ -41,23 +41,23 @@ class SequenceRows:
     books: list[Codebook]
     tuned: list[Tuned]
 
-    def _forget_rows(self, shared: bool) -> None:
+    def _clear_rows(self, shared: bool) -> None:
         """Empties the row tables; the next model call fills them again. shared: whether they are a batch's."""
         batch, size = len(self.books), self.books[0].params.codebook_size if self.books else 0
         self.inputs: RowTable = RowTable()
-        self.outputs = HeadTable()
+        self.outputs = ColumnTable()
         self.places = Places(batch, size) if shared else None
         self.encoded_inputs = np.zeros((1, 0 if shared else size), dtype=bool)
         self.encoded_outputs = [0] * batch
         self.replaced: list[set[int]] = [set() for _ in range(batch)]
         self.bound = [one is None for one in self.tuned]
 
-    def _begin_batch(self, codebook_size: int) -> None:
-        self._forget_rows(shared=True)
+    def _start_empty_batch(self, codebook_size: int) -> None:
+        self._clear_rows(shared=True)
         self.places = Places(0, codebook_size)
 
-    def _copy_rows(self, twin: SequenceRows) -> None:
-        twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
+    def _copy_rows_to(self, twin: SequenceRows) -> None:
+        twin.inputs, twin.outputs = self.inputs.copy(), cast(ColumnTable, self.outputs.copy())
         twin.places = None if self.places is None else self.places.copy()
         twin.encoded_inputs = self.encoded_inputs.copy()
         twin.encoded_outputs = list(self.encoded_outputs)
@@ -70,14 +70,14 @@ class SequenceRows:
         return self.books[0].params.policy != "freeze"
 
     @property
-    def tuned_bound(self) -> bool:
+    def has_all_tuned_rows(self) -> bool:
         """Whether the tuned rows of all sequences are in the tables."""
         return all(self.bound)
 
-    def read_in_turns(self) -> None:
-        """Makes the table of input rows a `TurningTable`, for bodies that begin before the host has read their id."""
-        if not isinstance(self.inputs, TurningTable):
-            self.inputs = TurningTable.of(self.inputs)
+    def use_two_copies_of_inputs(self) -> None:
+        """Makes the table of input rows a `TwoCopyTable`, for bodies that begin before the host has read their id."""
+        if not isinstance(self.inputs, TwoCopyTable):
+            self.inputs = TwoCopyTable.from_table(self.inputs)
 
     # ---- output rows
 
@@ -97,7 +97,7 @@ class SequenceRows:
             return None
         return next(iter(replaced), encoded)
 
-    def outputs_encoded(self) -> bool:
+    def has_all_output_rows(self) -> bool:
         """Returns whether every installed entry has its output row."""
         return self.encoded_outputs == list(map(len, self.books)) and not any(self.replaced)
 
@@ -134,18 +134,17 @@ class SequenceRows:
         A -1 in slots stands for no hypertoken. The entries must have their output rows.
         """
         if slots.shape[1] == 1:  # a step: a few ids take no numpy
-            places = {self._place(b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0}
+            places = {self._place_of_slot(b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0}
             return np.array([place for place in sorted(places) if not self.encoded_inputs[0, place]], np.int64)
         sequence, column = np.nonzero(slots >= 0)
         places = np.unique(self.places_of(sequence, slots[sequence, column]))
         return places[~self.encoded_inputs[0, places]]
 
-    def has_input(self, b: int, slot: int) -> bool:
+    def has_input_row(self, b: int, slot: int) -> bool:
         """Returns whether a slot of sequence b holds an entry whose input row is in the table."""
-        return slot < len(self.books[b]) and bool(self.encoded_inputs[0, self._place(b, slot)])
+        return slot < len(self.books[b]) and bool(self.encoded_inputs[0, self._place_of_slot(b, slot)])
 
-    def _place(self, b: int, slot: int) -> int:
-        """Returns the place of the entry in a slot of sequence b."""
+    def _place_of_slot(self, b: int, slot: int) -> int:
         return slot if self.places is None else int(self.places.index[b, slot])
 
     def missing_installed_inputs(self) -> np.ndarray:
@@ -166,22 +165,22 @@ class SequenceRows:
         want = max(CAPACITY_STEP, -(-max(map(len, self.books)) // CAPACITY_STEP) * CAPACITY_STEP)
         return min(want, self.places.index.shape[1])
 
-    def slots_alike(self, limit: int) -> int:
+    def count_slots_with_equal_places(self, limit: int) -> int:
         """Returns a number n <= limit such that the first n slots of all sequences of a batch have the places 0 to n-1.
 
         limit: a number of slots that have an entry in every sequence.
         """
         assert self.places is not None
-        return self.places.same(limit)
+        return self.places.count_slots_with_equal_places(limit)
 
-    def by_slot(self, values: mx.array, first: int) -> mx.array:
+    def values_by_slot(self, values: mx.array, first: int) -> mx.array:
         """Returns values [B, L, places] by slot, [B, L, slots], for the slots from `first` on."""
         if self.places is None:
             return values
         index = mx.array(self.places.index[:, None, first : self.slots_covered()])
         return mx.take_along_axis(values, mx.broadcast_to(index, (*values.shape[:2], index.shape[2])), axis=-1)
 
-    def at_slots(self, slots: mx.array) -> mx.array:
+    def places_at_slots(self, slots: mx.array) -> mx.array:
         """Returns the places [B, 1] of slots [B, 1], which are below `slots_covered()`.
 
         Of an entry without an input row, any place of the table of input rows may be returned.
@@ -194,15 +193,14 @@ class SequenceRows:
     def entries(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries at places [N], N > 0, as base_ids [N, merge_size], padded, and lengths [N]."""
         if self.places is not None:
-            return self._unpacked([self.places.keys[place] for place in places.tolist()])
+            return self._unpack_keys([self.places.keys[place] for place in places.tolist()])
         first = int(places.min())
         base_ids, lengths = self.books[0].rows(first, int(places.max()) - first + 1)
         return base_ids[places - first], lengths[places - first].astype(np.int64)
 
-    def _unpacked(self, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the entries of keys as base_ids [N, merge_size], padded, and lengths [N]."""
+    def _unpack_keys(self, keys: Sequence[EntryKey]) -> tuple[np.ndarray, np.ndarray]:
         params = self.books[0].params
-        return entries_of(keys, params.merge_size, params.pad_id or 0)
+        return unpack_entry_keys(keys, params.merge_size, params.pad_id or 0)
 
     # ---- tuned rows
 
@@ -221,10 +219,10 @@ class SequenceRows:
         inputs: None if both sides have the same rows.
         """
         n = len(output)
-        places = self._shared(self._keys(b, range(n)), lambda chosen: output[mx.array(chosen)])
+        places = self._places_with_output_rows(self._entry_keys(b, range(n)), lambda chosen: output[mx.array(chosen)])
         if inputs is not None:
-            self._add_inputs(places, lambda chosen: inputs[mx.array(chosen)])
-        self._give_places(b, range(n), places)
+            self._add_input_rows(places, lambda chosen: inputs[mx.array(chosen)])
+        self._set_places(b, range(n), places)
         self.encoded_outputs[b], self.bound[b] = max(n, self.encoded_outputs[b]), True
 
     # ---- rows that the sequences of a batch share
@@ -236,20 +234,22 @@ class SequenceRows:
         """
         missing = self._missing_slots()
         keys = [book.words(slot) for book, slots in zip(self.books, missing, strict=True) for slot in slots]
-        places = self._shared(keys, lambda chosen: encode(*self._unpacked([keys[i] for i in chosen])))
+        places = self._places_with_output_rows(
+            keys, lambda chosen: encode(*self._unpack_keys([keys[i] for i in chosen]))
+        )
         for b, slots in enumerate(missing):
-            self._give_places(b, slots, places)
+            self._set_places(b, slots, places)
             places = places[len(slots) :]
         self.mark_outputs_encoded()
 
-    def _shared(self, keys: Sequence[Key], rows: Callable[[list[int]], mx.array]) -> list[int]:
+    def _places_with_output_rows(self, keys: Sequence[EntryKey], rows: Callable[[list[int]], mx.array]) -> list[int]:
         """Returns the places of entries. Those without one get the next places.
 
         rows(indices into `keys`) returns the output rows of the entries that have no place so far.
         """
         assert self.places is not None
-        self._make_room(sum(key not in self.places.of for key in keys))  # this may give up places
-        of, first = self.places.of, dict[Key, int]()  # two sequences may have the same new entry
+        self._free_places_for(sum(key not in self.places.place_of for key in keys))  # this may give up places
+        of, first = self.places.place_of, dict[EntryKey, int]()  # two sequences may have the same new entry
         for i, key in enumerate(keys):
             if key not in of:
                 first.setdefault(key, i)
@@ -261,13 +261,12 @@ class SequenceRows:
                 self.encoded_inputs = np.pad(self.encoded_inputs, ((0, 0), (0, more + CAPACITY_STEP)))
         return [of[key] for key in keys]
 
-    def _give_places(self, b: int, slots: Sequence[int], places: Sequence[int]) -> None:
-        """Notes the places of the entries in some slots of sequence b of a batch."""
+    def _set_places(self, b: int, slots: Sequence[int], places: Sequence[int]) -> None:
         assert self.places is not None
         for slot, place in zip(slots, places, strict=False):
             self.places.put(b, slot, place)
 
-    def _add_inputs(self, places: Sequence[int] | np.ndarray, rows: Callable[[list[int]], mx.array]) -> None:
+    def _add_input_rows(self, places: Sequence[int] | np.ndarray, rows: Callable[[list[int]], mx.array]) -> None:
         """Puts the input rows of the entries at these places of a batch into the table, where they are not there yet.
 
         rows(indices into `places`) returns input rows.
@@ -278,7 +277,7 @@ class SequenceRows:
             self.inputs.put(at[chosen], rows(chosen.tolist()))
             self.encoded_inputs[0, at] = True
 
-    def _make_room(self, n: int) -> None:
+    def _free_places_for(self, n: int) -> None:
         """Gives up the places that are out of use, if n more would make the table grow and a quarter would be free."""
         assert self.places is not None
         if n and len(self.places) + n > self.outputs.capacity:
@@ -289,130 +288,133 @@ class SequenceRows:
     def _used_places(self) -> np.ndarray:
         """Returns the places of the entries that sequences have now, in the order of sequences and slots."""
         assert self.places is not None
-        parts = [self.places.index[b, self._placed(b)] for b in range(len(self.books))]
+        parts = [self.places.index[b, self._slots_with_output_rows(b)] for b in range(len(self.books))]
         every = np.concatenate([*parts, np.zeros(0, np.int32)])
         return every[np.sort(np.unique(every, return_index=True)[1])]
 
-    def _placed(self, b: int) -> np.ndarray:
+    def _slots_with_output_rows(self, b: int) -> np.ndarray:
         slots = np.arange(self.encoded_outputs[b])
         return slots[~np.isin(slots, list(self.replaced[b]))] if self.replaced[b] else slots
 
     def _keep_places(self, used: np.ndarray) -> None:
         """Gives up all places but `used` [N]. These become the places 0 to N - 1."""
         assert self.places is not None
-        places, outputs, inputs = self.places.kept(used), self.outputs.kept(used), self.inputs.kept(used)
+        places, outputs, inputs = self.places.select(used), self.outputs.select(used), self.inputs.select(used)
         encoded = self.encoded_inputs[:, used]
         self.places, self.outputs, self.inputs, self.encoded_inputs = places, outputs, inputs, encoded
 
     # ---- sequences that join and leave
 
-    def _keys(self, b: int, slots: Sequence[int]) -> list[Key]:
+    def _entry_keys(self, b: int, slots: Sequence[int]) -> list[EntryKey]:
         """Returns the keys of the entries in some slots of sequence b. Tuned rows make other keys than encoded ones."""
         book, mark = self.books[b], tuned_fingerprint(self.tuned[b])
         tuned = 0 if mark is None else len(book.params.start or ())
         return [(mark, book.words(slot)) if mark and slot < tuned else book.words(slot) for slot in slots]
 
-    def _join_rows(self, other: SequenceRows) -> None:
+    def _add_sequences_with_rows(self, other: SequenceRows) -> None:
         """Adds another state's sequences and those of their rows that are not there yet. This state is a batch's."""
         assert self.places is not None
         for b in range(len(other.books)):
-            slots = other._placed(b)
+            slots = other._slots_with_output_rows(b)
             theirs = other.places_of(np.full(len(slots), b), slots)
-            ours = self._shared(other._keys(b, slots.tolist()), lambda chosen, at=theirs: other.outputs.at(at[chosen]))
+            ours = self._places_with_output_rows(
+                other._entry_keys(b, slots.tolist()), lambda chosen, at=theirs: other.outputs.at(at[chosen])
+            )
             read = np.flatnonzero(other.encoded_inputs[0, theirs])
             if len(read):
-                self._add_inputs(np.array(ours)[read], lambda chosen, at=theirs[read]: other.inputs.at(at[chosen]))
-            self.places = self.places.joined(slots, ours)
+                self._add_input_rows(np.array(ours)[read], lambda chosen, at=theirs[read]: other.inputs.at(at[chosen]))
+            self.places = self.places.with_sequence(slots, ours)
             self.books, self.tuned = [*self.books, other.books[b]], [*self.tuned, other.tuned[b]]
             self.bound, self.replaced = [*self.bound, other.bound[b]], [*self.replaced, other.replaced[b]]
             self.encoded_outputs = [*self.encoded_outputs, other.encoded_outputs[b]]
 
-    def _keep_rows(self, indices: Sequence[int]) -> None:
+    def _keep_sequences(self, indices: Sequence[int]) -> None:
         """Keeps the rows of these sequences only, in this order. Gives up places if more than half are out of use."""
         self.books, self.tuned = [self.books[i] for i in indices], [self.tuned[i] for i in indices]
         self.bound, self.replaced = [self.bound[i] for i in indices], [self.replaced[i] for i in indices]
         self.encoded_outputs = [self.encoded_outputs[i] for i in indices]
         if self.places is not None:
-            self.places = self.places.of_sequences(indices)
+            self.places = self.places.of_only_sequences(indices)
             used = self._used_places()
             if 2 * len(used) < len(self.places):
                 self._keep_places(used)
 
-    def _single_rows(self, b: int, made: SequenceRows) -> None:
-        """Gives `made`, a single request's state with a copy of sequence b's book, the sequence's rows."""
-        made._forget_rows(shared=False)
-        slots, n, limit = self._placed(b), self.encoded_outputs[b], self.books[b].params.codebook_size
+    def _copy_sequence_rows_to(self, b: int, made: SequenceRows) -> None:
+        """Gives `made`, a single request's state with a copy of sequence b's book and no rows, the sequence's rows."""
+        slots, n, limit = self._slots_with_output_rows(b), self.encoded_outputs[b], self.books[b].params.codebook_size
         places = np.zeros(n, np.int64)
         places[slots] = self.places_of(np.full(len(slots), b), slots)
-        made.outputs, made.inputs = self.outputs.kept(places, limit), self.inputs.kept(places, limit).copy()
+        made.outputs, made.inputs = self.outputs.select(places, limit), self.inputs.select(places, limit).copy()
         made.encoded_inputs[0, slots] = self.encoded_inputs[0, places[slots]]
         made.encoded_outputs, made.replaced, made.bound = [n], [set(self.replaced[b])], [self.bound[b]]
 
 
 # ---- where the rows of a batch's entries are in the tables that its sequences share
 
-Key = bytes | tuple[str, bytes]  # an entry's base ids as 32-bit words; with tuned rows, after the pack's fingerprint
+EntryKey = (
+    bytes | tuple[str, bytes]
+)  # an entry's base ids as 32-bit words; with tuned rows, after the pack's fingerprint
 
 
 class Places:
     """The places of the distinct entries of B sequences in one pair of row tables.
 
     Two sequences that have the same entry share its place, and so its rows. Places are given in rising order; those of
-    entries that no sequence has any more are given again after `kept`.
+    entries that no sequence has any more are given again after `select`.
 
     index [B, codebook_size] int32: the place of the entry in each slot; of no meaning for slots without output row.
-    keys: the entry at each place. `of`: each entry's place.
+    keys: the entry at each place. place_of: each entry's place.
     """
 
     def __init__(self, batch: int, codebook_size: int) -> None:
         self.index = np.zeros((batch, codebook_size), np.int32)
-        self.keys: list[Key] = []
-        self.of: dict[Key, int] = {}
-        self._same: int | None = None
+        self.keys: list[EntryKey] = []
+        self.place_of: dict[EntryKey, int] = {}
+        self._equal_slots: int | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add(self, keys: Sequence[Key]) -> None:
+    def add(self, keys: Sequence[EntryKey]) -> None:
         """Gives these entries, which have no place yet, the next places."""
         for key in keys:
             self.keys.append(key)
-            self.of[key] = len(self.keys) - 1
+            self.place_of[key] = len(self.keys) - 1
 
     def put(self, b: int, slot: int, place: int) -> None:
         """Notes that the entry in a slot of sequence b has this place."""
         self.index[b, slot] = place
-        if self._same is not None and slot < self._same and slot != place:
-            self._same = None
+        if self._equal_slots is not None and slot < self._equal_slots and slot != place:
+            self._equal_slots = None
 
-    def same(self, limit: int) -> int:
+    def count_slots_with_equal_places(self, limit: int) -> int:
         """Returns a number n <= limit such that the first n slots of every sequence have the places 0 to n - 1.
 
         limit: a number of slots that have an entry in every sequence. The first call sets n, and later calls return
         no more; n is found anew when sequences have joined or left.
         """
-        if self._same is None:
+        if self._equal_slots is None:
             wrong = np.flatnonzero((self.index[:, :limit] != np.arange(limit)).any(axis=0))
-            self._same = int(wrong[0]) if len(wrong) else limit
-        return min(self._same, limit)
+            self._equal_slots = int(wrong[0]) if len(wrong) else limit
+        return min(self._equal_slots, limit)
 
-    def joined(self, slots: np.ndarray, places: Sequence[int]) -> Places:
+    def with_sequence(self, slots: np.ndarray, places: Sequence[int]) -> Places:
         """Returns places with one more sequence, whose entries in slots [N] have these places."""
         row = np.zeros((1, self.index.shape[1]), np.int32)
         row[0, slots] = places
-        return self._with(np.concatenate([self.index, row]))
+        return self._with_index(np.concatenate([self.index, row]))
 
-    def of_sequences(self, indices: Sequence[int]) -> Places:
+    def of_only_sequences(self, indices: Sequence[int]) -> Places:
         """Returns places for these sequences only, in this order."""
-        return self._with(self.index[list(indices)])
+        return self._with_index(self.index[list(indices)])
 
-    def _with(self, index: np.ndarray) -> Places:
+    def _with_index(self, index: np.ndarray) -> Places:
         """Returns places with another index of the same entries, which takes the place of this one."""
         made = Places(0, 0)
-        made.index, made.keys, made.of = index, self.keys, self.of
+        made.index, made.keys, made.place_of = index, self.keys, self.place_of
         return made
 
-    def kept(self, places: np.ndarray) -> Places:
+    def select(self, places: np.ndarray) -> Places:
         """Returns places for the entries at `places` [N] only, which get the places 0 to N - 1."""
         made, number = Places(0, 0), np.zeros(max(1, len(self.keys)), np.int32)
         number[places] = np.arange(len(places))
@@ -423,11 +425,16 @@ class Places:
     def copy(self) -> Places:
         """Returns an independent copy."""
         twin = Places(0, 0)
-        twin.index, twin.keys, twin.of, twin._same = self.index.copy(), list(self.keys), dict(self.of), self._same
+        twin.index, twin.keys, twin.place_of, twin._equal_slots = (
+            self.index.copy(),
+            list(self.keys),
+            dict(self.place_of),
+            self._equal_slots,
+        )
         return twin
 
 
-def entries_of(keys: Sequence[Key], merge_size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def unpack_entry_keys(keys: Sequence[EntryKey], merge_size: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns entries as base_ids [N, merge_size] uint32, padded with `pad_id`, and lengths [N]."""
     base_ids, lengths = np.full((len(keys), merge_size), pad_id, np.uint32), np.empty(len(keys), np.int64)
     for i, key in enumerate(keys):
@@ -440,7 +447,7 @@ def entries_of(keys: Sequence[Key], merge_size: int, pad_id: int) -> tuple[np.nd
 
 
 @dataclass(frozen=True)
-class Evicted:
+class EvictedEntry:
     """An entry that was evicted within a call of L ids.
 
     sequence, slot: where it was installed. begin, end: it was installed after each id in columns begin to end - 1 of
@@ -455,7 +462,7 @@ class Evicted:
     length: int
 
 
-def differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray:
+def entries_differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray:
     """Returns whether each of N entries differs in `some` and `others`, [N] bool.
 
     some, others: (base_ids [N, merge_size], lengths [N]).
@@ -463,7 +470,7 @@ def differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarr
     return (some[0] != others[0]).any(axis=1) | (some[1] != others[1])
 
 
-def evicted_in_call(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed, first: int) -> list[Evicted]:
+def evicted_in_call(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed, first: int) -> list[EvictedEntry]:
     """Returns the entries of sequence b that were evicted within a call.
 
     held: the sequence's entries before the call, as (base_ids, lengths). new: the entries that the call installed.
@@ -473,6 +480,6 @@ def evicted_in_call(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed,
     entries = zip(new.slots.tolist(), (first + new.at).tolist(), new.base_ids, new.lengths, strict=True)
     for slot, column, base_ids, length in entries:
         if slot in now and now[slot][0] < column:
-            out.append(Evicted(b, slot, now[slot][0], column, now[slot][1], int(now[slot][2])))
+            out.append(EvictedEntry(b, slot, now[slot][0], column, now[slot][1], int(now[slot][2])))
         now[slot] = column, base_ids, length
     return out

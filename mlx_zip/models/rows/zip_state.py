@@ -20,12 +20,12 @@ import numpy as np
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.params_json import params_from_json, params_to_json
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.models.rows.sequence_rows import Evicted, SequenceRows, differ, evicted_in_call
+from mlx_zip.models.rows.sequence_rows import EvictedEntry, SequenceRows, entries_differ, evicted_in_call
 from mlx_zip.packs.pack import Pack, Tuned, pack_of, tuned_fingerprint
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 
-Answers = dict[str, tuple[int, ...]]  # text -> base ids
+AnswerIds = dict[str, tuple[int, ...]]  # text -> base ids
 HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for one id of a single sequence
 
 
@@ -39,7 +39,7 @@ class Advance(NamedTuple):
 
     live: np.ndarray | int
     available: np.ndarray | int
-    evicted: tuple[Evicted, ...] = ()
+    evicted: tuple[EvictedEntry, ...] = ()
 
 
 class ZipState(SequenceRows):
@@ -51,9 +51,9 @@ class ZipState(SequenceRows):
     row_answers: per sequence, text -> base ids of each answer that was generated with the cache; copied with the state,
     but not saved.
 
-    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.ahead`). submit: called by
-    a model call with arrays that it will not change any more, so that a decode loop can have them computed while the
-    rest is built; by default it does nothing. Neither of the two is saved or copied.
+    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.two_part_step`). submit:
+    called by a model call with arrays that it will not change any more, so that a decode loop can have them computed
+    while the rest is built; by default it does nothing. Neither of the two is saved or copied.
     """
 
     def __init__(
@@ -62,16 +62,25 @@ class ZipState(SequenceRows):
         left_padding: Sequence[int] = (0,),
         tuned: Sequence[Tuned] | None = None,
     ) -> None:
-        self.left_padding = [int(n) for n in left_padding]
-        self.books = _books_of(params, len(self.left_padding))
-        self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
-        self.offset = 0
-        self.long_rope = False
-        self.row_answers: list[Answers] = [{} for _ in self.books]
-        self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
-        self._forget_loop()
-        self._forget_spans()
-        self._forget_rows(shared=len(self.books) > 1)
+        padding = [int(n) for n in left_padding]
+        self._begin(_make_codebooks(params, len(padding)), [None] * len(padding) if tuned is None else tuned, padding)
+
+    def _begin(
+        self,
+        books: list[Codebook],
+        tuned: Sequence[Tuned],
+        left_padding: list[int],
+        offset: int = 0,
+        long_rope: bool = False,
+    ) -> None:
+        """Sets all fields for these codebooks, with empty row tables and no answers."""
+        self.books, self.tuned, self.left_padding = books, list(tuned), left_padding
+        self.offset, self.long_rope = offset, long_rope
+        self.row_answers: list[AnswerIds] = [{} for _ in books]
+        self._fitting_codec: CodecParams | None = None  # a codec that `fits_codec` has found to fit
+        self._reset_loop_fields()
+        self._reset_spans()
+        self._clear_rows(shared=len(books) > 1)
 
     @property
     def params(self) -> CodecParams:
@@ -85,15 +94,15 @@ class ZipState(SequenceRows):
         return first
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerIds:
         """The answers of the first sequence, as a map that may be added to."""
         return self.row_answers[0]
 
-    def fits(self, params: CodecParams) -> bool:
+    def fits_codec(self, params: CodecParams) -> bool:
         """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
-        if params is not self._fitting and self.books[0].params.same_but_start(params):
-            self._fitting = params  # every step asks about the same codec again
-        return params is self._fitting
+        if params is not self._fitting_codec and self.books[0].params.same_but_start(params):
+            self._fitting_codec = params  # every step asks about the same codec again
+        return params is self._fitting_codec
 
     def __repr__(self) -> str:
         """Returns sizes per sequence, never arrays."""
@@ -103,28 +112,26 @@ class ZipState(SequenceRows):
         ids, entries, base = (list(part) for part in zip(*sizes, strict=True))
         return f"<ZipState of {len(sizes)} sequences: {ids} ids, {entries} entries, {base} base tokens>"
 
-    def _forget_spans(self) -> None:
-        """Empties what `spans` keeps from one call to the next."""
+    def _reset_spans(self) -> None:
         shape = len(self.books), self.books[0].params.codebook_size
-        self._spans, self._spanned = np.zeros(shape, np.int32), [0] * len(self.books)
+        self._spans, self._span_counts = np.zeros(shape, np.int32), [0] * len(self.books)
 
-    def _forget_loop(self) -> None:
-        """Sets what a decode loop keeps here to how it is before one begins."""
+    def _reset_loop_fields(self) -> None:
         self.second_bodies = 0
-        self.submit: Callable[..., None] = _keep_lazy
+        self.submit: Callable[..., None] = _leave_lazy
 
-    def begun_with(self, packs: Sequence[Any]) -> None:
+    def bind_start_packs(self, packs: Sequence[Any]) -> None:
         """Takes tuned rows from the packs that the sequences of a saved state began with.
 
         packs: one per sequence, None to change nothing. Raises `ModelError` for a pack that a sequence did not begin
         with, `DataError` for a file that is no pack.
         """
         given = [None if pack is None else pack_of(pack) for pack in packs]
-        self.tuned = [_checked_tuned(*one) for one in zip(self.books, self.tuned, given, strict=True)]
+        self.tuned = [_tuned_rows_of_pack(*one) for one in zip(self.books, self.tuned, given, strict=True)]
 
     # ---- one model call
 
-    def takes_one(self) -> bool:
+    def takes_single_id(self) -> bool:
         """Returns whether `advance` takes one id as a number: for a single request whose padding has been read."""
         return self.places is None and self.offset >= self.left_padding[0]
 
@@ -164,7 +171,7 @@ class ZipState(SequenceRows):
             raise
         self.offset += length
         live = np.array([len(book) for book in self.books])
-        evicted: list[Evicted] = []
+        evicted: list[EvictedEntry] = []
         for b, (entries, new) in enumerate(zip(held, pushed, strict=False)):  # `held` is empty under freeze
             self._mark_rows_missing(b, new.slots)
             evicted += evicted_in_call(b, entries, new, int(first[b]))
@@ -217,9 +224,9 @@ class ZipState(SequenceRows):
         it: the state returns the array again.
         """
         for b, book in enumerate(self.books):
-            first = 0 if self.can_evict else self._spanned[b]
+            first = 0 if self.can_evict else self._span_counts[b]
             self._spans[b, first : len(book)] = book.rows(first, len(book) - first)[1]
-            self._spanned[b] = len(book)
+            self._span_counts[b] = len(book)
         return self._spans
 
     def _padding_columns(self, begin: int, length: int) -> np.ndarray:
@@ -245,7 +252,7 @@ class ZipState(SequenceRows):
             columns = first[b] + np.flatnonzero(ids[b, first[b] :] >= vocab_size)
             rows, lengths = (x[columns - ids.shape[1]] for x in book.logged(book.mark() - ids.shape[1] + int(first[b])))
             now = [x[ids[b, columns].astype(np.int64) - vocab_size] for x in book.rows(0, len(book))]
-            other = differ((rows, lengths), now)
+            other = entries_differ((rows, lengths), now)
             found.append((np.full(other.sum(), b), columns[other], rows[other], lengths[other].astype(np.int64)))
         sequence, columns, rows, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return sequence, columns, rows, lengths
@@ -276,23 +283,18 @@ class ZipState(SequenceRows):
     @state.setter
     def state(self, value: Sequence[Any]) -> None:
         """Rebuilds the state from saved parts, of version 1 or 2."""
-        params, ids, lengths, left_padding, offset, long_rope, *marks = _checked_state(
+        params, ids, lengths, left_padding, offset, long_rope, *marks = _parts_of_known_version(
             value, {STATE_VERSION: 7, TUNED_VERSION: 8}
         )
         padding, log = np.array(left_padding), np.array(ids)
         expected = np.maximum(0, int(offset) - padding)
         if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
             raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
-        books = _books_of(params_from_json(params), len(padding))
+        books = _make_codebooks(params_from_json(params), len(padding))
         tuned: list[Tuned] = [*_tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
-        self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
-        self.offset, self.long_rope = int(offset), bool(long_rope)
-        self.row_answers, self._fitting = [{} for _ in books], None
-        self._forget_loop()
-        self._forget_spans()
-        self._forget_rows(shared=len(books) > 1)
+        self._begin(books, tuned, padding.tolist(), int(offset), bool(long_rope))
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ZipState:
@@ -319,12 +321,12 @@ class ZipState(SequenceRows):
             book.rewind(max(0, self.offset - self.left_padding[b]))
             if self.can_evict:
                 now = book.rows(0, len(book))
-                self._mark_rows_missing(b, np.flatnonzero(differ([x[: len(book)] for x in held], now)))
+                self._mark_rows_missing(b, np.flatnonzero(entries_differ([x[: len(book)] for x in held], now)))
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             if self.places is None:
                 self.encoded_inputs[0, len(book) :] = False
-            self._spanned[b] = min(self._spanned[b], len(book))
+            self._span_counts[b] = min(self._span_counts[b], len(book))
             self._spans[b, len(book) :] = 0
         return n
 
@@ -348,14 +350,14 @@ class ZipState(SequenceRows):
         if not states:
             raise ModelError("there are no caches to merge")
         for other in states[1:]:
-            states[0]._check_joins(other)
+            states[0]._raise_unless_joinable(other)
         made = cls.__new__(cls)
         made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
-        made.offset, made.long_rope, made._fitting = 0, states[0].long_rope, states[0]._fitting
-        made._forget_loop()
-        made._begin_batch(states[0].books[0].params.codebook_size)
+        made.offset, made.long_rope, made._fitting_codec = 0, states[0].long_rope, states[0]._fitting_codec
+        made._reset_loop_fields()
+        made._start_empty_batch(states[0].books[0].params.codebook_size)
         for one in states:
-            made._add(one)
+            made._append_sequences(one)
         return made
 
     def extend(self, other: ZipState) -> None:
@@ -365,35 +367,35 @@ class ZipState(SequenceRows):
         Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for another codec (start entries
         may differ), and where LongRoPE's factors differ.
         """
-        self._check_joins(other)
+        self._raise_unless_joinable(other)
         if self.places is None:
             vars(self).update(vars(ZipState.merge([self])))
-        self._add(other)
+        self._append_sequences(other)
 
-    def _add(self, other: ZipState) -> None:
+    def _append_sequences(self, other: ZipState) -> None:
         """Adds the sequences of another state after this one's. This state is a batch's."""
-        self._join_rows(other)
+        self._add_sequences_with_rows(other)
         offset = max(self.offset, other.offset)
         padding = [(self, n) for n in self.left_padding] + [(other, n) for n in other.left_padding]
         self.left_padding = [offset - one.offset + n for one, n in padding]
         self.row_answers = [*self.row_answers, *other.row_answers]
         self.offset = offset
-        self._forget_spans()
+        self._reset_spans()
 
     def filter(self, indices: Sequence[int]) -> None:
         """Keeps the sequences at these indices only, in this order, and forgets left padding that all of them have.
 
         Raises `ModelError`, with nothing changed, for no index, and for one that is out of range or occurs twice.
         """
-        self._check_indices(indices)
+        self._raise_unless_indices(indices)
         padding = [self.left_padding[i] for i in indices]
         less = min(padding)
         if less > self.offset:
             raise ModelError(f"{less} columns are left padding, of which {self.offset} are read: read them first")
-        self._keep_rows(indices)
+        self._keep_sequences(indices)
         self.row_answers = [self.row_answers[i] for i in indices]
         self.left_padding, self.offset = [n - less for n in padding], self.offset - less
-        self._forget_spans()
+        self._reset_spans()
 
     def extract(self, index: int, rows: bool = True) -> ZipState:
         """Returns a copy of one sequence, without its left padding. This state does not change.
@@ -402,29 +404,22 @@ class ZipState(SequenceRows):
 
         Raises `ModelError` for an index that is out of range.
         """
-        self._check_indices([index])
+        self._raise_unless_indices([index])
         made = ZipState.__new__(ZipState)
-        made.books, made.tuned = [self.books[index].copy()], [self.tuned[index]]
-        made.row_answers, made._fitting = [dict(self.row_answers[index])], self._fitting
-        made.left_padding, made.offset = [0], max(0, self.offset - self.left_padding[index])
-        made.long_rope = self.long_rope
-        made._forget_loop()
-        made._forget_spans()
+        offset = max(0, self.offset - self.left_padding[index])
+        made._begin([self.books[index].copy()], [self.tuned[index]], [0], offset, self.long_rope)
+        made.row_answers, made._fitting_codec = [dict(self.row_answers[index])], self._fitting_codec
         if rows:
-            self._single_rows(index, made)
-        else:
-            made._forget_rows(shared=False)
+            self._copy_sequence_rows_to(index, made)
         return made
 
-    def _check_joins(self, other: ZipState) -> None:
-        """Raises `ModelError` if the sequences of another state cannot join this one's."""
+    def _raise_unless_joinable(self, other: ZipState) -> None:
         if not self.books[0].params.same_but_start(other.books[0].params):
             raise ModelError("the caches to merge were made with different codec parameters")
         if self.long_rope != other.long_rope:
             raise ModelError("the caches to merge were filled with different factors of LongRoPE, short and long")
 
-    def _check_indices(self, indices: Sequence[int]) -> None:
-        """Raises `ModelError` unless indices name at least one sequence, each once."""
+    def _raise_unless_indices(self, indices: Sequence[int]) -> None:
         if not len(indices) or len(set(indices)) < len(indices):
             raise ModelError(f"indices must name at least one sequence, each once, got {list(indices)}")
         if not all(0 <= i < len(self.books) for i in indices):
@@ -440,17 +435,17 @@ class ZipState(SequenceRows):
         twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
-        twin.row_answers, twin._fitting = [dict(one) for one in self.row_answers], self._fitting
-        twin._forget_loop()
-        twin._spans, twin._spanned = self._spans.copy(), list(self._spanned)
-        self._copy_rows(twin)
+        twin.row_answers, twin._fitting_codec = [dict(one) for one in self.row_answers], self._fitting_codec
+        twin._reset_loop_fields()
+        twin._spans, twin._span_counts = self._spans.copy(), list(self._span_counts)
+        self._copy_rows_to(twin)
         return twin
 
     def __copy__(self) -> ZipState:
         return copy.deepcopy(self)  # a shallow copy would share codebooks
 
 
-def _books_of(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
+def _make_codebooks(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
     """Returns a new codebook per sequence. params: one codec for all, or one per sequence.
 
     Raises `ModelError` for another number of codecs, or codecs that differ in more than their start entries.
@@ -463,7 +458,7 @@ def _books_of(params: CodecParams | Sequence[CodecParams], batch: int) -> list[C
     return [Codebook(codec) for codec in codecs]
 
 
-def _checked_tuned(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
+def _tuned_rows_of_pack(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
     """Returns the tuned rows of a sequence, taken from the pack that the caller says it was begun with.
 
     book: the sequence's codebook. tuned: what is known of its tuned rows so far, returned if `pack` is None. Raises
@@ -475,33 +470,33 @@ def _checked_tuned(book: Codebook, tuned: Tuned, pack: Pack | None) -> Tuned:
     mark, given = tuned_fingerprint(tuned), pack.tuned_fingerprint
     if own != pack.entries or mark != given:
         raise ModelError(
-            f"the cache was begun with another pack ({_described(own, mark)}) than the one given "
-            f"({_described(pack.entries, given)}): give the pack that it was begun with, or make a new cache"
+            f"the cache was begun with another pack ({_describe_pack(own, mark)}) than the one given "
+            f"({_describe_pack(pack.entries, given)}): give the pack that it was begun with, or make a new cache"
         )
     return tuned if pack.rows is None else pack
 
 
-def _described(entries: Sequence[Any], mark: str | None) -> str:
+def _describe_pack(entries: Sequence[Any], mark: str | None) -> str:
     """Returns a pack in a few words, for messages. mark: the fingerprint of its tuned rows, None without them."""
     rows = "" if mark is None else f", tuned rows {mark[:12]}"
     return f"{len(entries)} entries{rows}" if len(entries) else "no entries"
 
 
-def _keep_lazy(*arrays: mx.array) -> None:
+def _leave_lazy(*arrays: mx.array) -> None:
     """Does nothing: the arrays stay lazy until a value is read."""
 
 
 @contextmanager
-def submitting(state: ZipState) -> Iterator[None]:
+def submit_parts_early(state: ZipState) -> Iterator[None]:
     """Inside, the device begins with a step's parts while the rest of the step is still built."""
     state.submit = mx.async_eval
     try:
         yield
     finally:
-        state.submit = _keep_lazy
+        state.submit = _leave_lazy
 
 
-def find_state(cache: Sequence[Any]) -> ZipState | None:
+def find_zip_state(cache: Sequence[Any]) -> ZipState | None:
     """Returns the cache's `ZipState`, or None for a plain model's cache."""
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
 
@@ -509,7 +504,7 @@ def find_state(cache: Sequence[Any]) -> ZipState | None:
 # ---- parts of a state as JSON, for mlx-lm's cache files
 
 
-def _checked_state(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
+def _parts_of_known_version(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
     """Returns the parts of a saved state after its first, the version.
 
     sizes: how many parts a state of each known version has. Raises `ModelError` for another version or number of parts.

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import at_home
-from mlx_zip.models.loading import read_config
+from mlx_zip.models.loading import read_model_config
 from mlx_zip.packs.entries import Entry
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.formats import is_tokenizer_file
@@ -99,7 +99,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
             raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
     folder = _tokenizer_place(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
-    config = read_config(folder) if options.model is not None else {}
+    config = read_model_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(lead_ids(tokenizer))):
         raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
     params = _codec_for(options, tokenizer, config, pads)
@@ -171,7 +171,7 @@ def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
     """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
     if "zip2zip" not in config:
         return None
-    from mlx_zip.models.folders import ModelArgs
+    from mlx_zip.models.model_folder import ModelArgs
 
     return ModelArgs(dict(config)).zip_config.codec_params
 

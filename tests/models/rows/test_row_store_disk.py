@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip import RowStore
 from mlx_zip.models.rows import row_folder
-from mlx_zip.models.rows.row_files import files_in, number_of
+from mlx_zip.models.rows.row_files import file_number, list_row_files
 from support.stored_rows import WIDTH, Encoder, N, check, entries, file_of, fill, kind, true_rows, warnings
 
 HEADER, STRIDE = 4096, 16 + 4 * WIDTH + 8
@@ -72,7 +72,7 @@ def test_a_folder_stays_within_its_limit_and_the_oldest_rows_are_deleted(tmp_pat
     limit = 64 << 10
     for seed in range(12):
         fill(tmp_path, 100, seed, folder_bytes=limit)
-        assert sum(path.stat().st_size for path in files_in(tmp_path)) <= limit
+        assert sum(path.stat().st_size for path in list_row_files(tmp_path)) <= limit
     assert check(tmp_path, 100, 0, folder_bytes=limit) == 100
     assert check(tmp_path, 100, 11, folder_bytes=limit) < 100
     assert warnings(caplog) == []
@@ -84,21 +84,21 @@ def test_rows_in_use_outlive_the_file_they_were_in(tmp_path):
     for seed in range(1, 12):
         fill(tmp_path, 80, seed, folder_bytes=limit)
         assert check(tmp_path, 20, folder_bytes=limit) == 0
-    assert len({path.name for path in files_in(tmp_path)}) > 1
+    assert len({path.name for path in list_row_files(tmp_path)}) > 1
 
 
 def test_models_share_the_limit_and_the_one_used_last_stays(tmp_path):
     limit = 64 << 10
     for model in range(1, 9):
         assert check(tmp_path, 100, which=kind(model), folder_bytes=limit) == 100
-        assert sum(path.stat().st_size for path in files_in(tmp_path)) <= limit
+        assert sum(path.stat().st_size for path in list_row_files(tmp_path)) <= limit
     assert check(tmp_path, 100, which=kind(8), folder_bytes=limit) == 0
 
 
 def test_a_limit_too_small_for_a_few_rows_keeps_none(tmp_path, caplog):
     fill(tmp_path, folder_bytes=4096)
     fill(tmp_path, folder_bytes=4096)
-    assert files_in(tmp_path) == []
+    assert list_row_files(tmp_path) == []
     assert len(warnings(caplog)) == 2
     assert "4096 bytes are too few" in warnings(caplog)[0]
 
@@ -245,7 +245,7 @@ def test_a_file_is_mapped_once_however_often_it_is_read_and_written(tmp_path, ma
             store.rows(kind(), *entries(n), Encoder())
             store.flush()
     assert store.from_disk > 0
-    assert len(maps) == len(files_in(tmp_path)) == 1
+    assert len(maps) == len(list_row_files(tmp_path)) == 1
 
 
 def test_a_second_model_and_a_full_file_are_the_only_reasons_for_another_map(tmp_path, maps):
@@ -254,6 +254,6 @@ def test_a_second_model_and_a_full_file_are_the_only_reasons_for_another_map(tmp
             for n in (50, 100, 150, 200, 200, 150):
                 store.rows(which, *entries(n), Encoder())
                 store.flush()
-    newest = {path.name[:32]: number_of(path) for path in files_in(tmp_path)}
+    newest = {path.name[:32]: file_number(path) for path in list_row_files(tmp_path)}
     assert len(newest) == 2
     assert len(maps) == sum(newest.values())

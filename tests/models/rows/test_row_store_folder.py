@@ -14,8 +14,8 @@ import pytest
 
 from mlx_zip import RowStore
 from mlx_zip.models.rows import row_folder
-from mlx_zip.models.rows.row_files import disk_bytes, files_in
-from mlx_zip.models.rows.row_folder import purge
+from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
+from mlx_zip.models.rows.row_folder import purge_row_folder
 from support.places import TESTS
 from support.stored_rows import Encoder, N, check, entries, file_of, fill, kind, true_rows, warnings
 
@@ -172,12 +172,12 @@ def test_rows_wait_for_another_process_to_finish_writing(tmp_path, caplog):
 def test_purge_removes_the_rows_and_nothing_else(tmp_path):
     fill(tmp_path / "rows")
     (tmp_path / "rows" / "mine.txt").write_text("mine")
-    size = disk_bytes(files_in(tmp_path / "rows"))
+    size = sum_disk_usage(list_row_files(tmp_path / "rows"))
     assert 0 < size <= file_of(tmp_path / "rows").stat().st_size
-    assert purge(tmp_path / "rows") == (1, size)
+    assert purge_row_folder(tmp_path / "rows") == (1, size)
     assert [path.name for path in (tmp_path / "rows").iterdir()] == ["mine.txt"]
     fill(tmp_path / "other")
-    purge(tmp_path / "other")
+    purge_row_folder(tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -187,7 +187,7 @@ def test_a_store_in_use_keeps_working_when_its_folder_is_purged(tmp_path, caplog
     fill(tmp_path / "rows")
     store, encoder, (ids, lengths) = RowStore(tmp_path / "rows", memory_bytes=0), Encoder(), entries(N + 100)
     store.rows(kind(), ids[:3], lengths[:3], encoder)
-    purge(tmp_path / "rows")
+    purge_row_folder(tmp_path / "rows")
     rows = store.rows(kind(), ids, lengths, encoder)
     np.testing.assert_array_equal(np.array(rows), true_rows(ids, lengths))
     store.close()

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_zip.models.folders import ModelArgs
+from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows import encoders as module
-from mlx_zip.models.rows.encoders import SingleEncoder, encode_entries, is_supported
+from mlx_zip.models.rows.encoders import SingleEncoder, can_encode_singly, encode_entries
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.zip_model import Model
 from support import tiny
@@ -57,8 +57,8 @@ KINDS = [
 @pytest.mark.parametrize(("encoder", "settings"), KINDS)
 def test_a_row_is_the_encoders_own(encoder, settings, n, quantized, monkeypatch):
     model = model_with(encoder, quantized, **settings)
-    for float_bytes in (module.FLOAT_BYTES, -1):  # float copies of quantized matrices, and none
-        monkeypatch.setattr(module, "FLOAT_BYTES", float_bytes)
+    for float_bytes in (module.MOST_FLOAT_BYTES, -1):  # float copies of quantized matrices, and none
+        monkeypatch.setattr(module, "MOST_FLOAT_BYTES", float_bytes)
         single = single_of(model)
         for seed in range(3):
             ids, lengths = entry(n, seed)
@@ -69,10 +69,10 @@ def test_a_row_is_the_encoders_own(encoder, settings, n, quantized, monkeypatch)
 
 def test_a_layer_that_is_not_known_is_left_to_the_encoder():
     model = model_with("transformer", num_heads=4)
-    assert is_supported(model.output_encoder)
+    assert can_encode_singly(model.output_encoder)
     layer = model.output_encoder.layers[0]
     layer.mlp.fc1 = LoRALinear.from_base(layer.mlp.fc1)
-    assert not is_supported(model.output_encoder)
+    assert not can_encode_singly(model.output_encoder)
     source, (ids, lengths) = model.row_source, entry(3)
     expected = encode_entries(model.output_encoder, model.head_matrix, ids, lengths)
     np.testing.assert_array_equal(np.array(source.encode(model.side("output"), ids, lengths)), np.array(expected))

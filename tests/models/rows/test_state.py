@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 from mlx_zip import CodecError, ModelError, ZipState, compress
-from mlx_zip.models.rows.zip_state import find_state
+from mlx_zip.models.rows.zip_state import find_zip_state
 from support.tiny import FAMILIES, VOCAB, base_ids, last_logits, tiny_model
 
 
@@ -168,7 +168,7 @@ def test_mlx_lm_quantizes_the_kv_caches_and_leaves_the_state_alone(family):
         )
     ]
     assert type(cache[0]).__name__ == "QuantizedKVCache"
-    assert find_state(cache) is cache[-1]
+    assert find_zip_state(cache) is cache[-1]
     assert len(made) == 12
     assert trim_prompt_cache(cache, 5) == 5
     assert np.isfinite(last_logits(model, [5], cache)).any()

@@ -274,7 +274,7 @@ def test_a_batchs_saved_state_keeps_which_sequence_has_which_rows():
     back = ZipState.from_state(cache[-1].state)
     assert back.tuned == [TUNED.tuned_fingerprint, None, None]
     assert back.state[-1] == json.dumps(back.tuned)
-    back.begun_with([TUNED, None, START])
+    back.bind_start_packs([TUNED, None, START])
     assert back.tuned[0] is TUNED
 
 

@@ -19,11 +19,11 @@ from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
 
-UPSTREAM_CONFIG = "zip2zip_config.json"
+UPSTREAM_CONFIG_NAME = "zip2zip_config.json"
 _MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, "*.jsonl")
 
 
-def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+def find_model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """Returns the local folder of a model, given a folder, a name of `named.KNOWN` or a hub id, tried in that order.
 
     A model on the hub is downloaded first, and a model of `named.MADE` is made the first time. revision: the hub's
@@ -33,20 +33,22 @@ def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
     if os.path.isdir(path):  # unlike Path.is_dir, does not raise for a name that is no valid path
         if revision is not None:
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
-        return _checked_folder(path)
+        return _raise_unless_model_folder(path)
     if os.path.isfile(path) and name.lower().endswith(".gguf"):
         raise ModelError(f"{name} is a GGUF file; convert it first: mlx_zip convert --hf-path {name}")
     if os.path.exists(path) or not hub.is_hub_id(name):
         raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(KNOWN)}), nor a hub id owner/name")
-    _checked_folder(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive
+    _raise_unless_model_folder(
+        hub.download(name, ["*.json"], revision)
+    )  # refuses a wrong kind of model before gigabytes arrive
     return hub.download(name, _MODEL_FILES, revision)
 
 
-def _checked_folder(folder: Path) -> Path:
+def _raise_unless_model_folder(folder: Path) -> Path:
     """Returns the folder. Raises `ModelError` if it has no config.json or is a zip2zip checkpoint not yet converted."""
     config = folder / "config.json"
-    if (folder / UPSTREAM_CONFIG).exists() and (
-        not config.exists() or read_config(folder).get("model_type") != MODEL_TYPE
+    if (folder / UPSTREAM_CONFIG_NAME).exists() and (
+        not config.exists() or read_model_config(folder).get("model_type") != MODEL_TYPE
     ):
         raise ModelError(
             f"{folder} is a zip2zip checkpoint as published; convert it first: mlx_zip convert --hf-path {folder}"
@@ -56,7 +58,7 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> dict[str, Any]:
     """Returns a folder's config.json. Raises `ModelError` if it cannot be read or names no model_type."""
     try:
         check_in(folder / "config.json")
@@ -68,9 +70,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def is_plain(name: str, revision: str | None = None) -> bool:
+def is_plain_model(name: str, revision: str | None = None) -> bool:
     """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
-    return read_config(model_folder(name, revision))["model_type"] != MODEL_TYPE
+    return read_model_config(find_model_folder(name, revision))["model_type"] != MODEL_TYPE
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class ModelArgs:
         return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
 
 
-def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
+def config_with_pack(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns the keys of config.json that change so that a plain model reads these entries as hypertokens.
 
     The model has no hyper-encoder; tuning the pack starts each entry's row from the mean of the rows of its base ids.
@@ -113,7 +115,7 @@ def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[
     return {"model_type": MODEL_TYPE, "zip2zip": section}
 
 
-def plain_codec(params: CodecParams, position_mode: str) -> PlainCodec:
+def codec_for_tuned_pack(params: CodecParams, position_mode: str) -> PlainCodec:
     """Returns the codec settings that a pack tuned for a plain model records, to be used again with that pack.
 
     position_mode: "compressed" or "base_token_end". Raises `ConfigError` for a codec without a pad id.

@@ -1,4 +1,5 @@
-"""The bytes of a session's file: safetensors with two checksums; and `Marks`, what a file must agree with to be used.
+"""The bytes of a session's file: safetensors with two checksums; and `ModelIdentity`, what a file must agree with to be
+used.
 
 Nothing here imports MLX, so that any thread may write a file.
 
@@ -26,25 +27,25 @@ from mlx_zip.codec.params_json import params_to_json
 from mlx_zip.config import ZipConfig
 from mlx_zip.files import whole_file
 
-INDEX = 2  # tensors, the first ones, that a session is found by: base ids, and the ends of ids
-FACTS = "0."  # what the names of facts begin with, among the metadata
+INDEX_TENSORS = 2  # tensors, the first ones, that a session is found by: base ids, and the ends of ids
+FACT_PREFIX = "0."  # what the names of facts begin with, among the metadata
 _HEAD_SUM, _BODY_SUM = "head_crc32", "body_crc32"
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8,
     "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-_MOST_HEADER = 64 << 20  # bytes
+_MOST_HEADER_BYTES = 64 << 20  # bytes
 _MOST_ITEMS = 1 << 48
-_LENGTH = struct.Struct("<Q")
+_HEADER_LENGTH = struct.Struct("<Q")
 _NO_SUM = "0" * 8
 
 
 class BadFileError(Exception):
-    """A file that is no session, or a damaged one; the message says why, without the file's name."""
+    """A file that is damaged or is no session's; the message says why, without the file's name."""
 
 
 @dataclass(frozen=True)
-class Tensor:
+class FileTensor:
     """A tensor of a file. dtype: as safetensors calls it. data: its bytes in row order, little endian."""
 
     dtype: str
@@ -53,30 +54,32 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a file holds: its metadata, and its tensors by name. `facts` are the metadata of the session."""
+class FileContents:
+    """Metadata and tensors of a session's file, both by name. `facts` are those of the metadata that describe it."""
 
     metadata: Mapping[str, str]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, FileTensor]
 
     @property
     def facts(self) -> dict[str, str]:
         """The session's facts by name."""
-        return {name.removeprefix(FACTS): text for name, text in self.metadata.items() if name.startswith(FACTS)}
+        return {
+            name.removeprefix(FACT_PREFIX): text for name, text in self.metadata.items() if name.startswith(FACT_PREFIX)
+        }
 
 
-def write(path: Path, contents: Contents) -> int:
+def write_session_file(path: Path, contents: FileContents) -> int:
     """Writes a session's file, whole or not at all, with mode 0600, and returns its bytes. Raises `OSError`."""
     blocks = [tensor.data for tensor in contents.tensors.values()]
     body = 0
-    for block in blocks[INDEX:]:
+    for block in blocks[INDEX_TENSORS:]:
         body = zlib.crc32(block, body)
-    head = _header(contents, _NO_SUM, f"{body:08x}")
-    sum_ = _LENGTH.pack(len(head))
+    head = _encode_header(contents, _NO_SUM, f"{body:08x}")
+    sum_ = _HEADER_LENGTH.pack(len(head))
     checked = zlib.crc32(head, zlib.crc32(sum_))
-    for block in blocks[:INDEX]:
+    for block in blocks[:INDEX_TENSORS]:
         checked = zlib.crc32(block, checked)
-    head = _header(contents, f"{checked:08x}", f"{body:08x}")
+    head = _encode_header(contents, f"{checked:08x}", f"{body:08x}")
     with whole_file(path) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(handle, "wb", buffering=0) as file:
@@ -87,15 +90,14 @@ def write(path: Path, contents: Contents) -> int:
 
 
 def _write_all(file: Any, block: Any) -> None:
-    """Writes all bytes of a block to an open file. Raises `OSError`."""
     rest = memoryview(block)
     while rest:
         rest = rest[file.write(rest) :]
 
 
-def _header(contents: Contents, head_sum: str, body_sum: str) -> bytes:
+def _encode_header(contents: FileContents, head_sum: str, body_sum: str) -> bytes:
     """Returns the header, padded to a multiple of 8 bytes. It is as long whatever the checksums are."""
-    sums = {FACTS + _HEAD_SUM: head_sum, FACTS + _BODY_SUM: body_sum}
+    sums = {FACT_PREFIX + _HEAD_SUM: head_sum, FACT_PREFIX + _BODY_SUM: body_sum}
     entries: dict[str, Any] = {"__metadata__": {**contents.metadata, **sums}}
     at = 0
     for name, tensor in contents.tensors.items():
@@ -106,7 +108,7 @@ def _header(contents: Contents, head_sum: str, body_sum: str) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def read(path: Path, whole: bool = True, most_bytes: int | None = None) -> Contents:
+def read_session_file(path: Path, whole: bool = True, most_bytes: int | None = None) -> FileContents:
     """Returns what a session's file holds, checked against its checksums.
 
     whole: False reads the tensors of the index only. most_bytes: refuse a larger file. Raises `BadFileError` for a file
@@ -119,18 +121,18 @@ def read(path: Path, whole: bool = True, most_bytes: int | None = None) -> Conte
             raise BadFileError("it is a folder or device, not a file")
         if most_bytes is not None and status.st_size > most_bytes:
             raise BadFileError(f"its {status.st_size} bytes are more than the {most_bytes} that sessions may take")
-        length = _read(file, _LENGTH.size, status.st_size)
-        head = _read(file, _header_length(length, status.st_size), status.st_size)
-        metadata, places = _parsed(head, status.st_size - len(length) - len(head))
-        wanted = list(places.values())[: None if whole else INDEX]
-        blocks = [_read(file, end - begin, status.st_size) for _, _, begin, end in wanted]
-    _check_sums(bytes(length) + _without_sum(head, metadata), blocks, metadata, whole)
+        length = _read_exactly(file, _HEADER_LENGTH.size, status.st_size)
+        head = _read_exactly(file, _decode_header_length(length, status.st_size), status.st_size)
+        metadata, places = _parse_header(head, status.st_size - len(length) - len(head))
+        wanted = list(places.values())[: None if whole else INDEX_TENSORS]
+        blocks = [_read_exactly(file, end - begin, status.st_size) for _, _, begin, end in wanted]
+    _raise_if_checksums_wrong(bytes(length) + _header_without_checksum(head, metadata), blocks, metadata, whole)
     found = zip(places.items(), blocks, strict=False)
-    tensors = {name: Tensor(dtype, shape, block) for (name, (dtype, shape, _, _)), block in found}
-    return Contents(metadata, tensors)
+    tensors = {name: FileTensor(dtype, shape, block) for (name, (dtype, shape, _, _)), block in found}
+    return FileContents(metadata, tensors)
 
 
-def _read(file: Any, n: int, size: int) -> bytearray:
+def _read_exactly(file: Any, n: int, size: int) -> bytearray:
     """Returns the next n bytes of an open file of `size` bytes. Raises `BadFileError` if there are fewer."""
     if n > size:
         raise BadFileError("it is cut off")
@@ -144,15 +146,16 @@ def _read(file: Any, n: int, size: int) -> bytearray:
     return block
 
 
-def _header_length(length: bytes | bytearray, size: int) -> int:
-    """Returns the length of the header. Raises `BadFileError` if that cannot be."""
-    (n,) = _LENGTH.unpack(length)
-    if n > min(_MOST_HEADER, size):
+def _decode_header_length(length: bytes | bytearray, size: int) -> int:
+    (n,) = _HEADER_LENGTH.unpack(length)
+    if n > min(_MOST_HEADER_BYTES, size):
         raise BadFileError(f"its header would have {n} bytes: it is damaged, or no safetensors file")
     return n
 
 
-def _parsed(head: bytearray, data: int) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...], int, int]]]:
+def _parse_header(
+    head: bytearray, data: int
+) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...], int, int]]]:
     """Returns a header's metadata, and for each tensor its type, shape, and first and last byte, in the file's order.
 
     data: how many bytes follow the header. Raises `BadFileError` unless the tensors fill them exactly.
@@ -160,7 +163,7 @@ def _parsed(head: bytearray, data: int) -> tuple[dict[str, str], dict[str, tuple
     try:
         entries = json.loads(head)
         metadata = entries.pop("__metadata__")
-        places = {name: _place(entry) for name, entry in entries.items()}
+        places = {name: _parse_tensor_entry(entry) for name, entry in entries.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadFileError("its header cannot be read: it is damaged, or no session's file") from error
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
@@ -176,7 +179,7 @@ def _parsed(head: bytearray, data: int) -> tuple[dict[str, str], dict[str, tuple
     return metadata, places
 
 
-def _place(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _parse_tensor_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     """Returns a tensor's type, shape, and first and last byte. Raises `ValueError` and others for anything else."""
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
@@ -187,34 +190,33 @@ def _place(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     return entry["dtype"], tuple(shape), begin, end
 
 
-def _without_sum(head: bytearray, metadata: Mapping[str, str]) -> bytes:
-    """Returns a header as it was when its checksum was computed."""
-    found = metadata.get(FACTS + _HEAD_SUM, "")
+def _header_without_checksum(head: bytearray, metadata: Mapping[str, str]) -> bytes:
+    found = metadata.get(FACT_PREFIX + _HEAD_SUM, "")
     return bytes(head).replace(
-        f'"{FACTS}{_HEAD_SUM}":"{found}"'.encode(), f'"{FACTS}{_HEAD_SUM}":"{_NO_SUM}"'.encode(), 1
+        f'"{FACT_PREFIX}{_HEAD_SUM}":"{found}"'.encode(), f'"{FACT_PREFIX}{_HEAD_SUM}":"{_NO_SUM}"'.encode(), 1
     )
 
 
-def _check_sums(head: bytes, blocks: list[Any], metadata: Mapping[str, str], whole: bool) -> None:
+def _raise_if_checksums_wrong(head: bytes, blocks: list[Any], metadata: Mapping[str, str], whole: bool) -> None:
     """Raises `BadFileError` unless both checksums are right; that of the body is checked only if it was read whole."""
-    if FACTS + _HEAD_SUM not in metadata:
+    if FACT_PREFIX + _HEAD_SUM not in metadata:
         raise BadFileError("it has no checksum: it was not written by mlx_zip; make it with mlx_zip cache-prompt")
     head_sum, body_sum = zlib.crc32(head), 0
-    for block in blocks[:INDEX]:
+    for block in blocks[:INDEX_TENSORS]:
         head_sum = zlib.crc32(block, head_sum)
-    for block in blocks[INDEX:]:
+    for block in blocks[INDEX_TENSORS:]:
         body_sum = zlib.crc32(block, body_sum)
     expected = {_HEAD_SUM: head_sum, **({_BODY_SUM: body_sum} if whole else {})}
     for name, sum_ in expected.items():
-        if metadata.get(FACTS + name) != f"{sum_:08x}":
+        if metadata.get(FACT_PREFIX + name) != f"{sum_:08x}":
             raise BadFileError("its checksum is wrong: it is damaged")
 
 
 # ---- whose file it is
 
-MLX, TORCH = "mlx_zip session 1", "mlx_zip torch session 1"
-_WRITERS = {MLX: "--engine mlx", TORCH: "--engine torch"}
-_WORDS = {
+MLX_FORMAT, TORCH_FORMAT = "mlx_zip session 1", "mlx_zip torch session 1"
+_WRITERS = {MLX_FORMAT: "--engine mlx", TORCH_FORMAT: "--engine torch"}
+_IDENTITY_WORDS = {
     "model_fingerprint": "model",
     "tokenizer_fingerprint": "tokenizer",
     "codec": "codec parameters",
@@ -224,11 +226,11 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Fingerprints of the model, its tokenizer and its codec ("" for none), and what the file is like.
+class ModelIdentity:
+    """What a session's file must have in common with the loaded model, so that the model can go on from it.
 
-    positions: what `positions_mark` returns. dtype: what the model computes in, "" where the KV cache's arrays say it.
-    format: one of this module's.
+    positions: what `position_settings_text` returns. dtype: what the model computes in, "" where the KV cache's arrays
+    say it. format: one of this module's.
     """
 
     model_fingerprint: str
@@ -236,15 +238,15 @@ class Marks:
     codec: str
     positions: str
     dtype: str = ""
-    format: str = MLX
+    format: str = MLX_FORMAT
 
     @property
     def facts(self) -> dict[str, str]:
         """The marks as a file's facts."""
-        found = {"format": self.format, **{name: getattr(self, name) for name in _WORDS}}
+        found = {"format": self.format, **{name: getattr(self, name) for name in _IDENTITY_WORDS}}
         return {name: text for name, text in found.items() if text or name != "dtype"}
 
-    def check(self, facts: Mapping[str, str]) -> None:
+    def raise_if_other_model(self, facts: Mapping[str, str]) -> None:
         """Raises `BadFileError` if a file's facts name another format, model, tokenizer, codec, type or positions.
 
         Older files do not name positions. They are taken to have this model's if its weights are trained with those.
@@ -254,15 +256,15 @@ class Marks:
             raise BadFileError(f"{_WRITERS[found]} wrote it, and {_WRITERS[self.format]} cannot go on from it")
         if found != self.format:
             raise BadFileError(f"its format is {found!r:.60}, this version of mlx_zip reads {self.format!r}")
-        if "positions" not in facts and not _is_as_trained(self.positions):
+        if "positions" not in facts and not _are_positions_as_trained(self.positions):
             raise BadFileError("it is of an older version, which did not note how the model's positions were set")
         usual = {"dtype": "", "positions": self.positions}
-        for name, word in _WORDS.items():
+        for name, word in _IDENTITY_WORDS.items():
             if facts.get(name, usual.get(name)) != getattr(self, name):
                 raise BadFileError(f"it was made with another {word} than the one that is loaded")
 
 
-def codec_mark(params: CodecParams | None) -> str:
+def codec_settings_text(params: CodecParams | None) -> str:
     """Returns the parameters of a codec, without what a codebook begins with, as text; "" without a codec."""
     if params is None:
         return ""
@@ -270,7 +272,7 @@ def codec_mark(params: CodecParams | None) -> str:
     return json.dumps({name: value for name, value in fields.items() if name != "start"}, sort_keys=True)
 
 
-def own_pack_key(start: Any, tuned: str | None) -> str:
+def pack_key_of(start: Any, tuned: str | None) -> str:
     """Returns the key of what a model's codebooks begin with by default; "" for nothing.
 
     start: the entries, None for none. tuned: the fingerprint of the rows tuned for them, None for none.
@@ -283,46 +285,54 @@ def own_pack_key(start: Any, tuned: str | None) -> str:
 # ---- what keys and values depend on beside the weights: how positions are counted and rotated, and the windows
 
 _COMPRESSED = "compressed"  # the position mode of models without hypertokens, too
-_SCALING = ("rope_scaling", "rope_parameters")
-_NAMES = (
-    "rope_theta", *_SCALING, "rope_local_base_freq", "rope_traditional", "partial_rotary_factor", "no_rope_layers",
-    "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "layer_types",
-)  # fmt: skip
-_CONTEXT = ("max_position_embeddings", "original_max_position_embeddings")  # rules of scaling compute with these
-_TRAINED_WITH = ("default", "llama3", "longrope", "su")  # rope types that come with the weights; people add the others
+_ROPE_SCALING_KEYS = ("rope_scaling", "rope_parameters")
+_POSITION_KEYS = (
+    "rope_theta", *_ROPE_SCALING_KEYS, "rope_local_base_freq", "rope_traditional", "partial_rotary_factor",
+    "no_rope_layers", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
+"layer_types", )  # fmt: skip
+_CONTEXT_KEYS = ("max_position_embeddings", "original_max_position_embeddings")  # rules of scaling compute with these
+_TRAINED_ROPE_TYPES = (
+    "default",
+    "llama3",
+    "longrope",
+    "su",
+)  # rope types that come with the weights; people add the others
 
 
-def positions_mark(config: Mapping[str, Any], zip_config: ZipConfig | None) -> str:
-    """Returns these settings as text. Two ways of writing the same setting give two texts.
+def position_settings_text(config: Mapping[str, Any], zip_config: ZipConfig | None) -> str:
+    """Returns the settings of positions and windows as text. Two ways of writing one setting give two texts.
 
     config: config.json, or what mlx-lm read of it. zip_config: None for a model without hypertokens.
     """
     mode = _COMPRESSED if zip_config is None else zip_config.position_mode
-    return json.dumps({"position_mode": mode, "config": [_settings(part) for part in _parts(config)]}, sort_keys=True)
+    return json.dumps(
+        {"position_mode": mode, "config": [_position_settings(part) for part in _config_and_text_config(config)]},
+        sort_keys=True,
+    )
 
 
-def _is_as_trained(mark: str) -> bool:
+def _are_positions_as_trained(mark: str) -> bool:
     """Returns whether a mark's settings are those that come with weights: compressed positions, no scaling by hand."""
     found = json.loads(mark)
-    types = (kind for part in found["config"] for name in _SCALING for kind in _types(part.get(name)))
-    return found["position_mode"] == _COMPRESSED and all(kind in _TRAINED_WITH for kind in types)
+    types = (kind for part in found["config"] for name in _ROPE_SCALING_KEYS for kind in _rope_types(part.get(name)))
+    return found["position_mode"] == _COMPRESSED and all(kind in _TRAINED_ROPE_TYPES for kind in types)
 
 
-def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _config_and_text_config(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yields a config, and the one of its text decoder where that is nested."""
     yield config
     if isinstance(inner := config.get("text_config"), Mapping):
         yield inner
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _position_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a config that are not null. The context counts only where rotation is scaled."""
-    is_scaled = any(kind != "default" for name in _SCALING for kind in _types(config.get(name)))
-    names = (*_NAMES, *(_CONTEXT if is_scaled else ()))
+    is_scaled = any(kind != "default" for name in _ROPE_SCALING_KEYS for kind in _rope_types(config.get(name)))
+    names = (*_POSITION_KEYS, *(_CONTEXT_KEYS if is_scaled else ()))
     return {name: config[name] for name in names if config.get(name) is not None}
 
 
-def _types(scaling: Any) -> Iterator[Any]:
+def _rope_types(scaling: Any) -> Iterator[Any]:
     """Yields the rope types in `rope_scaling` or `rope_parameters`, which may hold one set for each kind of layer."""
     if not isinstance(scaling, Mapping):
         return

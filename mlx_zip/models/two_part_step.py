@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.models.inputs import cut_offsets, positions_ahead, read_ids
+from mlx_zip.models.call_inputs import positions_of_unread_ids, read_ids_on_host, set_plain_offsets
 from mlx_zip.models.rows.zip_state import HostIds, ZipState
 from mlx_zip.models.zip_model import Model
 
@@ -23,15 +23,15 @@ from mlx_zip.models.zip_model import Model
 # its row is there runs its body twice (`ZipState.second_bodies`): with five together, Llama-3's ids, 2,048 entries and
 # texts of 1,024 ids, in 0.04 % (dialogues), 0.2 % (encyclopedia), 0.7 % (mathematics) and 0.4 to 0.9 % (code) of the
 # steps; with eight, in 1.7 and 1.8 % of the steps in code. At most 1 % was the aim.
-INPUTS_TOGETHER = 5
+INPUT_ROWS_TOGETHER = 5
 
 
-class Ahead:
+class TwoPartStep:
     """Runs a model on one request's cache, one id per sequence at a time. `run` and `follow` together are one call.
 
     A body that reads an id which the host has not seen finds the id's input row in the table of input rows. `run` puts
-    the missing rows of installed entries there, `INPUTS_TOGETHER` at once. The body of the rare id that is read before
-    its row is there runs again, with the row.
+    the missing rows of installed entries there, `INPUT_ROWS_TOGETHER` at once. The body of the rare id that is read
+    before its row is there runs again, with the row.
     """
 
     def __init__(self, model: Model, cache: Sequence[Any]) -> None:
@@ -41,27 +41,27 @@ class Ahead:
         """Returns the body's output [B, 1, D] for ids [B], which the host need not have read; pass it to `follow`.
 
         Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
-        `Model.forget` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between its
-        short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the model.
+        `Model.trim_cache` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between
+        its short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the model.
         """
         model = self.model
         kv, state = model.check_cache(self.cache)
-        model.bind_tuned(state)
-        self._fill_inputs(state)
+        model.bind_tuned_rows(state)
+        self._fill_missing_inputs(state)
         table, layout = state.inputs, model.layout
         capacity = state.slots_covered() or layout.codebook_size
         if ids.dtype.size != 4:  # narrow types cannot hold every id, and MLX compares uint64 with a signed id as floats
             ids = ids.astype(mx.int64)
-        base, hyper, slots = _split(layout.vocab_size, capacity, ids[:, None])
+        base, hyper, slots = _split_base_and_hyper(layout.vocab_size, capacity, ids[:, None])
         rule = model.config.position_mode, model.traits.long_context
-        positions = positions_ahead(state, hyper, slots, *rule, model.config.merge_size)
+        positions = positions_of_unread_ids(state, hyper, slots, *rule, model.config.merge_size)
         if positions is None:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            h = _chosen(hyper, table.take(state.at_slots(slots)), h)
+            h = _put_hyper_rows(hyper, table.take(state.places_at_slots(slots)), h)
         h = model.run_layers(model.scaled(h), kv, positions)
-        cut_offsets(kv, state.left_padding)
+        set_plain_offsets(kv, state.left_padding)
         return h
 
     def follow(self, h: mx.array, ids: mx.array) -> mx.array:
@@ -71,8 +71,8 @@ class Ahead:
         `state.second_bodies` counts that. Raises what `Model.__call__` raises.
         """
         model, kv, state = self.model, self.cache[:-1], self.cache[-1]
-        host_ids = read_ids(ids, state)
-        had_rows = self._had_rows(state, host_ids)
+        host_ids = read_ids_on_host(ids, state)
+        had_rows = self._had_input_rows(state, host_ids)
         advance = state.advance(host_ids)
         model.fill_outputs(state)
         if not had_rows:
@@ -82,27 +82,27 @@ class Ahead:
             h = model.hidden(kv, state, host_ids)
         return model.joint_head(h, state, advance, causal=False)
 
-    def _fill_inputs(self, state: ZipState) -> None:
+    def _fill_missing_inputs(self, state: ZipState) -> None:
         """Puts the missing input rows of installed entries into the table of input rows, if they are enough."""
         if state.places is not None:
             self.model.fill_outputs(state)  # gives new entries their places
         places = state.missing_installed_inputs()
-        if len(places) >= (1 if self.model.sides_are_one else INPUTS_TOGETHER):
+        if len(places) >= (1 if self.model.sides_are_one else INPUT_ROWS_TOGETHER):
             self.model.fill_outputs(state)
-            state.read_in_turns()
+            state.use_two_copies_of_inputs()
             self.model.row_source.fill_inputs(state, self.model.input_side, places)
 
-    def _had_rows(self, state: ZipState, ids: HostIds) -> bool:
+    def _had_input_rows(self, state: ZipState, ids: HostIds) -> bool:
         """Returns whether the body had the input row of every hypertoken among ids [B, 1], which the state is yet to
         read. One that is installed by being read (LZW's KwKwK) never has a row.
         """
         end = self.model.layout.vocab_size
         column = [ids] if isinstance(ids, int) else ids[:, 0].tolist()
-        return all(one < end or state.has_input(b, one - end) for b, one in enumerate(column))
+        return all(one < end or state.has_input_row(b, one - end) for b, one in enumerate(column))
 
 
 @partial(mx.compile, shapeless=True)
-def _split(vocab_size: int, capacity: int, ids: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def _split_base_and_hyper(vocab_size: int, capacity: int, ids: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Returns for ids [B, 1]: base ids, 0 in place of a hypertoken; whether they are hypertokens; their slots.
 
     Slots are kept below `capacity`, and a negative id counts as base id 0: `follow` raises for such ids.
@@ -112,6 +112,6 @@ def _split(vocab_size: int, capacity: int, ids: mx.array) -> tuple[mx.array, mx.
 
 
 @partial(mx.compile, shapeless=True)
-def _chosen(hyper: mx.array, rows: mx.array, h: mx.array) -> mx.array:
+def _put_hyper_rows(hyper: mx.array, rows: mx.array, h: mx.array) -> mx.array:
     """Returns rows [B, 1, D] where hyper [B, 1] is true, else h [B, 1, D], in the dtype of h."""
     return mx.where(hyper[..., None], rows.astype(h.dtype), h)

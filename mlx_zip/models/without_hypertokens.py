@@ -13,7 +13,7 @@ from mlx_zip.models.layers import Positions
 from mlx_zip.models.zip_model import Model
 
 
-class BaseOnly(nn.Module):
+class WithoutHypertokens(nn.Module):
     """The decoder of a model with hypertokens: `model(ids, cache=cache) -> logits` as in mlx-lm, over base ids only.
 
     The weights are the model's own arrays, not copies. A model with LongRoPE is used up to the position where its long

@@ -15,22 +15,22 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_zip.models.decoders import (
+from mlx_zip.models.decoder_options import (
     FAMILIES,
-    check_options,
+    has_tied_head,
     head_width,
-    is_tied,
-    layer_rope,
+    layer_rope_parameters,
     layer_types,
     norm_eps,
-    original_context,
+    pretraining_context,
+    raise_if_options_unsupported,
     sliding_window,
 )
-from mlx_zip.models.layers import RMSNorm, SoftCapAttention, TanhGeluMLP, make_rope, with_quick_norms
+from mlx_zip.models.layers import RMSNorm, SoftCapAttention, TanhGeluMLP, make_rope, use_quick_norms
 
 
 @dataclass(frozen=True)
-class Traits:
+class DecoderTraits:
     """The properties of a decoder beyond its blocks.
 
     windows: per layer, the sliding window in ids, or None for full attention. tied: whether the head uses the
@@ -47,38 +47,38 @@ class Traits:
     mask_as_array: bool = False
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def raise_if_decoder_unsupported(config: Mapping[str, Any]) -> None:
     """Raises `ConfigError` naming the model type or option that is not supported."""
-    check_options(config)
+    raise_if_options_unsupported(config)
     for layer_type in set(layer_types(config)):
-        make_rope(layer_rope(config, layer_type), head_width(config), config)
+        make_rope(layer_rope_parameters(config, layer_type), head_width(config), config)
 
 
-def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module, Traits]:
-    """Returns a decoder with random weights as (layers, final norm, traits). Raises as `check_config` does."""
-    check_config(config)
+def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module, DecoderTraits]:
+    """Returns a decoder with random weights as (layers, final norm, traits). Raises `ConfigError`."""
+    raise_if_decoder_unsupported(config)
     kind = config["model_type"]
     module = import_module(f"mlx_lm.models.{FAMILIES[kind].module}")
     defaults = _mlx_lm_defaults(config)
     given = {key: value for key, value in config.items() if value is not None or key not in defaults}
     args = module.ModelArgs.from_dict({**defaults, **given, **_NO_ROPE_KEYS})
     types = layer_types(config)
-    parameters = {name: layer_rope(config, name) for name in set(types)}
+    parameters = {name: layer_rope_parameters(config, name) for name in set(types)}
     ropes = {name: make_rope(found, head_width(config), config) for name, found in parameters.items()}
-    layers = [_layer(module, kind, args, index) for index in range(config["num_hidden_layers"])]
+    layers = [_make_block(module, kind, args, index) for index in range(config["num_hidden_layers"])]
     for layer, name in zip(layers, types, strict=True):
         if kind == "gemma":
             layer.mlp = TanhGeluMLP(config["hidden_size"], config["intermediate_size"])
         if kind == "gemma2":
             layer.self_attn = SoftCapAttention(args)
         layer.self_attn.rope = ropes[name]
-        with_quick_norms(layer)
+        use_quick_norms(layer)
     norm = getattr(module, "RMSNorm", RMSNorm)(config["hidden_size"], eps=args.rms_norm_eps)
-    long = [original_context(p, config) for p in parameters.values() if p["rope_type"] == "longrope"]
+    long = [pretraining_context(p, config) for p in parameters.values() if p["rope_type"] == "longrope"]
     window = sliding_window(config)
-    traits = Traits(
+    traits = DecoderTraits(
         windows=tuple(window if name == "sliding_attention" else None for name in types),
-        tied=is_tied(config),
+        tied=has_tied_head(config),
         embed_scale=config["hidden_size"] ** 0.5 if kind.startswith("gemma") else 1.0,
         soft_cap=args.final_logit_softcapping if kind == "gemma2" else None,
         long_context=min(long) if long else None,
@@ -91,7 +91,7 @@ def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module,
 _NO_ROPE_KEYS = {"rope_scaling": None, "rope_theta": 10_000.0, "rope_parameters": None, "layer_types": None}
 
 
-def _layer(module: Any, kind: str, args: Any, index: int) -> Any:
+def _make_block(module: Any, kind: str, args: Any, index: int) -> Any:
     """Returns one decoder block of mlx-lm's module; only Gemma 3's constructor needs the layer's index."""
     if kind == "gemma3_text":
         return module.TransformerBlock(args, index)

@@ -1,4 +1,4 @@
-"""`Refill`: KV caches that are filled again from a request's id log, because LongRoPE's factors change.
+"""`LongRopeRefill`: KV caches that are filled again from a request's id log, because LongRoPE's factors change.
 
 LongRoPE has one set of factors for all positions, chosen by the last position. A call that changes the set finds wrong
 keys in the KV caches. Whoever calls the model may read the ids again beforehand, some at a time, so that others can use
@@ -18,12 +18,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.models.batching import all_or_nothing
-from mlx_zip.models.inputs import cut_offsets, kv_length, positions_of_log
+from mlx_zip.models.batching import restore_on_error
+from mlx_zip.models.call_inputs import kv_length, positions_of_log, set_plain_offsets
 from mlx_zip.models.rows.zip_state import ZipState
 
 
-class Refill:
+class LongRopeRefill:
     """Fills new KV caches with what a request's KV caches hold, under LongRoPE's long factors or its short ones.
 
     model: a `Model`. kv, state: of the request's cache, which does not change before `finish`; so whoever stops halfway
@@ -32,29 +32,29 @@ class Refill:
 
     def __init__(self, model: Any, kv: Sequence[Any], state: ZipState, long: bool) -> None:
         self._model, self._kv, self._state, self._long = model, kv, state, long
-        self.filled = [_emptied(cache) for cache in kv]
+        self.filled = [_empty_copy(cache) for cache in kv]
         self.done, self.total = 0, state.offset
         self._h: mx.array | None = None  # embeddings [B, total, D]
 
     @property
-    def left(self) -> int:
+    def ids_left(self) -> int:
         """How many ids per sequence are still to be read."""
         return self.total - self.done
 
-    def read(self, at_most: int) -> mx.array:
+    def read_next(self, at_most: int) -> mx.array:
         """Reads up to `at_most` ids per sequence; returns the body's output [B, L, D] for them, not yet computed."""
         model, state = self._model, self._state
         embeddings = self._h
         if embeddings is None:
             model.row_source.settle_unsubmitted()
-            model.bind_tuned(state)
+            model.bind_tuned_rows(state)
             model.fill_outputs(state)  # input rows may be the same ones
             self._log = state.log(model.config.pad_id)
             embeddings = self._h = model.embed(state, self._log)
         begin, end = self.done, min(self.done + at_most, self.total)
         positions = positions_of_log(state, self._log, begin, end, model.config.position_mode, self._long)
         h = model.run_layers(embeddings[:, begin:end], self.filled, positions, state.submit)
-        cut_offsets(self.filled, state.left_padding)
+        set_plain_offsets(self.filled, state.left_padding)
         self.done = end
         return h
 
@@ -63,13 +63,15 @@ class Refill:
 
         If something raises, an interrupt for example, the KV caches are as before: layers must not differ in factors.
         """
-        with all_or_nothing([*self._kv, self._state]):
+        with restore_on_error([*self._kv, self._state]):
             for cache, filled in zip(self._kv, self.filled, strict=True):
                 vars(cache).update(vars(filled))
             self._state.long_rope = self._long
 
 
-def factors_for(model: Any, cache: Sequence[Any], ids: np.ndarray) -> tuple[dict[str, bool], Refill | None]:
+def plan_rope_factors(
+    model: Any, cache: Sequence[Any], ids: np.ndarray
+) -> tuple[dict[str, bool], LongRopeRefill | None]:
     """Returns arguments of the calls that read ids [B, L] next, which say what factors of LongRoPE to use.
 
     They are {} for a model without LongRoPE. Also returns what reads again the ids that the cache holds, None unless
@@ -80,10 +82,10 @@ def factors_for(model: Any, cache: Sequence[Any], ids: np.ndarray) -> tuple[dict
     kv, state = model.check_cache(cache)
     long = model.needs_long(state, ids)
     again = state.offset and long != state.long_rope
-    return {"long": long}, Refill(model, kv, state, long) if again else None
+    return {"long": long}, LongRopeRefill(model, kv, state, long) if again else None
 
 
-def _emptied(cache: Any) -> Any:
+def _empty_copy(cache: Any) -> Any:
     twin = copy.copy(cache)
     twin.trim(kv_length(twin))
     twin.keys = twin.values = None

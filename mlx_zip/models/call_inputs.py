@@ -19,36 +19,36 @@ from mlx_zip.models.layers import Positions
 from mlx_zip.models.rows.zip_state import HostIds, ZipState
 
 
-def check_shape(ids: mx.array) -> None:
+def raise_unless_ids_shape(ids: mx.array) -> None:
     """Raises `ModelError` unless ids are integers [B, L] with B, L > 0."""
     if ids.ndim != 2 or 0 in ids.shape or not mx.issubdtype(ids.dtype, mx.integer):
         raise ModelError(f"ids must be integers [B, L] with B, L > 0, got {ids.dtype} {list(ids.shape)}")
 
 
-def read_ids(ids: mx.array, state: ZipState) -> HostIds:
-    """Returns ids [B, L] on the host, as uint32 or, where `takes_one` allows it, as one number. Ids [B] become [B, 1].
+def read_ids_on_host(ids: mx.array, state: ZipState) -> HostIds:
+    """Returns ids [B, L] on the host, as uint32 or, where `takes_single_id` allows it, as one number. Ids [B] become
+    [B, 1].
 
     This is the only time that a model call waits for the device. The one id of a generation step is read without
     numpy: reading half a gigabyte of weights has evicted numpy's code from the processor's caches, and using numpy
     again would cost as much as all other work on the host. Raises `ModelError` for an id that does not fit 32 bits.
     """
-    if ids.size == 1 and state.takes_one():
+    if ids.size == 1 and state.takes_single_id():
         one = cast(int, ids.item())
-        _check_range(one, one)
+        _raise_unless_32_bits(one, one)
         return one
     host = np.array(ids).reshape(len(ids), -1)
     if host.dtype != np.uint32:
-        _check_range(int(host.min()), int(host.max()))
+        _raise_unless_32_bits(int(host.min()), int(host.max()))
     return np.ascontiguousarray(host.astype(np.uint32, copy=False))
 
 
-def length_of(ids: HostIds) -> int:
+def ids_per_sequence(ids: HostIds) -> int:
     """Returns L, the number of ids per sequence."""
     return 1 if isinstance(ids, int) else ids.shape[1]
 
 
-def _check_range(low: int, high: int) -> None:
-    """Raises `ModelError` unless the smallest and the largest id of a call fit 32 bits."""
+def _raise_unless_32_bits(low: int, high: int) -> None:
     if low < 0 or high > 0xFFFFFFFF:
         raise ModelError(f"ids from {low} to {high} are not all 32-bit token ids")
 
@@ -75,7 +75,7 @@ def kv_length(cache: Any) -> int:
     return cache._idx if hasattr(cache, "_idx") else cache.offset
 
 
-def cut_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
+def set_plain_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
     """Sets the offsets of a batch's KV caches, which a model call has just moved on, to plain arrays [B].
 
     mlx-lm adds to these offsets lazily and nothing here reads them, so they would become a chain of operations that
@@ -90,25 +90,25 @@ def cut_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
 # ---- positions
 
 
-def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) -> Positions:
+def positions_of_read_ids(state: ZipState, ids: HostIds, mode: str, context: int | None) -> Positions:
     """Returns the positions of ids [B, L], which are the last L ids that the state has read."""
     if mode == "compressed":
-        return _compressed(state, state.offset - length_of(ids), state.offset, context)
+        return _compressed_positions(state, state.offset - ids_per_sequence(ids), state.offset, context)
     if isinstance(ids, int):
         last = state.books[0].base_length - 1
-        return Positions(start=last, long=_is_long(last, context))
+        return Positions(start=last, long=_needs_long_at(last, context))
     index = state.base_positions(ids)
-    return Positions(index=mx.array(index), long=_is_long(int(index.max()), context))
+    return Positions(index=mx.array(index), long=_needs_long_at(int(index.max()), context))
 
 
 def positions_of_log(state: ZipState, log: np.ndarray, begin: int, end: int, mode: str, long: bool) -> Positions:
     """Returns the positions of columns `begin` to `end` - 1 of `log` [B, offset]. long: as in `Positions`."""
     if mode == "compressed":
-        return replace(_compressed(state, begin, end, None), long=long)
+        return replace(_compressed_positions(state, begin, end, None), long=long)
     return Positions(index=mx.array(state.base_positions(log)[:, begin:end]), long=long)
 
 
-def needs_long(state: ZipState, ids: np.ndarray, mode: str, context: int | None, merge_size: int) -> bool:
+def needs_long_factors(state: ZipState, ids: np.ndarray, mode: str, context: int | None, merge_size: int) -> bool:
     """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors.
 
     merge_size: the most base ids of an id. Raises `CodecError` for ids that such a call would not take.
@@ -117,14 +117,14 @@ def needs_long(state: ZipState, ids: np.ndarray, mode: str, context: int | None,
         return False
     length = ids.shape[1]
     if mode == "compressed":
-        return _is_long(state.offset + length - min(state.left_padding) - 1, context)
+        return _needs_long_at(state.offset + length - min(state.left_padding) - 1, context)
     done = int(state.base_lengths().max())
-    if _is_long(done, context) == _is_long(done + merge_size * length - 1, context):
-        return _is_long(done, context)
-    return _is_long(int(state.base_lengths_after(ids).max()) - 1, context)
+    if _needs_long_at(done, context) == _needs_long_at(done + merge_size * length - 1, context):
+        return _needs_long_at(done, context)
+    return _needs_long_at(int(state.base_lengths_after(ids).max()) - 1, context)
 
 
-def positions_ahead(
+def positions_of_unread_ids(
     state: ZipState, hyper: mx.array, slots: mx.array, mode: str, context: int | None, merge_size: int
 ) -> Positions | None:
     """Returns the positions of ids [B, 1] that the state has not read yet.
@@ -134,29 +134,29 @@ def positions_ahead(
     Returns None if the ids may make LongRoPE switch between its short and long factors.
     """
     if mode == "compressed":
-        positions = _compressed(state, state.offset, state.offset + 1, context)
+        positions = _compressed_positions(state, state.offset, state.offset + 1, context)
         return positions if positions.long == state.long_rope else None
     done = state.base_lengths()
     first, last = int(done.max()), int(done.max()) + merge_size - 1  # range of the longest sequence's next position
-    if _is_long(first, context) != state.long_rope or _is_long(last, context) != state.long_rope:
+    if _needs_long_at(first, context) != state.long_rope or _needs_long_at(last, context) != state.long_rope:
         return None
     spans = mx.array(state.spans())
     spans = spans[0][slots] if len(done) == 1 else mx.take_along_axis(spans, slots, axis=1)
-    return Positions(index=_ends(mx.array(done[:, None] - 1), hyper, spans), long=state.long_rope)
+    return Positions(index=_next_positions(mx.array(done[:, None] - 1), hyper, spans), long=state.long_rope)
 
 
 @mx.compile
-def _ends(last: mx.array, hyper: mx.array, spans: mx.array) -> mx.array:
+def _next_positions(last: mx.array, hyper: mx.array, spans: mx.array) -> mx.array:
     """Returns the positions [B, 1] of ids that come after the positions `last` [B, 1] and have these spans [B, 1]."""
     return last + mx.where(hyper, spans, 1)
 
 
-def _compressed(state: ZipState, begin: int, end: int, context: int | None) -> Positions:
+def _compressed_positions(state: ZipState, begin: int, end: int, context: int | None) -> Positions:
     """Returns the positions of columns `begin` to `end` - 1, left padding included, when each id takes one position."""
     padding = state.left_padding
     start = begin - padding[0] if len(padding) == 1 else mx.array([begin - n for n in padding], mx.int32)
-    return Positions(start=start, long=_is_long(end - min(padding) - 1, context))
+    return Positions(start=start, long=_needs_long_at(end - min(padding) - 1, context))
 
 
-def _is_long(last: int, context: int | None) -> bool:
+def _needs_long_at(last: int, context: int | None) -> bool:
     return context is not None and last >= context

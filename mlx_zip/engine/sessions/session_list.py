@@ -2,7 +2,7 @@
 
 `PrefixIndex` finds, among the base ids of many sessions, those that begin as a prompt does. They are kept in a tree. An
 edge of the tree holds the ids that all sequences below it share, so a search compares each id of the prompt once at
-most, however many sessions there are. `Answers` has the noted answers of all sessions as one map.
+most, however many sessions there are. `AnswersByKey` has the noted answers of all sessions as one map.
 """
 
 from __future__ import annotations
@@ -15,115 +15,114 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.engine.interface import Differing
-from mlx_zip.engine.sessions.kept import Ids, Kept, Noted
+from mlx_zip.engine.sessions.session import AnswerIds, Ids, Session
 
-_SHOWN = 12  # base ids on either side of a difference
-_MOST_TRIED = 4  # sessions with the same common prefix; they differ by the border of one id at most
+_DIFFERENCE_IDS = 12  # base ids on either side of a difference
+_MOST_CANDIDATES = 4  # sessions with the same common prefix; they differ by the border of one id at most
 
 
 class SessionList:
-    """Sessions, the last used last. reach: how many base tokens an id can have. answers: what was noted with them."""
+    """Sessions, the last used last. merge_size: most base tokens of an id. answers: those noted with the sessions."""
 
-    def __init__(self, reach: int) -> None:
-        self._reach = reach
-        self._sessions: dict[str, Kept] = {}
+    def __init__(self, merge_size: int) -> None:
+        self._merge_size = merge_size
+        self._sessions: dict[str, Session] = {}
         self._indexes: dict[str, PrefixIndex] = {}  # by pack key
-        self.answers = Answers()
+        self.answers = AnswersByKey()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterator[Kept]:
+    def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
-    def last_used_first(self) -> Iterator[Kept]:
+    def last_used_first(self) -> Iterator[Session]:
         """Yields the sessions, the last used first."""
         return reversed(self._sessions.values())
 
-    def get(self, name: str) -> Kept | None:
+    def get(self, name: str) -> Session | None:
         """Returns the session of this name, None if there is none."""
         return self._sessions.get(name)
 
-    def add(self, kept: Kept) -> None:
+    def add(self, session: Session) -> None:
         """Adds a session as the last used."""
-        self._sessions[kept.name] = kept
-        self._indexes.setdefault(kept.pack_key, PrefixIndex()).add(kept.name, kept.base_ids)
-        self.answers.add(kept.name, kept.answers)
+        self._sessions[session.name] = session
+        self._indexes.setdefault(session.pack_key, PrefixIndex()).add(session.name, session.base_ids)
+        self.answers.add(session.name, session.answers)
 
-    def remove(self, kept: Kept) -> None:
-        """Removes a session."""
-        del self._sessions[kept.name]
-        self._indexes[kept.pack_key].remove(kept.name, kept.base_ids)
-        self.answers.remove(kept.name, kept.answers)
+    def remove(self, session: Session) -> None:
+        del self._sessions[session.name]
+        self._indexes[session.pack_key].remove(session.name, session.base_ids)
+        self.answers.remove(session.name, session.answers)
 
-    def touch(self, kept: Kept) -> None:
-        """Notes that a session is used now."""
-        kept.used = time.time()
-        self._sessions[kept.name] = self._sessions.pop(kept.name)
+    def mark_used(self, session: Session) -> None:
+        """Makes a session the last used."""
+        session.used = time.time()
+        self._sessions[session.name] = self._sessions.pop(session.name)
 
-    def equal(self, kept: Kept) -> Kept | None:
+    def find_equal(self, session: Session) -> Session | None:
         """Returns a session that holds the same base ids as this one, None if there is none."""
-        index = self._indexes.get(kept.pack_key)
-        whole = [] if index is None else index.find(kept.base_ids).whole
-        return next((self._sessions[name] for name, length in whole if length == len(kept.base_ids)), None)
+        index = self._indexes.get(session.pack_key)
+        whole = [] if index is None else index.find(session.base_ids).whole
+        return next((self._sessions[name] for name, length in whole if length == len(session.base_ids)), None)
 
-    def best(self, wanted: Ids, pack_key: str) -> tuple[Kept, int] | None:
+    def find_longest_prefix(self, wanted: Ids, pack_key: str) -> tuple[Session, int] | None:
         """Returns the session with the longest prefix that can be used of `wanted`, and how many ids that prefix has.
 
         Of equally good ones a session that `wanted` begins with comes first. None if no session has a whole id of it.
         """
-        best: tuple[Kept, int] | None = None
-        for kept, ids in self._candidates(wanted, pack_key):
-            if ids and (best is None or kept.ends[ids - 1] > best[0].ends[best[1] - 1]):
-                best = kept, ids
+        best: tuple[Session, int] | None = None
+        for session, ids in self._sessions_with_prefix(wanted, pack_key):
+            if ids and (best is None or session.ends[ids - 1] > best[0].ends[best[1] - 1]):
+                best = session, ids
         return best
 
-    def differing(self, wanted: Ids, pack_key: str) -> Differing | None:
+    def find_difference(self, wanted: Ids, pack_key: str) -> Differing | None:
         """Returns where `wanted` first differs from the session with the longest common prefix; see `Differing`."""
         index = self._indexes.get(pack_key)
         found = None if index is None else index.find(wanted)
         if found is None or not 0 < found.depth < len(wanted) or not len(found.next):
             return None
-        now = wanted[found.depth : found.depth + _SHOWN]
-        return Differing(found.depth, tuple(found.next[:_SHOWN].tolist()), tuple(now.tolist()))
+        now = wanted[found.depth : found.depth + _DIFFERENCE_IDS]
+        return Differing(found.depth, tuple(found.next[:_DIFFERENCE_IDS].tolist()), tuple(now.tolist()))
 
-    def _candidates(self, wanted: Ids, pack_key: str) -> Iterator[tuple[Kept, int]]:
+    def _sessions_with_prefix(self, wanted: Ids, pack_key: str) -> Iterator[tuple[Session, int]]:
         """Yields sessions that begin as `wanted` does, each with how many of its ids can be used."""
         index = self._indexes.get(pack_key)
         if index is None:
             return
         found = index.find(wanted)
         for name, _ in found.whole:
-            kept = self._sessions[name]
-            if kept.can_be_read:
-                yield kept, len(kept.ends)
+            session = self._sessions[name]
+            if session.can_be_read:
+                yield session, len(session.ends)
                 break
         tried = 0
-        for name in index.names_below(found):
-            kept = self._sessions[name]
-            if kept.trims and kept.can_be_read and len(kept.base_ids) > found.depth:
-                yield kept, kept.border(found.depth, self._reach)
-                if (tried := tried + 1) == _MOST_TRIED:
+        for name in index.names_with_prefix(found):
+            session = self._sessions[name]
+            if session.is_trimmable and session.can_be_read and len(session.base_ids) > found.depth:
+                yield session, session.count_reusable_ids(found.depth, self._merge_size)
+                if (tried := tried + 1) == _MOST_CANDIDATES:
                     return
 
 
 @dataclass(slots=True)
-class _Node:
+class _TreeNode:
     """A place in the tree. ids: what the edge that leads here holds. names: sequences that end here. children: by the
     first id of their edges.
     """
 
     ids: Ids
     names: dict[str, None] = field(default_factory=dict)
-    children: dict[int, _Node] = field(default_factory=dict)
+    children: dict[int, _TreeNode] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """What a search found. depth: length of the longest common prefix with any sequence. whole: sequences that the
     prompt begins with, the longest first, each with its length. below: a node under which all sequences have the first
-    `depth` ids of the prompt; see `PrefixIndex.names_below`. next: what one of them goes on with, as far as an edge of
-    the tree holds it; empty if all end there.
+    `depth` ids of the prompt; see `PrefixIndex.names_with_prefix`. next: what one of them goes on with, as far as an
+    edge of the tree holds it; empty if all end there.
     """
 
     depth: int
@@ -136,7 +135,7 @@ class PrefixIndex:
     """Named sequences of base ids. compared: number of edges that all searches have compared with a prompt."""
 
     def __init__(self) -> None:
-        self._root = _Node(np.empty(0, np.uint32))
+        self._root = _TreeNode(np.empty(0, np.uint32))
         self.compared = 0
 
     def add(self, name: str, ids: Ids) -> None:
@@ -145,9 +144,9 @@ class PrefixIndex:
         while at < len(ids):
             child = node.children.get(int(ids[at]))
             if child is None:
-                child = node.children[int(ids[at])] = _Node(ids[at:].copy())
-            elif (shared := _shared(child.ids, ids[at:])) < len(child.ids):
-                child = node.children[int(ids[at])] = _split(child, shared)
+                child = node.children[int(ids[at])] = _TreeNode(ids[at:].copy())
+            elif (shared := _common_prefix_length(child.ids, ids[at:])) < len(child.ids):
+                child = node.children[int(ids[at])] = _split_edge(child, shared)
             node, at = child, at + len(child.ids)
         node.names[name] = None
 
@@ -162,9 +161,9 @@ class PrefixIndex:
             gone = path.pop()
             del path[-1].children[int(gone.ids[0])]
         if len(path) > 1:
-            _join(path[-1])
+            _join_with_only_child(path[-1])
 
-    def find(self, ids: Ids) -> Found:
+    def find(self, ids: Ids) -> PrefixMatch:
         """Returns the longest common prefix of `ids` [n] uint32 with any sequence, and where it was found."""
         node, at, whole, rest = self._root, 0, list[tuple[str, int]](), self._root.ids
         while True:
@@ -174,15 +173,15 @@ class PrefixIndex:
                 rest = next((one.ids for one in node.children.values()), rest)
                 break
             self.compared += 1
-            shared = _shared(child.ids, ids[at:])
+            shared = _common_prefix_length(child.ids, ids[at:])
             node, at = child, at + shared
             if shared < len(child.ids):
                 rest = child.ids[shared:]
                 break
-        return Found(at, whole[::-1], node, rest)
+        return PrefixMatch(at, whole[::-1], node, rest)
 
     @staticmethod
-    def names_below(found: Found) -> Iterator[str]:
+    def names_with_prefix(found: PrefixMatch) -> Iterator[str]:
         """Yields the names of all sequences that have the first `found.depth` ids of the prompt."""
         nodes = [found.below]
         while nodes:
@@ -191,22 +190,21 @@ class PrefixIndex:
             nodes += node.children.values()
 
 
-def _shared(some: Ids, others: Ids) -> int:
-    """Returns how many ids two sequences have in common at their beginning."""
+def _common_prefix_length(some: Ids, others: Ids) -> int:
     n = min(len(some), len(others))
     differ = some[:n] != others[:n]
     at = int(differ.argmax()) if n else 0
     return at if n and differ[at] else n
 
 
-def _split(node: _Node, at: int) -> _Node:
+def _split_edge(node: _TreeNode, at: int) -> _TreeNode:
     """Returns a new node before `node`, which takes the first `at` ids of its edge."""
-    upper = _Node(node.ids[:at].copy(), {}, {int(node.ids[at]): node})
+    upper = _TreeNode(node.ids[:at].copy(), {}, {int(node.ids[at]): node})
     node.ids = node.ids[at:].copy()
     return upper
 
 
-def _join(node: _Node) -> None:
+def _join_with_only_child(node: _TreeNode) -> None:
     """Joins a node with its only child, if no sequence ends at the node."""
     if node.names or len(node.children) != 1:
         return
@@ -215,7 +213,7 @@ def _join(node: _Node) -> None:
     node.names, node.children = child.names, child.children
 
 
-class Answers(Mapping[str, Sequence[int]]):
+class AnswersByKey(Mapping[str, Sequence[int]]):
     """A map from each answer's key to its base ids. If sessions differ in an answer, the last one noted counts.
 
     One thread changes it; others may look up keys meanwhile, because each key's value is replaced as a whole.
@@ -226,20 +224,19 @@ class Answers(Mapping[str, Sequence[int]]):
             str, tuple[tuple[str, tuple[int, ...]], ...]
         ] = {}  # key -> (session, base ids), last noted last
 
-    def add(self, session: str, answers: Noted) -> None:
+    def add(self, session: str, answers: AnswerIds) -> None:
         """Notes a session's answers."""
         for key, base_ids in answers.items():
-            self._noted[key] = (*self._of_others(session, key), (session, base_ids))
+            self._noted[key] = (*self._notes_of_others(session, key), (session, base_ids))
 
-    def remove(self, session: str, answers: Noted) -> None:
+    def remove(self, session: str, answers: AnswerIds) -> None:
         """Forgets a session's answers."""
         for key in answers:
-            self._noted[key] = self._of_others(session, key)
+            self._noted[key] = self._notes_of_others(session, key)
             if not self._noted[key]:
                 del self._noted[key]
 
-    def _of_others(self, session: str, key: str) -> tuple[Any, ...]:
-        """Returns what other sessions noted for a key."""
+    def _notes_of_others(self, session: str, key: str) -> tuple[Any, ...]:
         return tuple(one for one in self._noted.get(key, ()) if one[0] != session)
 
     def __getitem__(self, key: str) -> Sequence[int]:

@@ -17,7 +17,7 @@ from mlx_zip.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Family:
+class DecoderFamily:
     """What is known of one `model_type`.
 
     module: name of mlx-lm's module with its blocks. tied, theta: transformers' defaults for `tie_word_embeddings` and
@@ -33,20 +33,20 @@ class Family:
 
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
-    "llama": Family("llama", tied=False),
-    "mistral": Family("llama", tied=False),
-    "phi3": Family("phi3", tied=False, ropes=("default", "longrope")),
-    "qwen2": Family("qwen2", tied=False),
-    "qwen3": Family("qwen3", tied=False),
-    "gemma": Family("gemma", tied=True, activations=(*_GELU, "gelu"), ropes=("default",)),
-    "gemma2": Family("gemma2", tied=True, activations=_GELU, ropes=("default",)),
-    "gemma3_text": Family("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
+    "llama": DecoderFamily("llama", tied=False),
+    "mistral": DecoderFamily("llama", tied=False),
+    "phi3": DecoderFamily("phi3", tied=False, ropes=("default", "longrope")),
+    "qwen2": DecoderFamily("qwen2", tied=False),
+    "qwen3": DecoderFamily("qwen3", tied=False),
+    "gemma": DecoderFamily("gemma", tied=True, activations=(*_GELU, "gelu"), ropes=("default",)),
+    "gemma2": DecoderFamily("gemma2", tied=True, activations=_GELU, ropes=("default",)),
+    "gemma3_text": DecoderFamily("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
 }
 TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # those that `mlx_zip.cuda` runs too
 TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # packings in MLX's mode "affine" that it reads
 
 
-def refused_by_torch(config: Mapping[str, Any]) -> str | None:
+def why_not_on_torch(config: Mapping[str, Any]) -> str | None:
     """Returns what of a config.json `mlx_zip.cuda` does not run, in words; None for nothing that is easily seen."""
     section = config.get("zip2zip")
     kind = section.get("base_model_type") if isinstance(section, Mapping) else config["model_type"]
@@ -61,27 +61,27 @@ def refused_by_torch(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_options(config: Mapping[str, Any]) -> None:
+def raise_if_options_unsupported(config: Mapping[str, Any]) -> None:
     """Raises `ConfigError` naming the model type or option that is not supported. Rope parameters are not checked."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
-        _check_size(key, config.get(key))
+        _raise_unless_size(key, config.get(key))
     for key in ("num_key_value_heads", "head_dim"):
         if config.get(key) is not None:
-            _check_size(key, config[key])
+            _raise_unless_size(key, config[key])
     if config["num_hidden_layers"] > MAX_LAYERS:
         raise ConfigError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}, at most {MAX_LAYERS}")
     if (eps := config.get("rms_norm_eps")) is not None and not (_is_number(eps) and 0 <= eps < math.inf):
         raise ConfigError(f"config.json: rms_norm_eps must be a number of at least 0, got {eps!r}")
-    _check_size("max_position_embeddings", config.get("max_position_embeddings", 1))
+    _raise_unless_size("max_position_embeddings", config.get("max_position_embeddings", 1))
     for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         if not isinstance(config.get(key), bool | None):
             raise ConfigError(f"config.json: {key} must be true or false, got {config[key]!r}")
-    if _activation(config) not in FAMILIES[kind].activations:
-        raise ConfigError(f"hidden activation {_activation(config)!r} is not supported for {kind}")
-    _check_heads(config)
+    if _activation_name(config) not in FAMILIES[kind].activations:
+        raise ConfigError(f"hidden activation {_activation_name(config)!r} is not supported for {kind}")
+    _raise_if_heads_unsupported(config)
     if kind in ("qwen3", "gemma", "gemma2", "gemma3_text") and config.get("attention_bias"):
         raise ConfigError(f"attention_bias is not supported for {kind}")
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
@@ -91,8 +91,7 @@ def check_options(config: Mapping[str, Any]) -> None:
         raise ConfigError("gemma2 without attn_logit_softcapping is not supported")
 
 
-def _check_size(key: str, value: Any) -> None:
-    """Raises `ConfigError` unless the value of this key of config.json is a positive integer below 2^31."""
+def _raise_unless_size(key: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value < 1 << 31:
         raise ConfigError(f"config.json: {key} must be a positive integer below 2^31, got {value!r}")
 
@@ -101,7 +100,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_tied(config: Mapping[str, Any]) -> bool:
+def has_tied_head(config: Mapping[str, Any]) -> bool:
     """Returns whether the head uses the embedding's weights."""
     return bool(config.get("tie_word_embeddings", FAMILIES[config["model_type"]].tied))
 
@@ -129,7 +128,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
     if kind in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
         return [full] * layers
     if config.get("layer_types") is not None:
-        return _declared_types(config["layer_types"], layers)
+        return _checked_layer_types(config["layer_types"], layers)
     if kind in ("qwen2", "qwen3"):
         first = config.get("max_window_layers", 28)
         return [sliding if window is not None and i >= first else full for i in range(layers)]
@@ -148,7 +147,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     return window
 
 
-def _declared_types(types: Any, layers: int) -> list[str]:
+def _checked_layer_types(types: Any, layers: int) -> list[str]:
     """Returns the config's `layer_types`. Raises `ConfigError` unless it names a known kind for each layer."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(one not in known for one in types):
@@ -156,7 +155,7 @@ def _declared_types(types: Any, layers: int) -> list[str]:
     return types
 
 
-def _activation(config: Mapping[str, Any]) -> str:
+def _activation_name(config: Mapping[str, Any]) -> str:
     """Returns the name of the MLP activation. (Gemma 1's first release wrote "gelu" and meant the tanh form.)"""
     kind = config["model_type"]
     default = "gelu_pytorch_tanh" if kind.startswith("gemma") else "silu"
@@ -171,7 +170,7 @@ def head_width(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or default or config["hidden_size"] // config["num_attention_heads"]
 
 
-def _check_heads(config: Mapping[str, Any]) -> None:
+def _raise_if_heads_unsupported(config: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a head width, or a number of heads, that the model type cannot have."""
     even = config["hidden_size"] // config["num_attention_heads"]
     if config["model_type"] in ("phi3", "qwen2") and head_width(config) != even:
@@ -183,7 +182,7 @@ def _check_heads(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"config.json: num_key_value_heads {config['num_key_value_heads']} does not divide the heads")
 
 
-def layer_rope(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+def layer_rope_parameters(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
     """Returns the rope parameters of layers with this kind of attention. Raises `ConfigError` for unsupported ones."""
     kind = config["model_type"]
     family = FAMILIES[kind]
@@ -227,7 +226,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) ->
     return merged
 
 
-def rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int:
+def count_rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int:
     """Returns how many columns of a head are rotated, by the rope parameters. Raises `ConfigError`."""
     columns = int(head_width * parameters["partial_rotary_factor"])
     if not 0 < columns <= head_width or columns % 2:
@@ -236,7 +235,7 @@ def rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int:
 
 
 @contextmanager
-def rope_errors(kind: str) -> Iterator[None]:
+def rope_errors_as_config_errors(kind: str) -> Iterator[None]:
     """Raises what goes wrong while rope parameters of this `rope_type` are read as a `ConfigError` that names it."""
     try:
         yield
@@ -248,7 +247,7 @@ def rope_errors(kind: str) -> Iterator[None]:
         raise ConfigError(f"rope_type {kind!r}: a parameter is not a number: {error}") from error
 
 
-def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+def pretraining_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """Returns the context length, in ids, that the model was pretrained with.
 
     As in transformers, the value at config.json's top level takes precedence over the one in the rope parameters.
