@@ -108,7 +108,9 @@ class Engine(ABC):
         """
 
 
-def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def compress_prompt_and_text(
+    book: Codebook, prompt: Sequence[int], text: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns (compressed ids of the prompt, compressed ids of the text after it), as a request that continues `book`.
 
     prompt, text: base ids. `book` is not changed.
@@ -119,7 +121,7 @@ def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple
     return prompt_ids, following.compress(np.asarray(text, np.uint32))
 
 
-def kv_bytes(config: Mapping[str, Any], itemsize: int) -> int:
+def kv_bytes_per_id(config: Mapping[str, Any], itemsize: int) -> int:
     """Returns bytes of one id's keys and values in all layers. config: the decoder's; itemsize: bytes per number."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from mlx_zip.bench.engines.random_folder import random_folder
-from mlx_zip.bench.engines.shape_table import SHAPES, narrow
-from mlx_zip.bench.engines.torch_steps import generate, read_prompt
+from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
+from mlx_zip.bench.engines.torch_steps import generate_greedily, prefill_in_chunks
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.memory import find_device
@@ -39,7 +39,9 @@ def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
     encode = model.tokenizer.encode
     prompts = [encode(text, add_special_tokens=False) for text in PROMPTS]
     batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # one for all, so that its graphs are captured once
-    return [[one for one, _ in generate(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts]
+    return [
+        [one for one, _ in generate_greedily(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts
+    ]
 
 
 def recorded() -> dict[str, list[list[int]]]:
@@ -90,7 +92,7 @@ def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
     heads: one of `CHUNKED`. The second chunk's queries see the first one's keys, by another operation of PyTorch for
     each dtype and with each kind of heads.
     """
-    config, where = narrow(SHAPES[CHUNKED[heads]]), find_device(device)
+    config, where = narrow_shape_config(SHAPES[CHUNKED[heads]]), find_device(device)
     folder = random_folder(config, where, getattr(torch, dtype), kernels=where.type == "cuda")
     model, (count, first) = CudaModel(folder, None), CHUNKS
     ids = np.random.default_rng(0).integers(0, config["vocab_size"], count).astype(np.uint32)
@@ -119,7 +121,7 @@ def last_logits(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.Tensor:
         return head.logits.argmax(-1)
 
     batch.add()
-    read_prompt(batch, 0, ids, chunk)
+    prefill_in_chunks(batch, 0, ids, chunk)
     batch.choose(keep)
     return kept[0]
 

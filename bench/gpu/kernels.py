@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.functional import linear
 
-from mlx_zip.bench.engines.device_clock import timed
+from mlx_zip.bench.engines.device_clock import time_calls_on_device
 from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import GROUP_SIZE
 from mlx_zip.cuda.kernels.attention import decode_attention
@@ -200,7 +200,7 @@ def _us(work: Callable[[], object], device: torch.device, trials: int, calls: in
     def several(trial: int) -> None:
         _ = [work() for _ in range(calls)]  # a list, so that no result's memory is used again
 
-    ms = timed(_captured(several, device), device, trials, 2).record()["device_ms"]["median"]
+    ms = time_calls_on_device(_captured(several, device), device, trials, 2).record()["device_ms"]["median"]
     return 1e3 * ms / calls
 
 

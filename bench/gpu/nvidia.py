@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx_zip
-from mlx_zip.bench.engines.choice import check_engines
+from mlx_zip.bench.engines.choice import check_engine_names
 from mlx_zip.bench.engines.runs import ENGINES
-from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 from mlx_zip.bench.machine import held_back
 from mlx_zip.bench.recording import Copied
 from mlx_zip.errors import MlxZipError
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, parts: Sequence[str]) -> None:
-    check_engines([name for name in args.engines if name not in ENGINES or _part_of(name) in parts])
+    check_engine_names([name for name in args.engines if name not in ENGINES or _part_of(name) in parts])
     if ("zip2zip" in args.engines) != (args.published is not None):
         raise MlxZipError("--engines zip2zip and --published DIR are given together, or neither")
     if args.published is not None and not Path(args.published).is_dir():
@@ -134,7 +134,7 @@ def _shapes(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[
     """Returns name -> config.json of the shapes to run: narrow ones, under names of their own, in a rehearsal."""
     if not args.rehearse:
         return {name: SHAPES[name] for name in names}
-    found = {f"{name}-narrow": narrow(SHAPES[name]) for name in names}
+    found = {f"{name}-narrow": narrow_shape_config(SHAPES[name]) for name in names}
     SHAPES.update(found)
     return found
 
@@ -187,34 +187,34 @@ def _checked(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
 def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     import torch
 
-    from mlx_zip.bench.engines.device_clock import read_bandwidth, read_side
+    from mlx_zip.bench.engines.device_clock import bandwidth_matrix_side, measure_read_bandwidth
     from mlx_zip.cuda.memory import find_device
 
     from . import kernels
 
     device = find_device(None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bandwidth = read_bandwidth(device)
+    bandwidth = measure_read_bandwidth(device)
     for name, config in _shapes(args, ("phi-3.5-mini", "llama-3.2-1b")).items():
         with cases.group(name):
             for case in kernels.cases(config, device, dtype, plan.context, plan.slots):
                 model = {"name": name, "dtype": str(dtype).removeprefix("torch.")}
                 cases.run(f"{name} {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
     with cases.group("memory"):
-        for case in kernels.memory_controls(device, read_side(device)):
+        for case in kernels.memory_controls(device, bandwidth_matrix_side(device)):
             model = {"name": "memory"}
             cases.run(f"memory {case.name}", partial(_timed_kernel, plan, case, model, device, bandwidth))
     return cases.status
 
 
 def _timed_kernel(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
-    from mlx_zip.bench.engines.device_clock import torch_device, yardstick
+    from mlx_zip.bench.engines.device_clock import describe_torch_device, yardstick
 
     from .kernels import time_kernel
 
     found = time_kernel(case, device, plan.trials, bandwidth, case.name.startswith("encoder"), plan.calls)
     print(f"{model['name']} {case.name}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
-    fields = {"kernel": case.name, "model": model, **found, "device": torch_device(device)}
+    fields = {"kernel": case.name, "model": model, **found, "device": describe_torch_device(device)}
     return [record_of("kernels", **fields, read_bytes_per_s=round(bandwidth), yardstick=yardstick(device))]
 
 
@@ -245,9 +245,9 @@ def _timed_steps(args: argparse.Namespace, plan: Sizes, shape: str, precision: s
 
 def _step_engines(args: argparse.Namespace, shape: str, precision: str) -> Iterator[tuple[Any, str]]:
     """Yields each engine with "warm" or "cold" rows for a shape; its weights are freed when the next shape begins."""
-    from mlx_zip.bench.engines.cuda_engines import TorchEngine, models_of
+    from mlx_zip.bench.engines.cuda_engines import TorchEngine, torch_models_from_flags
 
-    models = models_of(_name(args, shape), precision, None, None, args.tokenizer, ZipOptions())
+    models = torch_models_from_flags(_name(args, shape), precision, None, None, args.tokenizer, ZipOptions())
     zipped = TorchEngine("torch-zip", models)
     yield TorchEngine("torch-base", models), "warm"
     yield zipped, "warm"

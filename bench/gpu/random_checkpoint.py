@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow, zip_config
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens, narrow_shape_config
 from mlx_zip.errors import MlxZipError, missing_library, reason
 from mlx_zip.files import check_out, whole_folder, write_json
 from mlx_zip.layout import Layout
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if error.name != "torch":
             raise
         raise missing_library("bench checkpoint", "torch", extra="cuda") from error
-    config = narrow(SHAPES[args.shape]) if args.rehearse else SHAPES[args.shape]
+    config = narrow_shape_config(SHAPES[args.shape]) if args.rehearse else SHAPES[args.shape]
     tokenizer = load_tokenizer(args.tokenizer)
     Layout(config["vocab_size"], 0, config["vocab_size"]).check_tokenizer(len(tokenizer))
     if args.out.exists():
@@ -72,11 +72,11 @@ def _write(folder: Path, config: dict[str, Any], options: ZipOptions, tokenizer:
     import torch
     from safetensors.torch import save_file
 
-    from mlx_zip.bench.engines.torch_engines import random_decoder
+    from mlx_zip.bench.engines.torch_engines import make_random_decoder
 
-    section = zip_config(config, options)["zip2zip"]
+    section = config_with_hypertokens(config, options)["zip2zip"]
     kind = getattr(torch, dtype)
-    random_decoder(config, kind).save_pretrained(folder, max_shard_size=SHARD)
+    make_random_decoder(config, kind).save_pretrained(folder, max_shard_size=SHARD)
     tokenizer.save_pretrained(folder)
     save_file(dict(_encoder_weights(section, kind)), folder / "zip2zip_encoders.safetensors")
     names = ("encoder_type", "encoder", "compression")

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from mlx_zip.bench.engines.cuda_engines import CHUNK, Replay, TorchEngine, installed_bytes, prompt_array
-from mlx_zip.bench.engines.device_clock import Clock, wait
-from mlx_zip.bench.engines.runs import zip_ids
-from mlx_zip.bench.engines.torch_steps import read_prompt
+from mlx_zip.bench.engines.cuda_engines import CHUNK, ReplayedSteps, TorchEngine, installed_row_bytes, prompt_array
+from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
+from mlx_zip.bench.engines.runs import compress_prompt_and_text
+from mlx_zip.bench.engines.torch_steps import prefill_in_chunks
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.kernels.dispatch import forced
 from mlx_zip.cuda.model import CudaModel
@@ -42,8 +42,8 @@ class Plan:
 class Trial:
     """Times of one prefill and of its steps, and what a step reads, in bytes, halfway through."""
 
-    prefill: Clock
-    steps: Clock
+    prefill: DeviceClock
+    steps: DeviceClock
     prompt_ids: int
     bytes: dict[str, int]
 
@@ -74,27 +74,27 @@ def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) 
 def _trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> Trial:
     """Reads a prompt and emits its continuation."""
     batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
-    forced = zip_ids(batch.book(0), prompt, continuation)[1]
+    forced = compress_prompt_and_text(batch.book(0), prompt, continuation)[1]
     ids = compress_next(batch.book(0), prompt_array(prompt))
-    prefill, steps = Clock(device), Clock(device)
-    wait(device)
+    prefill, steps = DeviceClock(device), DeviceClock(device)
+    wait_for_device(device)
     prefill.lap()
-    read_prompt(batch, 0, ids, CHUNK)
-    wait(device)
+    prefill_in_chunks(batch, 0, ids, CHUNK)
+    wait_for_device(device)
     prefill.lap()
     steps.lap()
-    for _ in Replay(batch, len(continuation), forced):
+    for _ in ReplayedSteps(batch, len(continuation), forced):
         steps.lap()
-    wait(device)
+    wait_for_device(device)
     kv = round(engine.kv_bytes * (len(ids) + len(forced) / 2))
-    sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_bytes(batch)}
+    sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_row_bytes(batch)}
     return Trial(prefill.stop(), steps.stop(), len(ids), sizes)
 
 
-def joined(clocks: Sequence[Clock]) -> Clock:
+def joined(clocks: Sequence[DeviceClock]) -> DeviceClock:
     """Returns the times of all clocks as those of one."""
     device = [ms for clock in clocks for ms in clock.device_ms]
-    return Clock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
+    return DeviceClock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
 
 
 MOST_ROWS = 40
@@ -113,7 +113,7 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as found:
         engine.run(prompt, len(continuation), continuation)
-        wait(device)
+        wait_for_device(device)
     _write(found, folder / f"{name}.json")
     cost, bandwidth = warm_step(engine.model), engine.bandwidth()
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]

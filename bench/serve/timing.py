@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines.mlx_engines import MlxLm, settle
-from mlx_zip.bench.engines.shapes import from_folders
+from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
+from mlx_zip.bench.engines.shapes import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.recording import header, load_before, summary, surroundings
 from mlx_zip.bench.tables.performance import serving_table
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials", "prompt_words")
     check_at_least(args, 2, "streams", "max_tokens")
     load_before()
-    models = from_folders(args.model, args.base)
+    models = models_from_folders(args.model, args.base)
     device = MlxLm(models, models.plain).device
     header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
     with ExitStack() as stack:
@@ -115,10 +115,10 @@ def one_stream(asked: Asked, model: Any, tokenizer: Any, args: argparse.Namespac
     served, here, late = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "One stream") as count:
         for trial, content in zip(range(-1, args.trials), REQUESTS, strict=False):
-            settle()
+            wait_and_free_memory()
             reply = asyncio.run(asked.answer(content, args.max_tokens))
             count()
-            settle()
+            wait_and_free_memory()
             begun = time.perf_counter()
             chat = [{"role": "user", "content": content}]
             last = list(stream_generate(model, tokenizer, chat, max_tokens=args.max_tokens))[-1]
@@ -170,7 +170,7 @@ def streams(asked: Mapping[str, Asked], args: argparse.Namespace) -> dict[str, A
             texts = list(islice(contents, args.streams))
             first = trial % len(pairs)
             for name, way in (*pairs[first:], *pairs[:first]):
-                settle()
+                wait_and_free_memory()
                 replies, seconds = asyncio.run(_ask_all(asked[name], texts, args.max_tokens, way == "streams"))
                 if trial >= 0:
                     rates[name, way].append(sum(CHAT.usage(reply)[2] for reply in replies) / seconds)

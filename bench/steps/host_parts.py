@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
-from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip, wait_and_free_memory
+from mlx_zip.bench.engines.runs import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.device import fastest
 from mlx_zip.engine.interface import Failed, Finished, Submission
@@ -161,7 +161,7 @@ def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int
     model, ids = models.plain(), list(prompt)
 
     def times_of(steps_of_one: Iterable[Any]) -> list[float]:
-        settle()
+        wait_and_free_memory()
         return [time.perf_counter() for _ in steps_of_one]
 
     ways: dict[str, Callable[[], list[float]]] = {
@@ -189,8 +189,8 @@ def copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -
     count. windows: looks. moved: by group of buffers, the looks that found one elsewhere, and the bytes of those.
     """
     cache = model.make_cache()
-    prompt_ids, ids = zip_ids(cache[-1].books[0], prompt, text)
-    sampler: Any = Forced(ids.tolist())
+    prompt_ids, ids = compress_prompt_and_text(cache[-1].books[0], prompt, text)
+    sampler: Any = ForcedIdSampler(ids.tolist())
     count = min(steps, len(ids))
     run = RunOptions(ahead=True)
     made = islice(emit(model, prompt_ids, cache, sampler=sampler, run=run), count)

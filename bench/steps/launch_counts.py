@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_zip.bench.engines.mlx_engines import Forced
-from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler
+from mlx_zip.bench.engines.runs import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.options import RunOptions
@@ -95,7 +95,7 @@ def _prepared(
     model = copy(models.zipped())
     model.eval()
     model.row_source.store = None
-    prompt, ids = zip_ids(model.make_cache()[-1].books[0], base_ids[:PROMPT], base_ids[PROMPT:])
+    prompt, ids = compress_prompt_and_text(model.make_cache()[-1].books[0], base_ids[:PROMPT], base_ids[PROMPT:])
     emitted = ids[:STEPS].tolist()
     if len(emitted) <= SKIPPED:
         return None
@@ -125,7 +125,7 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
 
 def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
     """Generates `ids` after `prompt`, so that the model's row store holds the rows of all entries in prompt and ids."""
-    sampler: Any = Forced(ids)
+    sampler: Any = ForcedIdSampler(ids)
     run = RunOptions(prefill_step_size=PROMPT, ahead=True)
     made = emit(model, prompt, model.make_cache(), sampler=sampler, run=run)
     deque(islice(made, len(ids)), maxlen=0)

@@ -213,7 +213,7 @@ def _with_small_models(name: str, precision: str, layers: int, call: Callable[[A
     import mlx.core as mx
 
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
-    from mlx_zip.bench.engines.shapes import from_config
+    from mlx_zip.bench.engines.shapes import models_from_config
 
     from .selftest_steps import PROMPT, synthetic_ids
 
@@ -222,7 +222,7 @@ def _with_small_models(name: str, precision: str, layers: int, call: Callable[[A
     before, options = mx.default_device(), ZipOptions(encoder_bits=8)
     mx.set_default_device(mx.cpu)  # so that the page is the same on every machine
     try:
-        models = from_config(name, config, precision, range(SMALL["vocab_size"]), options)
+        models = models_from_config(name, config, precision, range(SMALL["vocab_size"]), options)
         return call(models, synthetic_ids(2 * PROMPT, SMALL["vocab_size"]))
     finally:
         mx.set_default_device(before)
@@ -286,17 +286,17 @@ def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
     """Returns what a step reads of: weights, head, KV cache, output rows, and the hyper-encoder of each side."""
     import mlx.core as mx
 
-    from mlx_zip.bench.engines.mlx_engines import parameters, weight_bytes
-    from mlx_zip.bench.engines.runs import kv_bytes
+    from mlx_zip.bench.engines.mlx_engines import named_weights, weight_bytes
+    from mlx_zip.bench.engines.runs import kv_bytes_per_id
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
-    from mlx_zip.bench.engines.shapes import quantization_of, quantize, zip_args
+    from mlx_zip.bench.engines.shapes import cast_and_quantize, model_args_with_hypertokens, quantization_config
     from mlx_zip.config import SIDES
     from mlx_zip.models.zip_model import Model
 
     config, options = SHAPES[name], ZipOptions(encoder_bits=ENCODER_BITS[precision])
-    model = Model(zip_args(config, options))
-    quantize(model, mx.bfloat16, quantization_of(precision, options, model))
-    arrays = parameters(model)
+    model = Model(model_args_with_hypertokens(config, options))
+    cast_and_quantize(model, mx.bfloat16, quantization_config(precision, options, model))
+    arrays = named_weights(model)
     untied = any(key.startswith("lm_head.") for key, _ in arrays)
 
     def size(wanted: Callable[[str], bool]) -> Size:
@@ -310,7 +310,7 @@ def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
     return {
         "weights": weights,
         "head": size(lambda key: key.startswith(head)),
-        "KV cache": Size(kv_bytes(config, 2), kv_bytes(config, 2) / 2).times(KV_IDS),
+        "KV cache": Size(kv_bytes_per_id(config, 2), kv_bytes_per_id(config, 2) / 2).times(KV_IDS),
         "output rows": Size(2, 1).times(ROWS * config["hidden_size"]),
         **{side: size(lambda key, side=side: key.startswith(side)) for side in SIDES},
     }

@@ -26,7 +26,13 @@ from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.runs import Run
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import Workload
-from mlx_zip.bench.generation.generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
+from mlx_zip.bench.generation.generate import (
+    PACKAGES,
+    add_model_arguments,
+    add_text_arguments,
+    prepare_models_and_workloads,
+    record_model_section,
+)
 from mlx_zip.bench.recording import header, load_before, surroundings
 from mlx_zip.bench.records import table
 from mlx_zip.device import on_gpu
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials")
     args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
     load_before()
-    models, workloads = prepare(args)
+    models, workloads = prepare_models_and_workloads(args)
     if models.zipped is None:
         raise MlxZipError("there is nothing to split without a model with hypertokens: --model or --shape")
     profiler = StepProfiler(args, models)
@@ -187,7 +193,7 @@ class StepProfiler:
         return {
             "bench": "profile",
             "schema": SCHEMA,
-            "model": model_section(self.models, args),
+            "model": record_model_section(self.models, args),
             "mode": workload.mode,
             "workload": {
                 "domain": workload.domain,

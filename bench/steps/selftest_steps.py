@@ -15,11 +15,11 @@ import numpy as np
 
 from mlx_zip import named
 from mlx_zip.bench import machine
-from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, settle
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.runs import Run
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
-from mlx_zip.bench.engines.shapes import from_folders, from_shape
-from mlx_zip.bench.engines.workloads import chats, read_requests, read_tokenizer
+from mlx_zip.bench.engines.shapes import models_from_folders, models_from_shape
+from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
 from mlx_zip.bench.machine import memory_bytes
 from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
@@ -48,8 +48,8 @@ def bandwidth() -> dict[str, Any]:
 
 def stories_steps(limit_s: float) -> dict[str, Any]:
     """Returns `step_figures` of the bundled model, which answers a built-in request, against its base."""
-    models = from_folders("stories", "stories-base")
-    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
+    models = models_from_folders("stories", "stories-base")
+    prompt = make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
     return step_figures(models, prompt, None, limit_s)
 
 
@@ -59,8 +59,8 @@ def smollm2_steps(limit_s: float) -> dict[str, Any]:
         return {"skipped": "on a CPU a step of this size takes too long"}
     if any(named.made(name) is None for name in named.MADE):
         return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
-    models = from_folders("smollm2", "smollm2-base")
-    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
+    models = models_from_folders("smollm2", "smollm2-base")
+    prompt = make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
     return step_figures(models, prompt, None, limit_s)
 
 
@@ -79,7 +79,7 @@ def _too_small() -> str | None:
 
 
 def _shape() -> tuple[Models, list[int], list[int]]:
-    models = from_shape(SHAPE, "4", read_tokenizer("stories"), ZipOptions(encoder_bits=8))
+    models = models_from_shape(SHAPE, "4", read_tokenizer("stories"), ZipOptions(encoder_bits=8))
     ids = synthetic_ids(PROMPT + TOKENS, len(models.tokenizer))
     return models, ids[:PROMPT], ids[PROMPT:]
 
@@ -92,8 +92,8 @@ def host_figures(rest_s: float, limit_s: float) -> dict[str, Any]:
     rests = sorted({0.0, min(REST_S, rest_s), rest_s})
     if _too_small() is None:
         return host_parts.host_figures(*_shape(), True, rests, limit_s)
-    models = from_folders("stories", "stories-base")
-    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
+    models = models_from_folders("stories", "stories-base")
+    prompt = make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
     return host_parts.host_figures(models, prompt, synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s)
 
 
@@ -122,7 +122,7 @@ def step_figures(models: Models, prompt: Sequence[int], text: Sequence[int] | No
         runs["mlx-lm"].append(plain.run(prompt[: like.prompt_ids], len(forced), forced))
         rounds += 1
     timed: Any = {name: found[1:] for name, found in runs.items()}
-    settle()
+    wait_and_free_memory()
     counted = {rows: step_launches(models, [*prompt, *like.base_ids], rows) for rows in ("cold", "warm")}
     return {
         "model": models.name,

@@ -87,7 +87,7 @@ PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
     Hook("sampling", mx, "argmax", _result),
     Hook("enqueue", mx, "async_eval"),
-    Hook("replay", "mlx_zip.bench.engines.mlx_engines:Forced", "__call__"),
+    Hook("replay", "mlx_zip.bench.engines.mlx_engines:ForcedIdSampler", "__call__"),
 )
 ZIP_HOOKS = (
     *PLAIN_HOOKS,

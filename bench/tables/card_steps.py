@@ -59,11 +59,11 @@ def launches(layers: int) -> int:
 
 def step_bytes(name: str, precision: str) -> int:
     """Returns the bytes of weights, keys and values that a step of a shape reads."""
-    from mlx_zip.bench.engines.runs import kv_bytes
+    from mlx_zip.bench.engines.runs import kv_bytes_per_id
     from mlx_zip.bench.engines.shape_table import SHAPES
     from mlx_zip.bench.steps.mac_steps import sizes_of
 
-    return round(sizes_of(name, precision)["weights"].bytes + KV_IDS * kv_bytes(SHAPES[name], 2))
+    return round(sizes_of(name, precision)["weights"].bytes + KV_IDS * kv_bytes_per_id(SHAPES[name], 2))
 
 
 def steps_table(records: Records) -> str:

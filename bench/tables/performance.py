@@ -16,13 +16,13 @@ from mlx_zip.bench.generation.ratios import (
     STORIES,
     TURNS,
     Ratio,
-    detokenizing,
+    base_tokens_per_step,
+    detokenizing_us_per_base_token,
+    figure_ratio,
     paired_ratio,
-    per_step,
-    pooled_per_step,
-    ratio,
-    shortening,
-    step_ratio,
+    pooled_base_tokens_per_step,
+    prompt_ids_per_base_id,
+    step_time_ratio,
 )
 from mlx_zip.bench.records import Record, Records, libraries, machines, table
 from mlx_zip.bench.serve.client import DIALECTS
@@ -47,7 +47,7 @@ PACK = "its own, tuned"  # name of the bundled model's own pack in the record `p
 def _steps(records: Records) -> str:
     """Returns the table of times per step over mlx-lm's at equal KV length, one row per profile."""
     found = {name: (file, records.one(file)) for name, file in PROFILES.items()}
-    rows = [[name, f"`{file}`", str(step_ratio(line)), libraries(line)] for name, (file, line) in found.items()]
+    rows = [[name, f"`{file}`", str(step_time_ratio(line)), libraries(line)] for name, (file, line) in found.items()]
     return table(["", "record", "a step over mlx-lm's", "preloaded; BLAS"], rows)
 
 
@@ -56,8 +56,8 @@ def _requests(records: Records) -> str:
     rows = []
     for text, file in REQUESTS.items():
         pair = records.pair(file)
-        found = (ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
-        rows.append([text, f"`{file}`", f"{per_step(pair):.2f}", *map(str, found), libraries(pair[1])])
+        found = (figure_ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
+        rows.append([text, f"`{file}`", f"{base_tokens_per_step(pair):.2f}", *map(str, found), libraries(pair[1])])
     header = [
         "text",
         "record",
@@ -76,8 +76,10 @@ def _stories(records: Records) -> str:
     for turn, name in enumerate(TURNS):
         for state in ("cold", "warm"):
             pair = records.pair(STORIES, turn=turn, rows=state)
-            found = (ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms"))
-            rows.append([name, state, f"{pooled_per_step(pair):.2f}", *map(str, found)])
+            found = (
+                figure_ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms")
+            )
+            rows.append([name, state, f"{pooled_base_tokens_per_step(pair):.2f}", *map(str, found)])
     heads = ["story", "rows", "base tokens per step", "steps/s", "base tokens/s", "bytes/s", "time to first id"]
     return table(heads, rows)
 
@@ -92,7 +94,7 @@ def _published(records: Records) -> str:
     rows = []
     for precision, file in PUBLISHED.items():
         pair = records.pair(file, "zip2zip")
-        found = (str(ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))
+        found = (str(figure_ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))
         rows.append([precision, f"`{file}`", *found, libraries(pair[1])])
     return table(["weights", "record", "steps/s", "time to first id", "preloaded; BLAS"], rows)
 
@@ -101,7 +103,7 @@ def _parts(records: Records) -> str:
     """Returns the table of a step's parts in us: before the work on host time, after it, and of the bundled model."""
     before, after, bundled = map(records.one, ("profile-before", "profile-warm", "profile-stories"))
     profiles = (before, after, bundled)
-    rows = [["step over mlx-lm's at equal KV length", *(f"{step_ratio(record).value:.2f}" for record in profiles)]]
+    rows = [["step over mlx-lm's at equal KV length", *(f"{step_time_ratio(record).value:.2f}" for record in profiles)]]
     rows.append(["rows, apart", *(_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
     for name, part in HOST_PARTS.items():
         rows.append([name, *(_us(record["parts"][part]["host_us"]) for record in profiles)])
@@ -140,8 +142,8 @@ def _speed(records: Records) -> str:
     rows = []
     for turn, name in enumerate(TURNS):
         cold, warm = (records.pair(STORIES, turn=turn, rows=state) for state in ("cold", "warm"))
-        gains = [f"{ratio(pair, 'bytes_per_s')} x" for pair in (cold, warm)]
-        rows.append([f"{name} story of a conversation", f"{pooled_per_step(warm):.2f}", *gains, bits])
+        gains = [f"{figure_ratio(pair, 'bytes_per_s')} x" for pair in (cold, warm)]
+        rows.append([f"{name} story of a conversation", f"{pooled_base_tokens_per_step(warm):.2f}", *gains, bits])
     heads = ["`stories`, 8 bit", "base tokens per step", "bytes/s to mlx-lm, cold", "warm", "bits per byte (base)"]
     return table(heads, rows)
 
@@ -188,30 +190,30 @@ class Target:
 def _speedup_over_compression(records: Records) -> Ratio:
     """Returns the gain in base tokens/s on code over base tokens per step: 1 if a step is as fast as mlx-lm's."""
     pair = records.pair(REQUESTS["code"])
-    return ratio(pair, "base_tokens_per_s").over(per_step(pair))
+    return figure_ratio(pair, "base_tokens_per_s").over(base_tokens_per_step(pair))
 
 
 def _first_id_over_length(records: Records) -> Ratio:
     """Returns the time to the first id on code over mlx-lm's, divided by how much shorter the compressed prompt is."""
     pair = records.pair(REQUESTS["code"])
-    return ratio(pair, "ttft_ms").over(shortening(pair))
+    return figure_ratio(pair, "ttft_ms").over(prompt_ids_per_base_id(pair))
 
 
 def _bytes_per_s(turn: int, rows: str) -> Callable[[Records], Ratio]:
     """Returns the measure of a story's bytes/s over the base's. turn: the story, from 0; rows: "cold" or "warm"."""
-    return lambda records: ratio(records.pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
+    return lambda records: figure_ratio(records.pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
 
 
 def _over_published(precision: str) -> Callable[[Records], Ratio]:
     """Returns the measure of steps/s over the published package's. precision: a key of `PUBLISHED`."""
-    return lambda records: ratio(records.pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
+    return lambda records: figure_ratio(records.pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
 
 
 HOST = (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))  # name, record
 
 TARGETS = (
     *(
-        Target(f"step over mlx-lm's at equal KV length, {name}", bound, lambda r, f=f: step_ratio(r.one(f)), f)
+        Target(f"step over mlx-lm's at equal KV length, {name}", bound, lambda r, f=f: step_time_ratio(r.one(f)), f)
         for name, bound, f in (
             ("bundled model, rows cold", 1.35, "profile-stories-cold"),
             ("bundled model, rows warm", 1.10, "profile-stories"),
@@ -258,7 +260,13 @@ TARGETS = (
         for (name, file), bound in zip(HOST, (400, 250), strict=True)
     ),
     *(
-        Target(f"detokenizing a base token, {name}", 20, lambda r, f=f: detokenizing(r.one(f)), f, unit=" us")
+        Target(
+            f"detokenizing a base token, {name}",
+            20,
+            lambda r, f=f: detokenizing_us_per_base_token(r.one(f)),
+            f,
+            unit=" us",
+        )
         for name, f in HOST
     ),
     Target(

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from torch.nn.attention.bias import causal_upper_left
 
 from mlx_zip.bench.engines import cuda_engines
-from mlx_zip.bench.engines.shape_table import SHAPES, narrow
+from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.generation import report
 from mlx_zip.bench.gpu import card_checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
@@ -121,9 +121,9 @@ def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monk
 def test_torch_zip_is_compared_with_torch_base_where_other_bases_ran_too():
     records = [tiny_bench.record(name) for name in ("mlx-lm", "torch-base", "mlx-zip", "torch-zip")]
     records[1]["figures"]["base_tokens_per_s"] = records[3]["figures"]["base_tokens_per_s"]
-    assert report.against_base(records[1], records) == ["-", "-"]
-    assert report.against_base(records[3], records)[0].startswith("1.00")
-    assert report.against_base(records[2], records)[0].startswith("2.00")
+    assert report.ratios_to_base_engine(records[1], records) == ["-", "-"]
+    assert report.ratios_to_base_engine(records[3], records)[0].startswith("1.00")
+    assert report.ratios_to_base_engine(records[2], records)[0].startswith("2.00")
 
 
 def page_command(bench):
@@ -137,7 +137,7 @@ def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_
     tmp_path, capsys, monkeypatch
 ):
     """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card; shapes and sizes are small."""
-    monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow(SHAPES["phi-3.5-mini"]))
+    monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow_shape_config(SHAPES["phi-3.5-mini"]))
     monkeypatch.setattr(cuda_engines, "torch_device", lambda device: H100["device"])
     code = tmp_path / "code.txt"
     code.write_text("def add(a, b):\n    return a + b\n" * 40)

@@ -114,7 +114,7 @@ def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
 @pytest.mark.slow
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
     phi = [name for name, _ in nvidia.WHOLE if SHAPES[name]["model_type"] == "phi3"]
-    monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
+    monkeypatch.setattr(cuda_engines, "torch_models_of_shape", _refusing(cuda_engines.torch_models_of_shape, phi))
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "generate", "steps") == 1
     for part, kind in (("generate", "generate"), ("steps", "nvidia-steps")):
         lines = read_lines(tmp_path / f"{part}.jsonl")

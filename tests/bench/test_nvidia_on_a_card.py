@@ -79,8 +79,10 @@ def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory
 
 
 def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
-    models = cuda_engines.models_of("tiny", "float32", None, None, "stories", ZipOptions(encoder_layers=1))
-    model = cuda_engines.opened(models)
+    models = cuda_engines.torch_models_from_flags(
+        "tiny", "float32", None, None, "stories", ZipOptions(encoder_layers=1)
+    )
+    model = cuda_engines.shared_cuda_model(models)
     by_rule = steps.warm_step(model)
     with forced("triton"):  # as on a card
         assert steps.warm_step(model).record() == by_rule.record()

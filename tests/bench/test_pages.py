@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.bench import pages
-from mlx_zip.bench.generation.ratios import Ratio, ratio
+from mlx_zip.bench.generation.ratios import Ratio, figure_ratio
 from mlx_zip.bench.pages import main, names, pages_of, registered
 from mlx_zip.bench.records import PLACES, Records
 from mlx_zip.bench.tables.performance import TARGETS, Target
@@ -156,7 +156,7 @@ def edit(root, old, new):
 def test_a_ratio_has_the_medians_and_the_trials_that_ran_together():
     a = {"figures": {"steps_per_s": {"samples": [8.0, 10.0, 20.0]}}}
     b = {"figures": {"steps_per_s": {"samples": [12.0, 12.0, 10.0]}}, "workload": {}}
-    found = ratio((a, b), "steps_per_s")
+    found = figure_ratio((a, b), "steps_per_s")
     assert found == Ratio(1.2, 0.5, 1.5, 3)
     assert found.over(2) == Ratio(0.6, 0.25, 0.75, 3)
 
@@ -164,7 +164,7 @@ def test_a_ratio_has_the_medians_and_the_trials_that_ran_together():
 def test_trials_of_one_conversation_count_as_one_pair():
     a = {"figures": {"bytes_per_s": {"samples": [1.0] * 6}}}
     b = {"figures": {"bytes_per_s": {"samples": [1.0, 3.0, 2.0, 2.0, 2.5, 3.5]}}, "workload": {"conversations": 3}}
-    assert ratio((a, b | {"x": 0}), "bytes_per_s") == Ratio(2.0, 2.0, 3.0, 3)
+    assert figure_ratio((a, b | {"x": 0}), "bytes_per_s") == Ratio(2.0, 2.0, 3.0, 3)
 
 
 @pytest.mark.parametrize(

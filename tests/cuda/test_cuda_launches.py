@@ -16,7 +16,7 @@ pytest.importorskip("mlx.core")
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 
-from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, zip_config  # noqa: E402
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import Launches, counted, extrapolated, shape_costs, step_costs  # noqa: E402  # noqa: E402
 from mlx_zip.bench.tables import card_steps  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
@@ -203,7 +203,7 @@ EXTRA_BYTES = 0.015  # of the weights that a step reads
 def phi():
     """Costs of a step of `torch-base` and of `torch-zip`, warm and cold, at the shape of phi-3.5-mini."""
     plain = SHAPES["phi-3.5-mini"]
-    return shape_costs(plain, torch.bfloat16), shape_costs(zip_config(plain, ZipOptions()), torch.bfloat16)
+    return shape_costs(plain, torch.bfloat16), shape_costs(config_with_hypertokens(plain, ZipOptions()), torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ pytest.importorskip("mlx.core")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.bench.gpu import kernel_launches  # noqa: E402
 from mlx_zip.codec import Codebook  # noqa: E402
 from mlx_zip.cuda import model as model_module  # noqa: E402
@@ -179,7 +179,7 @@ def test_an_id_that_cannot_be_read_ends_a_generation_with_its_error(folder, monk
     model = open_model(folder, "cpu")
     monkeypatch.setattr(Batch, "follow", lambda self, ids: {0: CodecError("no such id")})
     with pytest.raises(CodecError, match="no such id"):
-        list(generate(model, base_ids(9), 5))
+        list(generate_greedily(model, base_ids(9), 5))
 
 
 def test_a_count_says_if_no_step_installs_an_entry(folder, monkeypatch):

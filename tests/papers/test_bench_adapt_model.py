@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import __main__ as bench
-from mlx_zip.bench.engines.shapes import from_folders, sliced
+from mlx_zip.bench.engines.shapes import make_model_with_kept_rows, models_from_folders
 from mlx_zip.bench.papers.adaptbpe.tables import TABLES, groups, picture
 from mlx_zip.bench.records import Records
 from mlx_zip.errors import MlxZipError
@@ -101,8 +101,8 @@ def test_a_step_is_timed_whole_and_cut(monkeypatch, capsys, precision):
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_sliced_model_has_the_full_ones_logits_bit_for_bit(tmp_path, bits):
     folder = quantized(PLAIN, tmp_path / "quantized") if bits else PLAIN
-    models, kept = from_folders(None, str(folder)), np.arange(0, 512, 3, dtype=np.uint32)
-    whole, cut = models.plain(), sliced(models, kept)()
+    models, kept = models_from_folders(None, str(folder)), np.arange(0, 512, 3, dtype=np.uint32)
+    whole, cut = models.plain(), make_model_with_kept_rows(models, kept)()
     ids = np.arange(20)
     np.testing.assert_array_equal(logits_of(cut, ids), logits_of(whole, kept[ids])[:, kept])
     assert mx.array_equal(cut.lm_head.weight, whole.lm_head.weight[mx.array(kept)]).item()

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm
 from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
-from mlx_zip.bench.engines.shapes import from_folders, from_shape, sliced
+from mlx_zip.bench.engines.shapes import make_model_with_kept_rows, models_from_folders, models_from_shape
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.bench.machine import device
 from mlx_zip.bench.recording import summary, surroundings
@@ -76,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = read_tokenizer(args.tokenizer) if args.shape else None
     for precision in args.precisions if args.shape else ["as stored"]:
         options = ZipOptions(encoder="averaging")  # the least that a shape has besides the plain model
-        models = from_folders(None, args.model) if args.model else from_shape(args.shape, precision, tokenizer, options)
+        models = (
+            models_from_folders(None, args.model)
+            if args.model
+            else models_from_shape(args.shape, precision, tokenizer, options)
+        )
         for share in args.keep:
             line = {"bench": "adapt_step", **measure(models, share, args.tokens, args.trials)}
             print(json.dumps({**line, "device": device(), **surroundings("mlx", "mlx-lm")}), flush=True)
@@ -91,7 +95,7 @@ def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str,
     """
     vocab_size = models.base_config["vocab_size"]
     kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
-    engines = {"whole": MlxLm(models, models.plain), "cut": MlxLm(models, sliced(models, kept))}
+    engines = {"whole": MlxLm(models, models.plain), "cut": MlxLm(models, make_model_with_kept_rows(models, kept))}
     eos = set(models.tokenizer.eos_token_ids)
     ids = [i for i in range(min(len(kept), len(models.tokenizer))) if i not in eos][-tokens:]
     if not ids:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
+from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
 from mlx_zip.bench.plots import new_figure, save
 from mlx_zip.bench.recording import load_before, summary, surroundings
 from mlx_zip.bench.tokens import read_domains
@@ -87,9 +87,9 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     ids = list(vocabulary.encode(text))
     samples: dict[str, list[float]] = {name: [] for name in CURVES}
     for trial in range(trials + 1):  # the first one warms up
-        alone = seconds(lambda: vocabulary.encode(text)) * 1e6
-        ours = seconds(lambda: compress(params, ids)) * 1e6
-        other = seconds(lambda: theirs.encode(ids)) * 1e6 if theirs else 0.0
+        alone = mean_call_seconds(lambda: vocabulary.encode(text)) * 1e6
+        ours = mean_call_seconds(lambda: compress(params, ids)) * 1e6
+        other = mean_call_seconds(lambda: theirs.encode(ids)) * 1e6 if theirs else 0.0
         if trial:
             for name, sample in zip(CURVES, (alone, alone + ours, alone + other), strict=True):
                 samples[name].append(sample)
