@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError, missing_library
 
-from .recording import load_before, summary, surroundings
+from .recording import environment_fields, load_before_bench, summarize_samples
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser  # pyright: ignore[reportMissingImports]
@@ -82,10 +82,10 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials", "conversations", "tokens")
     if args.speed <= 0 or args.seconds <= 0:
         raise MlxZipError("--speed and --seconds must be above 0")
-    load_before()
+    load_before_bench()
     with running_browser() as chrome:
         record = {"bench": "app", **measure(chrome, args), "browser": chrome.version}
-    print(json.dumps(record | surroundings("playwright")), flush=True)
+    print(json.dumps(record | environment_fields("playwright")), flush=True)
     print_figures_beside_targets(record)
     return 0
 
@@ -98,7 +98,7 @@ def measure(chrome: Any, args: argparse.Namespace) -> dict[str, Any]:
         example = export_conversations(page)
         import_conversations(page, [make_short_conversation(example, i) for i in range(args.conversations)])
         import_conversations(page, [make_long_conversation(example, args.tokens)])
-        opening = summary([time_until_usable_ms(chrome, address) for _ in range(args.trials)])
+        opening = summarize_samples([time_until_usable_ms(chrome, address) for _ in range(args.trials)])
         long = measure_long_conversation(chrome, address, args.seconds)
         return {
             "speed": args.speed,
@@ -252,7 +252,7 @@ def time_search(page: Any, trials: int) -> dict[str, Any]:
     for i in range(trials):
         for name, text in {"one": f"word{i * 7}", "all": "whale", "none": f"nothing{i}"}.items():
             times.setdefault(name, []).append(page.evaluate(SEARCH, [text])[0])
-    return {f"search_{name}_ms": summary(samples) for name, samples in times.items()}
+    return {f"search_{name}_ms": summarize_samples(samples) for name, samples in times.items()}
 
 
 def print_figures_beside_targets(record: dict[str, Any]) -> None:

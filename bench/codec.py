@@ -29,7 +29,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError
 
-from .recording import load_before, summary, surroundings
+from .recording import environment_fields, load_before_bench, summarize_samples
 
 try:
     import zip2zip_compression as upstream
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per measurement. Raises `MlxZipError` for a flag out of range or a file it cannot read."""
     check_at_least(args, 1, "length", "windows", "trials")
-    load_before()
+    load_before_bench()
     ids, data = _read_ids(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
     if args.policies:
@@ -202,8 +202,8 @@ def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], 
         mine.append(mean_call_seconds(ours) / count * 1e9)
         if theirs:
             other.append(mean_call_seconds(theirs) / count * 1e9)
-    record = {"what": what, "unit": "ns per id", "ids": count, "ours": summary(mine)}
-    return {**record, "upstream": summary(other) if other else None, **data_source_note()}
+    record = {"what": what, "unit": "ns per id", "ids": count, "ours": summarize_samples(mine)}
+    return {**record, "upstream": summarize_samples(other) if other else None, **data_source_note()}
 
 
 def data_source_note() -> dict[str, str]:
@@ -250,7 +250,7 @@ def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], tria
 def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
     """Returns the summary of each trial's median, and the 99th percentile of all calls. calls: ns, [trials][calls]."""
     flat = np.concatenate(calls)
-    return {**summary([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
+    return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
 
 
 def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
@@ -261,7 +261,7 @@ def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
 
 def print_record(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
     line = {"bench": "codec", **record, "setting": setting, "data": data}
-    print(json.dumps({**line, **surroundings("zip2zip_compression")}), flush=True)
+    print(json.dumps({**line, **environment_fields("zip2zip_compression")}), flush=True)
 
 
 def time_eviction_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
@@ -283,7 +283,7 @@ def time_eviction_policies(params: CodecParams, base_ids: Uint32s, trials: int) 
                 "policy": policy,
                 "unit": "processor ns per id",
                 "ids": len(ids),
-                "ours": summary(samples[policy]),
+                "ours": summarize_samples(samples[policy]),
                 "of_freeze": round(ratio, 3),
             }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .recording import surroundings
+from .recording import environment_fields
 
 PAPER_RATE = 0.7121  # compression rate at merge size 3, windows of 2,048 (table 7)
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rows_per_id < float("inf"):
         raise MlxZipError(f"--rows-per-id must be 0 or more, got {args.rows_per_id}")
     for shape in (*TABLE_9, *TRAINED):
-        print(json.dumps({**record(shape, args.rate, args.rows_per_id), **surroundings()}), flush=True)
+        print(json.dumps({**record(shape, args.rate, args.rows_per_id), **environment_fields()}), flush=True)
     return 0
 
 

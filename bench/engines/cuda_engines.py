@@ -21,7 +21,7 @@ from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.folders import model_folder, read_config
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .device_clock import describe_torch_device, measure_read_bandwidth, wait_for_device, yardstick
+from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick, wait_for_device
 from .random_folder import random_folder
 from .runs import Engine, Run, compress_prompt_and_text
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, config_with_hypertokens
@@ -123,7 +123,7 @@ class TorchEngine(Engine):
     @property
     def yardstick(self) -> str:
         """See `Engine.yardstick`."""
-        return yardstick(self.model.device)
+        return torch_yardstick(self.model.device)
 
     def bandwidth(self) -> float:
         """See `Engine.bandwidth`."""

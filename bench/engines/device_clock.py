@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mlx_zip.bench import machine
-from mlx_zip.bench.recording import processor, summary
+from mlx_zip.bench.recording import processor_name, summarize_samples
 from mlx_zip.cuda.memory import read_speed
 
 CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache
@@ -55,8 +55,8 @@ class DeviceClock:
 
 
 def summarize_ms(samples: list[float]) -> dict[str, Any]:
-    """Returns samples in ms as `summary` does, rounded to ns."""
-    scaled = summary([1e3 * one for one in samples])
+    """Returns samples in ms as `summarize_samples` does, rounded to ns."""
+    scaled = summarize_samples([1e3 * one for one in samples])
     return {
         name: [v / 1e3 for v in value] if isinstance(value, list) else value / 1e3 for name, value in scaled.items()
     }
@@ -91,17 +91,17 @@ def bandwidth_matrix_side(device: torch.device) -> int:
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Measures how many bytes per second matrix-vector products read on a device; see `yardstick`."""
+    """Measures how many bytes per second matrix-vector products read on a device; see `torch_yardstick`."""
     return read_speed(device, bandwidth_matrix_side(device))
 
 
-def yardstick(device: torch.device) -> str:
+def torch_yardstick(device: torch.device) -> str:
     """Returns the name of what `measure_read_bandwidth` measures."""
-    return machine.yardstick("PyTorch", bandwidth_matrix_side(device))
+    return machine.yardstick_name("PyTorch", bandwidth_matrix_side(device))
 
 
 def describe_torch_device(device: torch.device) -> dict[str, Any]:
     """Returns a device of torch as the records' section `device`."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     threads = {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ}
     return {"device": device.type, "chip": chip, "threads": threads}

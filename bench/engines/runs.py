@@ -77,16 +77,16 @@ class Engine(ABC):
     @property
     def device(self) -> dict[str, Any]:
         """The device that the engine runs on, as the records' section `device`."""
-        return machine.device()
+        return machine.describe_mlx_device()
 
     @property
     def yardstick(self) -> str:
         """The name of what `bandwidth` measures."""
-        return machine.yardstick("MLX", machine.BANDWIDTH_SIDE)
+        return machine.yardstick_name("MLX", machine.BANDWIDTH_SIDE)
 
     def bandwidth(self) -> float:
         """Measures how many bytes per second matrix-vector products read on the engine's device."""
-        return machine.bandwidth()
+        return machine.mlx_read_bandwidth()
 
     def fresh(self) -> None:
         """Drops what earlier requests left in the model, such as encoded hyper rows."""

@@ -24,7 +24,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.folders import read_config
 
-from .device_clock import describe_torch_device, measure_read_bandwidth, yardstick
+from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick
 from .runs import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
 
@@ -62,7 +62,7 @@ class _GenerateEngine(Engine):
 
     @property
     def yardstick(self) -> str:
-        return yardstick(self.torch_device)
+        return torch_yardstick(self.torch_device)
 
     def bandwidth(self) -> float:
         return measure_read_bandwidth(self.torch_device)

@@ -21,7 +21,7 @@ from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.shapes import models_from_folders
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
-from mlx_zip.bench.recording import header, load_before, summary, surroundings
+from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 from mlx_zip.progress import ProgressBar
@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     """Times both models in both ways and prints one JSON line. Raises `MlxZipError` for what cannot be run."""
     check_at_least(args, 1, "rows", "trials")
     check_at_least(args, 2, "max_tokens")
-    load_before()
+    load_before_bench()
     models = models_from_folders(args.model, args.base)
     asked = make_conversations(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)
     prompts = [list(one.turns[0].prompt) for one in asked]
     engines = {"base": MlxLm(models, models.plain), "zip": load_zip_engine(models)}
     device = engines["zip"].device
-    header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
+    print_header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
     record = {
         "bench": "batch",
         "model": {"zip": models.name, "base": base_model_name(args), "precision": models.precision},
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         },
         **measure_batch_gain(engines, prompts, args),
         "device": device,
-        **surroundings(*PACKAGES),
+        **environment_fields(*PACKAGES),
     }
     print(json.dumps(record), flush=True)
     print(batch_table([record]), file=sys.stderr)
@@ -116,7 +116,7 @@ class TimedRun:
 def measure_batch_gain(
     engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> dict:
-    """Returns the record's `counts` (of one run; all are equal) and `throughput_figures`. engines: "base" and "zip"."""
+    """Returns the record's `counts` (of one run; all are equal) and `figures`. engines: "base" and "zip"."""
     pairs = list(product(KINDS, WAYS))
     runs: dict[tuple[str, str], list[TimedRun]] = {pair: [] for pair in pairs}
     with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
@@ -189,7 +189,7 @@ def throughput_figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> di
 
 def figure_with_interval(samples: Sequence[float], unit: str) -> dict[str, Any]:
     ratio = median_with_interval(samples)
-    return {"unit": unit, **summary(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
+    return {"unit": unit, **summarize_samples(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
 
 
 def figures_while_all_rows_open(runs: Mapping[tuple[str, str], Sequence[TimedRun]]) -> dict[str, Any] | None:

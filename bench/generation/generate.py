@@ -29,8 +29,8 @@ from mlx_zip.bench.engines.workloads import (
     read_requests,
     read_tokenizer,
 )
-from mlx_zip.bench.machine import EnergyMeter, used
-from mlx_zip.bench.recording import header, load_before, surroundings
+from mlx_zip.bench.machine import EnergyMeter, joules_between
+from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -181,12 +181,12 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials", "windows", "draft", "turns", "conversations")
     check_at_least(args, 0, "warmup")
     check_engine_names(args.engines)
-    load_before()
+    load_before_bench()
     models, workloads = prepare_models_and_workloads(args)
     check_engines_continue_conversations(args.engines, workloads)
     engines = [(make_engine(name, models, args), rows) for rows in args.rows for name in args.engines]
     comparison = EngineComparison(args, engines, models)
-    header("generate", models.name, comparison.devices[args.engines[0]], describe_plan(args, workloads))
+    print_header("generate", models.name, comparison.devices[args.engines[0]], describe_plan(args, workloads))
     for conversations in group_workloads_by_record(workloads):
         records = []
         for record in comparison.measure(conversations):
@@ -350,7 +350,7 @@ class EngineComparison:
         for turn in conversation.turns:
             before = self.meter.read()
             runs.append(engine.run(turn.prompt, turn.tokens, turn.text, held))
-            joules.append(used(before, self.meter.read()))
+            joules.append(joules_between(before, self.meter.read()))
         return Trial(runs, joules)
 
     def _record(self, entrant: ComparedEngine, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
@@ -388,7 +388,7 @@ class EngineComparison:
             "kv_dtype": engine.kv_dtype,
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
-            **surroundings(*PACKAGES),
+            **environment_fields(*PACKAGES),
         }
 
 

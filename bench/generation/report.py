@@ -15,8 +15,8 @@ from typing import Any
 
 from mlx_zip.bench.engines.runs import ENGINES
 from mlx_zip.bench.plots import FORMATS as PICTURES
-from mlx_zip.bench.plots import new_figure, save
-from mlx_zip.bench.records import FORMATS, busy, libraries, table
+from mlx_zip.bench.plots import new_figure, save_figure
+from mlx_zip.bench.records import FORMATS, libraries_cell, load_cell, table
 from mlx_zip.errors import MlxZipError
 
 from .generate_record import read_records, record_key
@@ -108,8 +108,8 @@ def records_table(records: Records, kind: str) -> str:
             *(figure_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
             *ratios_to_base_engine(record, records),
             sample_count_cell(record),
-            busy(record),
-            libraries(record),
+            load_cell(record),
+            libraries_cell(record),
         ]
         for record in records
     ]
@@ -297,7 +297,7 @@ def draw_decoding_speed(path: Path, records: Records) -> None:
     panels = figure.subplots(len(found), squeeze=False)[:, 0]
     for panel, (name, engines) in zip(panels, found.items(), strict=True):
         _draw_panel(panel, name, engines)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[str, Any]]]]) -> None:

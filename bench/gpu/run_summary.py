@@ -69,7 +69,7 @@ def _line(record: Record, prompt: int, written: int, depth: int, samples_ms: Seq
         "model_filename": model["name"],
         "model_type": f"{model['name']} {TYPES[model['precision']]}",
         "model_size": model.get("bytes") or round(record["ceiling"]["step_bytes"]),
-        "model_n_params": parameters(shape) if shape else 0,
+        "model_n_params": count_parameters(shape) if shape else 0,
         "n_batch": 2048,
         "n_ubatch": 2048,
         "n_threads": int(device["threads"].get("OMP_NUM_THREADS", 0)),
@@ -100,7 +100,7 @@ def _times(samples_ms: Sequence[float], tokens: int) -> dict[str, Any]:
     }
 
 
-def parameters(config: Mapping[str, Any]) -> int:
+def count_parameters(config: Mapping[str, Any]) -> int:
     """Returns the number of weights of a decoder by its config.json, without biases."""
     width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     size = config.get("head_dim") or width // heads
@@ -121,8 +121,8 @@ def roofline_page(records: Sequence[dict[str, Any]]) -> str:
         "The roof is the time that the bytes alone would take at the read bandwidth in the same run. What is left "
         "is the time above it.",
     ]
-    out += _table("Kernels alone", "kernel", records, "nvidia-kernels", _kernel_cells)
-    out += _table("Steps", "step", records, "nvidia-steps", _step_cells)
+    out += roofline_table("Kernels alone", "kernel", records, "nvidia-kernels", kernel_cells)
+    out += roofline_table("Steps", "step", records, "nvidia-steps", step_cells)
     for one in (record for record in records if record["bench"] == "nvidia-trace"):
         out += ["", f"## A request of {one['engine']}, {one['model']['name']}", ""]
         out += [
@@ -141,7 +141,7 @@ def roofline_page(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out) + "\n"
 
 
-def _table(
+def roofline_table(
     title: str, what: str, records: Sequence[dict[str, Any]], bench: str, cells: Callable[[Any], tuple[str, float, int]]
 ) -> list[str]:
     """Returns the lines of a table of bytes, achieved bandwidth and what is left; none without such records.
@@ -161,10 +161,10 @@ def _table(
     return ["", f"## {title}", "", heads, "| --- | --- | --- | --- | --- | --- | --- | --- |", *lines] if lines else []
 
 
-def _kernel_cells(record: dict[str, Any]) -> tuple[str, float, int]:
+def kernel_cells(record: dict[str, Any]) -> tuple[str, float, int]:
     return record["kernel"], record["us"], record["bytes"]
 
 
-def _step_cells(record: dict[str, Any]) -> tuple[str, float, int]:
+def step_cells(record: dict[str, Any]) -> tuple[str, float, int]:
     name = f"{record['engine']}, {record['model']['precision']} bit, {record['rows']} rows"
     return name, 1e3 * record["step"]["device_ms"]["median"], sum(record["bytes"].values())

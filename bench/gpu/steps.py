@@ -22,7 +22,7 @@ from mlx_zip.codec import compress_next
 from mlx_zip.cuda.kernels.dispatch import forced
 from mlx_zip.cuda.model import CudaModel
 
-from .kernel_launches import Launches, step_costs
+from .kernel_launches import LaunchCounts, count_step_costs
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plan:
 
 
 @dataclass
-class Trial:
+class TimedTrial:
     """Times of one prefill and of its steps, and what a step reads, in bytes, halfway through."""
 
     prefill: DeviceClock
@@ -57,21 +57,21 @@ def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) 
     for trial in range(-plan.warmup, plan.trials):
         if rows == "cold":
             engine.fresh()
-        done = _trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
+        done = time_one_trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
         if trial >= 0:
             trials.append(done)
     last = trials[-1]
     return {
-        "prefill": {"ids": last.prompt_ids, **joined([one.prefill for one in trials]).record()},
+        "prefill": {"ids": last.prompt_ids, **join_clocks([one.prefill for one in trials]).record()},
         "step": {
             "tokens_per_step": plan.tokens / len(last.steps.host_ms),
-            **joined([t.steps for t in trials]).record(),
+            **join_clocks([t.steps for t in trials]).record(),
         },
         "bytes": last.bytes,
     }
 
 
-def _trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> Trial:
+def time_one_trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> TimedTrial:
     """Reads a prompt and emits its continuation."""
     batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
     forced = compress_prompt_and_text(batch.book(0), prompt, continuation)[1]
@@ -88,10 +88,10 @@ def _trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[in
     wait_for_device(device)
     kv = round(engine.kv_bytes * (len(ids) + len(forced) / 2))
     sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_row_bytes(batch)}
-    return Trial(prefill.stop(), steps.stop(), len(ids), sizes)
+    return TimedTrial(prefill.stop(), steps.stop(), len(ids), sizes)
 
 
-def joined(clocks: Sequence[DeviceClock]) -> DeviceClock:
+def join_clocks(clocks: Sequence[DeviceClock]) -> DeviceClock:
     """Returns the times of all clocks as those of one."""
     device = [ms for clock in clocks for ms in clock.device_ms]
     return DeviceClock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
@@ -100,7 +100,7 @@ def joined(clocks: Sequence[DeviceClock]) -> DeviceClock:
 MOST_ROWS = 40
 
 
-def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
+def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
     """Runs a request traced, after untraced runs, and writes the trace to folder/name.json.gz.
 
     Returns the kernels with calls and time, what a step launches, the bytes that it must move, and the time of a step
@@ -114,15 +114,15 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
     with profile(activities=activities) as found:
         engine.run(prompt, len(continuation), continuation)
         wait_for_device(device)
-    _write(found, folder / f"{name}.json")
-    cost, bandwidth = warm_step(engine.model), engine.bandwidth()
+    write_compressed_trace(found, folder / f"{name}.json")
+    cost, bandwidth = count_warm_step(engine.model), engine.bandwidth()
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
     step_s = sorted(between)[len(between) // 2]
     moved = engine.weight_bytes + engine.kv_bytes * (run.kv_ids - len(run.ids) / 2) + run.row_bytes
     return {
         "engine": engine.name,
         "trace": f"{name}.json.gz",
-        "kernels": kernel_rows(found, device.type == "cuda"),
+        "kernels": longest_kernels(found, device.type == "cuda"),
         "launches": cost.record(),
         "step_us": round(1e6 * step_s, 1),
         "step_bytes": round(moved),
@@ -135,23 +135,23 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
     }
 
 
-def warm_step(model: CudaModel) -> Launches:
+def count_warm_step(model: CudaModel) -> LaunchCounts:
     """Returns what a warm step launches. The kernels' references run, by whose rules bytes are counted.
 
     A kernel that is launched would count all of each tensor, although it reads some rows of it.
     """
     with forced("reference"):
-        return step_costs(model).warm
+        return count_step_costs(model).warm
 
 
-def _write(found: Any, path: Path) -> None:
+def write_compressed_trace(found: Any, path: Path) -> None:
     found.export_chrome_trace(str(path))
     with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
         shutil.copyfileobj(plain, packed)
     path.unlink()
 
 
-def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
+def longest_kernels(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
     """Returns name, calls and time in us of the kernels that took longest (on a CPU: operations), the longest first.
 
     Operations of the host have the time of the kernels that they launch too, and are left out for a GPU.

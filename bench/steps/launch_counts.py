@@ -32,7 +32,7 @@ PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps
 SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model
 
 
-class Launches(NamedTuple):
+class StepLaunches(NamedTuple):
     """Launches of each counted step, in mlx_zip and in mlx-lm, and whether the step installs an entry."""
 
     ours: list[int]
@@ -44,29 +44,29 @@ class Launches(NamedTuple):
         return {"mlx-zip": round(mean(self.ours), 1), "mlx-lm": round(mean(self.plain), 1), "steps": len(self.ours)}
 
 
-def step_launches(models: Models, base_ids: Sequence[int], rows: str) -> Launches | None:
+def count_step_launches(models: Models, base_ids: Sequence[int], rows: str) -> StepLaunches | None:
     """Returns the launches of the steps that write `base_ids` after their first `PROMPT`; None if those are too few.
 
     models: with hypertokens; new model objects are made, so that the timed ones keep their own graphs. rows: "warm", if
     a request of the same text has filled the row store, or "cold".
     """
-    found = _prepared(models, base_ids, rows)
+    found = prepare_steps(models, base_ids, rows)
     if found is None:
         return None
     model, cache, emitted, installs = found
     with gpu_forms():
         ours = added_launches(_zip_steps(model, cache, emitted))
         plain = added_launches(_plain_steps(models.plain(), base_ids))
-    return Launches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
+    return StepLaunches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
 
 
 def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[list[float], list[float], list[bool]]:
-    """Returns the processor time in which the host builds the graphs of the steps that `step_launches` counts.
+    """Returns the processor time in which the host builds the graphs of the steps that `count_step_launches` counts.
 
     In mlx_zip, in mlx-lm, and whether the step installs an entry. Text and the work of MLX's own threads are left out.
     Raises `MlxZipError` if the steps are too few.
     """
-    found = _prepared(models, base_ids, rows)
+    found = prepare_steps(models, base_ids, rows)
     if found is None:
         raise MlxZipError(f"{len(base_ids)} base ids are too few to time steps with")
     model, cache, emitted, installs = found
@@ -84,12 +84,12 @@ def _clocked(steps: Iterator[mx.array]) -> list[float]:
     return [after - before for before, after in pairwise(clocks)]
 
 
-def _prepared(
+def prepare_steps(
     models: Models, base_ids: Sequence[int], rows: str
 ) -> tuple[Any, list[Any], list[int], list[bool]] | None:
     """Returns a model, a cache that holds the prompt, the ids of the steps, and whether each installs an entry.
 
-    None if there are too few steps. models, base_ids, rows: as in `step_launches`.
+    None if there are too few steps. models, base_ids, rows: as in `count_step_launches`.
     """
     assert models.zipped is not None
     model = copy(models.zipped())
@@ -103,7 +103,7 @@ def _prepared(
         model.row_source.store = RowStore()
         _fill_store(model, prompt, emitted)
     cache = model.make_cache()
-    _prefill(model, prompt, cache)
+    prefill(model, prompt, cache)
     if rows == "cold":
         model = copy(model)  # without the compiled encoders of this device
     book = cache[-1].books[0].copy()
@@ -132,7 +132,7 @@ def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
     model.row_source.store.flush()
 
 
-def _prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
+def prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
     model(mx.array([list(map(int, ids))]), cache=cache)
     mx.eval([entry.state for entry in cache if hasattr(entry, "keys")])
 
@@ -144,16 +144,16 @@ def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.
         y = mx.array([one])
         h = ahead.run(y)
         logits = model(y[None], cache=cache) if h is None else ahead.follow(h, y)
-        yield _chosen(logits[:, -1, : model.layout.hyper_id(len(cache[-1].books[0]))])
+        yield greedy_choice(logits[:, -1, : model.layout.hyper_id(len(cache[-1].books[0]))])
 
 
 def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
     cache = make_prompt_cache(model)
-    _prefill(model, base_ids[:2], cache)
+    prefill(model, base_ids[:2], cache)
     for one in base_ids[PROMPT : PROMPT + STEPS]:
-        yield _chosen(model(mx.array([[int(one)]]), cache=cache)[:, -1])
+        yield greedy_choice(model(mx.array([[int(one)]]), cache=cache)[:, -1])
 
 
-def _chosen(logits: mx.array) -> mx.array:
+def greedy_choice(logits: mx.array) -> mx.array:
     """Returns the greedy choice as both decode loops make it: log-probabilities first."""
     return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)

@@ -195,10 +195,10 @@ def _layers(name: str) -> int:
 
 def _small_launches(name: str, precision: str, layers: int) -> Counted:
     """Returns the launches of the steps of a small model of this shape's family that install an entry."""
-    from .launch_counts import encoder_launches, step_launches
+    from .launch_counts import count_step_launches, encoder_launches
 
     def counted(models: Any, ids: Sequence[int]) -> Counted:
-        found = step_launches(models, ids, "warm")
+        found = count_step_launches(models, ids, "warm")
         assert found is not None
         plain = mean(found.plain)
         ours = mean(n for n, new in zip(found.ours, found.installs, strict=True) if new)
@@ -235,13 +235,13 @@ def measure_host() -> Iterator[dict[str, Any]]:
     models with the shape's layers, the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for a GPU,
     detokenizing and waiting are left out.
     """
-    from mlx_zip.bench.recording import surroundings
+    from mlx_zip.bench.recording import environment_fields
 
     for model, name in MODELS.items():
         for bits in PRECISIONS:
             host = {way: round(1e6 * seconds, 1) for way, seconds in _host_seconds(name, bits).items()}
             line = {"bench": "mac-host", "model": model, "bits": bits, "rounds": HOST_ROUNDS, "host_us": host}
-            yield {**line, **surroundings("mlx", "mlx-lm")}
+            yield {**line, **environment_fields("mlx", "mlx-lm")}
 
 
 def _host_seconds(name: str, precision: str) -> dict[str, float]:

@@ -101,7 +101,7 @@ def test_without_a_step_in_which_all_rows_are_open_these_figures_are_null():
 
 @pytest.mark.parametrize("flag", ["--rows", "--trials", "--max-tokens"])
 def test_numbers_that_cannot_be_are_refused_before_a_model_is_loaded(flag, monkeypatch, capsys):
-    monkeypatch.setattr(batch, "from_folders", None)
+    monkeypatch.setattr(batch, "models_from_folders", None)
     assert main(["batch", "--model", "stories", flag, "0"]) == 2
     assert f"{flag} must be at least" in capsys.readouterr().err
 

@@ -341,15 +341,15 @@ def test_joules_come_from_a_counter_that_may_be_read(tmp_path, monkeypatch):
     meter = machine.EnergyMeter()
     before = meter.read()
     counter.write_text("5500000\n")
-    assert (meter.source, machine.used(before, meter.read())) == ("package", 3.5)
-    assert machine.used(5.0, 1.0) is None  # it began anew
+    assert (meter.source, machine.joules_between(before, meter.read())) == ("package", 3.5)
+    assert machine.joules_between(5.0, 1.0) is None  # it began anew
 
 
 def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "RAPL", tmp_path)
-    monkeypatch.setattr(machine, "_gpu_energy", lambda: None)
+    monkeypatch.setattr(machine, "gpu_energy_reader", lambda: None)
     meter = machine.EnergyMeter()
-    assert (meter.source, meter.read(), machine.used(None, None)) == (None, None, None)
+    assert (meter.source, meter.read(), machine.joules_between(None, None)) == (None, None, None)
 
 
 # ---- what is refused

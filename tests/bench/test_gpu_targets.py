@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 
-from mlx_zip.bench.gpu.targets import TARGETS, TEXTS, judged
+from mlx_zip.bench.gpu.targets import TARGETS, TEXTS, judge_targets
 from mlx_zip.bench.tables.card_steps import CARDS, reached, same_overhead
 from support import tiny_bench
 
@@ -89,7 +89,7 @@ def every_record():
 
 
 def found_in(records, on_gpu=True):
-    return {one["target"]: one for one in judged(records, on_gpu)}
+    return {one["target"]: one for one in judge_targets(records, on_gpu)}
 
 
 FIGURES = {

@@ -21,7 +21,7 @@ from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.generation import report
 from mlx_zip.bench.gpu import card_checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
-from mlx_zip.bench.gpu.run_summary import exported, parameters
+from mlx_zip.bench.gpu.run_summary import count_parameters, exported
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
 from mlx_zip.cuda import memory
@@ -105,8 +105,8 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
 def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(card_checks, "MODELS", ("stories-base",))
     monkeypatch.setattr(card_checks, "PROMPTS", card_checks.PROMPTS[:1])
-    expected = card_checks.recorded()["stories-base"][:1]
-    monkeypatch.setattr(card_checks, "recorded", lambda: {"stories-base": expected})
+    expected = card_checks.read_recorded_ids()["stories-base"][:1]
+    monkeypatch.setattr(card_checks, "read_recorded_ids", lambda: {"stories-base": expected})
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     expected[0][1] += 1
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 1
@@ -138,7 +138,7 @@ def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_
 ):
     """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card; shapes and sizes are small."""
     monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow_shape_config(SHAPES["phi-3.5-mini"]))
-    monkeypatch.setattr(cuda_engines, "torch_device", lambda device: H100["device"])
+    monkeypatch.setattr(cuda_engines, "describe_torch_device", lambda device: H100["device"])
     code = tmp_path / "code.txt"
     code.write_text("def add(a, b):\n    return a + b\n" * 40)
     card = ["--rehearse", "--out", tmp_path / "records", "--code", code, "--parts", "generate"]
@@ -236,8 +236,8 @@ def test_llama_bench_names_the_dtype_that_keys_and_values_have(dtype, name):
 
 
 def test_parameters_are_those_of_published_models():
-    assert parameters(SHAPES["llama-3.2-1b"]) == 1_235_814_400
-    assert parameters(SHAPES["phi-3-medium"]) == 13_960_238_080
+    assert count_parameters(SHAPES["llama-3.2-1b"]) == 1_235_814_400
+    assert count_parameters(SHAPES["phi-3-medium"]) == 13_960_238_080
 
 
 def test_full_sizes_are_refused_where_no_card_is(tmp_path):
@@ -313,7 +313,7 @@ def test_the_scripts_parts_take_less_than_nine_minutes_together():
 def test_a_prompt_in_two_chunks_is_checked_and_a_mask_that_begins_at_the_first_key_fails(heads, dtype, monkeypatch):
     [line] = card_checks.check_chunks(heads, dtype, "cpu")
     assert line["holds"], line["found"]
-    config = card_checks.narrow(SHAPES[card_checks.CHUNKED[heads]])
+    config = card_checks.narrow_shape_config(SHAPES[card_checks.CHUNKED[heads]])
     is_grouped = config["num_attention_heads"] > config["num_key_value_heads"]
     assert is_grouped == (heads == "grouped key heads")
     monkeypatch.setattr(decoder, "causal_lower_right", causal_upper_left)

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
@@ -493,7 +493,7 @@ class Watched(Graphs):
             work()
         for tensor, value in zip(keep, before, strict=True):
             tensor.copy_(value)
-        with counted() as found:
+        with counting_launches() as found:
             result = work()
         self.operations.setdefault(key[0], set()).update(found.names)
         return result

@@ -186,7 +186,7 @@ def test_a_count_says_if_no_step_installs_an_entry(folder, monkeypatch):
     monkeypatch.setattr(kernel_launches, "TRIES", 1)
     model = open_model(folder, "cpu", codebook_size=1, pack=[[5, 6]])
     with pytest.raises(ValueError, match="no entry was installed in 1 steps"):
-        kernel_launches.step_costs(model)
+        kernel_launches.count_step_costs(model)
 
 
 def test_a_step_that_is_counted_fails_with_the_error_of_its_sequence(folder):
@@ -194,7 +194,7 @@ def test_a_step_that_is_counted_fails_with_the_error_of_its_sequence(folder):
     batch = Batch(model, 1, 9)
     batch.read(batch.add(), [5, 6])
     with pytest.raises(CodecError):
-        kernel_launches.step(batch, torch.tensor([model.layout.end - 1]))
+        kernel_launches.take_step(batch, torch.tensor([model.layout.end - 1]))
 
 
 @pytest.mark.parametrize(("bits", "least"), [(8, 8.5 / 32), (4, 4.5 / 32)])
@@ -202,8 +202,8 @@ def test_a_packed_shape_reads_its_weights_as_they_are_packed(bits, least):
     config = json.loads(json.dumps(tiny_model("llama", "averaging", hidden=64).args.config))
     config |= {"intermediate_size": 128, "vocab_size": 512}
     config["zip2zip"]["compression"]["max_codebook_size"] = 8
-    dense = kernel_launches.shape_costs(config, torch.float32).warm
-    packed = kernel_launches.shape_costs(config, torch.float32, bits, 64).warm
+    dense = kernel_launches.count_shape_costs(config, torch.float32).warm
+    packed = kernel_launches.count_shape_costs(config, torch.float32, bits, 64).warm
     assert packed.names == dense.names
     assert least < packed.bytes / dense.bytes < 2 * least
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError`.
     """
     if args.plot is not None:
-        save(picture(Records(ROOT)), args.plot)
+        save_figure(picture(Records(ROOT)), args.plot)
         return 0
     if not args.train:
         raise MlxZipError("--train is missing; or give --plot to draw the record")
@@ -227,7 +227,7 @@ class AdaptedModels:
     def print_line(self, name: str, line: dict[str, Any]) -> None:
         """Prints a record as a JSON line, with the names of model and text and with the machine."""
         head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
-        print(json.dumps({**head, **line, **surroundings("mlx", "mlx-lm")}), flush=True)
+        print(json.dumps({**head, **line, **environment_fields("mlx", "mlx-lm")}), flush=True)
 
 
 def convert(model: Path, vocabulary: Path, out: Path) -> None:

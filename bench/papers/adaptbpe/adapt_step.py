@@ -23,8 +23,8 @@ from mlx_zip.bench.engines.mlx_engines import MlxLm
 from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.shapes import make_model_with_kept_rows, models_from_folders, models_from_shape
 from mlx_zip.bench.engines.workloads import read_tokenizer
-from mlx_zip.bench.machine import device
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.machine import describe_mlx_device
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.errors import MlxZipError
 
 CLOCKS = ("wall_ms", "processor_ms")
@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
         )
         for share in args.keep:
             line = {"bench": "adapt_step", **measure(models, share, args.tokens, args.trials)}
-            print(json.dumps({**line, "device": device(), **surroundings("mlx", "mlx-lm")}), flush=True)
+            print(
+                json.dumps({**line, "device": describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True
+            )
     return 0
 
 
@@ -118,8 +120,8 @@ def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str,
         "trials": trials,
         "bytes": {"read_per_step": read, "removed": removed},
         "bound": round(removed / read, 4),
-        **{clock: {name: summary(samples) for name, samples in of.items()} for clock, of in times.items()},
-        "ratio": {clock: summary(found) for clock, found in ratios.items()},
+        **{clock: {name: summarize_samples(samples) for name, samples in of.items()} for clock, of in times.items()},
+        "ratio": {clock: summarize_samples(found) for clock, found in ratios.items()},
         "of_bound": {clock: round(gain * read / removed, 3) for clock, gain in gains.items()} if removed else None,
         "target_of_bound": TARGET,
     }

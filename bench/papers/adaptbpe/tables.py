@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Records, column_table, machines, shown, spread, table
+from mlx_zip.bench.records import (
+    Cell,
+    Records,
+    column_table,
+    machines_table,
+    make_column_table,
+    median_and_range,
+    table,
+)
 from mlx_zip.errors import MlxZipError
 
 if TYPE_CHECKING:
@@ -83,7 +91,7 @@ def _speed_table(records: Records) -> str:
         "adapted_fresh": "*fresh*",
     }
     text: Cell = lambda line: f"{TEXTS[line['text']]} ({line['bytes']:,})"
-    speeds = ((head, lambda line, way=way: spread(line[way], 1)) for way, head in heads.items())
+    speeds = ((head, lambda line, way=way: median_and_range(line[way], 1)) for way, head in heads.items())
     return column_table(lines, (("text (bytes)", text), *speeds))
 
 
@@ -158,7 +166,7 @@ def _step_columns() -> Iterator[tuple[str, Cell]]:
     yield "model, ids", _model_and_ids
     yield "bytes of a step that go", "{bound:.1%}"
     for clock, head in CLOCKS.items():
-        yield head, lambda line, clock=clock: spread(line["ratio"][clock], 3)
+        yield head, lambda line, clock=clock: median_and_range(line["ratio"][clock], 3)
         yield "of the bound", f"{{of_bound[{clock}]:.2f}}"
 
 
@@ -226,7 +234,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-bits": _bits_table,
     "adapt-saved": _saved_table,
     "adapt-where": _where_table,
-    "adapt-steps": shown("adapt_step", tuple(_step_columns())),
-    "adapt-machines": lambda records: machines(records, RECORDS),
+    "adapt-steps": make_column_table("adapt_step", tuple(_step_columns())),
+    "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": picture}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of
@@ -124,7 +124,7 @@ def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, tr
         "test_bytes": n_bytes,
         "utility": {name: saved(len(vocabulary.encode(test))) for name, vocabulary in cut.items()}
         | {"whole_list": saved(len(base.encode(test)))},
-        "adapting_s": summary(seconds),
+        "adapting_s": summarize_samples(seconds),
     }
 
 
@@ -159,7 +159,7 @@ def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, 
         "unit": "MB/s",
         "ids": len(theirs),
         "same_ids": same,
-        **{name: summary(samples) for name, samples in speeds.items()},
+        **{name: summarize_samples(samples) for name, samples in speeds.items()},
     }
 
 
@@ -189,4 +189,4 @@ def _library_ids(base: BaseVocabulary) -> Any:
 
 def _print(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
     line = {"bench": "adaptbpe", "text": name, "base": base.name, **record}
-    print(json.dumps({**line, **surroundings("tokenizers")}), flush=True)
+    print(json.dumps({**line, **environment_fields("tokenizers")}), flush=True)

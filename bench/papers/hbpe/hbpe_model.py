@@ -29,8 +29,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.arguments import add_limit_bytes
-from mlx_zip.bench.machine import device
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.machine import describe_mlx_device
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import write_json
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         for kind in sorted(args.models, key=KINDS.index):
             for size in args.patch_size if kind in SIZED else args.patch_size[:1]:
                 line = {"bench": "hbpe_model", "recipe": args.recipe, **measure(Run(kind, size, seed), data, args)}
-                print(json.dumps({**line, **device(), **surroundings("mlx", "mlx-lm")}), flush=True)
+                print(json.dumps({**line, **describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True)
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         if text is not None and ids is not None:
             line |= measure_text(tokens, size, text, ids, args.trials)
         names = {"tokenizer": Path(args.tokenizer).name, "text": args.text and Path(args.text).name}
-        line = {"bench": "hbpe", **names, **line, **surroundings()}
+        line = {"bench": "hbpe", **names, **line, **environment_fields()}
         print(json.dumps(line), flush=True)
     return 0
 
@@ -110,7 +110,9 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
         "fertility": fertility(len(ids), words_of(text)),
         "symbols_per_patch_stop": symbols,
         "symbols_per_patch_full": float(full.lengths[ids].mean()),
-        "encode_ns_per_patch": summary([1e9 * s / len(ids) for s in _samples(trials, lambda: stop.encode(ids))]),
+        "encode_ns_per_patch": summarize_samples(
+            [1e9 * s / len(ids) for s in _samples(trials, lambda: stop.encode(ids))]
+        ),
         "flops_plain": plain_flops(*sizes, len(tokens)),
         "flops_patches_paper": hierarchical_flops(*sizes, LOCAL, len(merges.pairs)),
         "flops_patches_counted": hierarchical_flops(*sizes, LOCAL, merges.symbols, symbols),
@@ -138,7 +140,7 @@ def _text(path: str) -> str:
 
 def _ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
     """Returns the summary of a call's processor milliseconds over the trials."""
-    return summary([1e3 * seconds for seconds in _samples(trials, call)])
+    return summarize_samples([1e3 * seconds for seconds in _samples(trials, call)])
 
 
 def _samples(trials: int, call: Callable[[], Any]) -> list[float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.plots import Curve, Panel, lines
-from mlx_zip.bench.records import Cell, Columns, column_table, machines, shown
+from mlx_zip.bench.plots import Curve, Panel, line_charts
+from mlx_zip.bench.records import Cell, Columns, column_table, machines_table, make_column_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def picture(records: Any) -> Figure:
         "FLOPs of training, 10^12": lambda line, point: _training_flops(line, point) / 1e12,
         "processor seconds": lambda line, point: point["processor_s"],
     }
-    return lines([Panel(label, "bits per byte", _curves(found, x)) for label, x in over.items()])
+    return line_charts([Panel(label, "bits per byte", _curves(found, x)) for label, x in over.items()])
 
 
 def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
@@ -159,12 +159,12 @@ def _training_flops(line: Line, point: Line) -> float:
 
 
 TABLES = {
-    "hbpe-codec": shown(CODEC, CODEC_COLUMNS, _gpt2),
+    "hbpe-codec": make_column_table(CODEC, CODEC_COLUMNS, _gpt2),
     "hbpe-kinds": lambda records: _made_so_far(records, "table2", KIND_COLUMNS),
     "hbpe-chinese": lambda records: _made_so_far(records, "table3", CHINESE_COLUMNS),
     "hbpe-sizes": lambda records: _made_so_far(records, "figure7", SIZE_COLUMNS),
-    "hbpe-cuts": shown(CODEC, TEXT_COLUMNS, _with_text),
-    "hbpe-flops": shown(CODEC, FLOPS_COLUMNS, _gpt2),
-    "hbpe-machines": lambda records: machines(records, (CODEC, MODELS)),
+    "hbpe-cuts": make_column_table(CODEC, TEXT_COLUMNS, _with_text),
+    "hbpe-flops": make_column_table(CODEC, FLOPS_COLUMNS, _gpt2),
+    "hbpe-machines": lambda records: machines_table(records, (CODEC, MODELS)),
 }
 PICTURES = {"docs/reports/hbpe.svg": picture}

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import whole_file
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     With --figure draws the lines that there are. Raises `MlxZipError` for wrong flags or files before any training.
     """
     if args.figure is not None:
-        save(losses(read_lines(args.out or RECORD)), args.figure)
+        save_figure(losses(read_lines(args.out or RECORD)), args.figure)
         return 0
     settings = _checked(args)
     done = read_lines(args.out) if args.out and args.out.exists() else []
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
                 "encode_processor_s": round(took, 2),
                 **learn(encoded, answers, len(classes), seed, args),
                 "load_average": round(os.getloadavg()[0], 1),
-                **surroundings("mlx"),
+                **environment_fields("mlx"),
             }
             done.append(line)
             keep(args.out, done)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     speeds = [] if args.tokenizer or args.only == "ratios" else _speeds(corpus, args.trials)
     for line in [*speeds, *([] if args.only == "speed" else _ratios(corpus))]:
         shown = {"bench": "multitok", **line, "data": corpus.record}
-        print(json.dumps({**shown, **surroundings(*corpus.libraries)}), flush=True)
+        print(json.dumps({**shown, **environment_fields(*corpus.libraries)}), flush=True)
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
     return 0
 
@@ -221,9 +221,9 @@ def _compared_speed(
         mine.append(_million_units_per_s(ours, n_units))
         if plain is not None and trial < SLOW_TRIALS:
             other.append(_million_units_per_s(plain, n_units))
-    record = {"unit": "million units per s", "ours": summary(mine)}
+    record = {"unit": "million units per s", "ours": summarize_samples(mine)}
     if other:
-        record |= {"plain_python": summary(other), "ratio": round(median(mine) / median(other), 1)}
+        record |= {"plain_python": summarize_samples(other), "ratio": round(median(mine) / median(other), 1)}
     return record
 
 

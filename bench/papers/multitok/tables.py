@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, spread, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, median_and_range, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ def _speed_table(records: Records) -> str:
     columns: tuple[tuple[str, Cell], ...] = (
         ("", _measured),
         WINDOW,
-        ("M units/s", lambda line: spread(line["ours"])),
-        ("plain Python", lambda line: spread(line.get("plain_python"))),
+        ("M units/s", lambda line: median_and_range(line["ours"])),
+        ("plain Python", lambda line: median_and_range(line.get("plain_python"))),
         ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
         ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
     )

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import load_before, surroundings
+from mlx_zip.bench.recording import environment_fields, load_before_bench
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for wrong flags or files before any pack is learned.
     """
     check_at_least(args, 1, "sizes", "window")
-    load_before()
+    load_before_bench()
     CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # refuses a size out of range before texts are read
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
     if untested := train.keys() - test.keys():
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(packs(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized(params, texts, held_out, size, args.window) for size in sizes]
-        print(json.dumps({**line, **surroundings(vocabulary.library, "tokenizers")}), flush=True)
+        print(json.dumps({**line, **environment_fields(vocabulary.library, "tokenizers")}), flush=True)
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
     return 0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for wrong flags or files before anything is measured.
     """
     if args.draw:
-        save(picture(_read(args.draw[0])), args.draw[1])
+        save_figure(picture(_read(args.draw[0])), args.draw[1])
         return 0
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "pack": file,
             "entries": entries,
             **scored(bits, control, empty),
-            **surroundings("mlx"),
+            **environment_fields("mlx"),
         }
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_zip.arguments import add_separator, check_at_least
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec
 from mlx_zip.errors import MlxZipError
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         line |= writing(model, tokenizer, opened, pack, args)
         rates = ", ".join(f"{name} {line[name]['base_tokens_per_step']:.3f}" for name in TEMPERATURES)
         print(f"{curve} {line['entries']}: {bits.bits_per_byte:.4f} bits/byte; {rates}", file=sys.stderr)
-        yield {**fixed, **line, **surroundings("mlx")}
+        yield {**fixed, **line, **environment_fields("mlx")}
 
 
 def halves(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:

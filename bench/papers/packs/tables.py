@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Columns, Record, Records, machines, shown, table
+from mlx_zip.bench.records import Cell, Columns, Record, Records, machines_table, make_column_table, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,11 +132,11 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "packs": _own_domain_table,
     "packs-crossed": _crossed_table,
     "packs-learners": _learners_table,
-    "packs-machines": lambda records: machines(records, ("packs", "pack_quality", "pack_transfer")),
-    "pack-quality": shown("pack_quality", (*_pack_columns(PACKS), *_scored_columns("control"))),
+    "packs-machines": lambda records: machines_table(records, ("packs", "pack_quality", "pack_transfer")),
+    "pack-quality": make_column_table("pack_quality", (*_pack_columns(PACKS), *_scored_columns("control"))),
     "price": _bundled_table,
-    "pack-transfer": shown("pack_transfer", (*_pack_columns(TRANSFERRED), *_scored_columns("base"))),
-    "pack-transfer-written": shown(
+    "pack-transfer": make_column_table("pack_transfer", (*_pack_columns(TRANSFERRED), *_scored_columns("base"))),
+    "pack-transfer-written": make_column_table(
         "pack_transfer",
         (
             *_pack_columns(TRANSFERRED),

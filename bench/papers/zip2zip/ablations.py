@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
@@ -194,7 +194,7 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
                 "setting": vars(setting),
                 "conditions": now,
                 **measured,
-                **surroundings("mlx", "mlx-lm"),
+                **environment_fields("mlx", "mlx-lm"),
             }
         )
         with whole_file(path) as partial:
@@ -370,4 +370,4 @@ def draw_all(results: Results, folder: Path) -> None:
     """Writes a figure of each sweep that has results to FOLDER/NAME.png. Raises `InstallationError`."""
     for sweep in results.sweeps:
         if sweep.found:
-            save(curves(sweep), folder / f"{FIGURES[sweep.name]}.png")
+            save_figure(curves(sweep), folder / f"{FIGURES[sweep.name]}.png")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
-from mlx_zip.bench.plots import new_figure, save
-from mlx_zip.bench.recording import load_before, summary, surroundings
+from mlx_zip.bench.plots import new_figure, save_figure
+from mlx_zip.bench.recording import environment_fields, load_before_bench, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
@@ -43,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures every size of text, prints one JSON line for each and with --plot draws them. Raises `MlxZipError`."""
     check_at_least(args, 1, "trials")
-    load_before()
+    load_before_bench()
     found = []
     for line in measure_figure(args):
         found.append(line)
-        print(json.dumps({"bench": "codec", **line, **surroundings("zip2zip_compression")}), flush=True)
+        print(json.dumps({"bench": "codec", **line, **environment_fields("zip2zip_compression")}), flush=True)
     if args.plot is not None:
-        save(drawn_figure(found), args.plot)
+        save_figure(drawn_figure(found), args.plot)
     return 0
 
 
@@ -101,7 +101,7 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
         "bytes": len(text.encode("utf-8")),
         "base_ids": len(ids),
         "ids": len(compress(params, ids)[0]),
-        **{name: summary(values) if values else None for name, values in samples.items()},
+        **{name: summarize_samples(values) if values else None for name, values in samples.items()},
         "setting": {
             "codebook_size": WINDOW,
             "merge_size": MERGE_SIZE,

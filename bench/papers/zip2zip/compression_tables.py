@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.flops import TRAINED, record
-from mlx_zip.bench.records import Cell, Records, column_table, shown, spread, table
+from mlx_zip.bench.records import Cell, Records, column_table, make_column_table, median_and_range, table
 from mlx_zip.errors import MlxZipError
 
 from .ablation_results import PAPER_RATES
@@ -329,7 +329,7 @@ def _latency_columns() -> Iterator[tuple[str, Cell]]:
     yield "library", "{setting[library]}"
     yield "bytes", "{bytes:,}"
     for head, of in {"tokenizer alone": "tokenizer", **{f"with {name}": of for name, of in codecs.items()}}.items():
-        yield f"{head}, ms", lambda line, of=of: spread(line[of], 2, " to ", 1e3) or "-"
+        yield f"{head}, ms", lambda line, of=of: median_and_range(line[of], 2, " to ", 1e3) or "-"
     for name, of in codecs.items():
         yield f"added by {name}", lambda line, of=of: f"{median(added(line, of)):+.1f}%" if line[of] else "-"
     yield "load average", "{load_average}"
@@ -362,5 +362,5 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "tokens-texts": _from_records(texts),
     "flops": lambda records: flops(records.lines("flops")),
     "flops-mixture": _from_records(flops_of_our_mixture),
-    "codec-latency": shown("codec-figure4", LATENCY),
+    "codec-latency": make_column_table("codec-figure4", LATENCY),
 }
