@@ -181,7 +181,9 @@ def test_a_model_by_name_is_timed_only_if_it_was_made_before(tiny_shape, monkeyp
     assert "were not used on this machine before" in steps.measure_smollm2(60)["skipped"]
     monkeypatch.setattr(steps.named, "made", lambda name: tmp_path)
     opened = steps.models_from_folders
-    monkeypatch.setattr(steps, "models_from_folders", lambda *names: opened(*(n.replace("smollm2", "stories") for n in names)))
+    monkeypatch.setattr(
+        steps, "models_from_folders", lambda *names: opened(*(n.replace("smollm2", "stories") for n in names))
+    )
     assert len(steps.measure_smollm2(60)["ways"]) == 4
 
 

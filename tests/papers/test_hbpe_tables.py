@@ -56,7 +56,7 @@ def test_only_the_lines_of_a_recipe_are_in_its_table():
 
 def test_the_picture_has_every_curve_over_text_flops_and_time():
     pytest.importorskip("matplotlib")
-    picture = hbpe_page.picture(Lines(LINE, SIZED))
+    picture = hbpe_page.bits_per_byte_figure(Lines(LINE, SIZED))
     tree = ElementTree.fromstring(render_figure(picture, ".svg"))
     shown = {node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")}
     assert {"plain BPE", "patches, local 2 x 48", "text read, MB", "processor seconds"} <= shown

@@ -82,14 +82,14 @@ def run(args: argparse.Namespace) -> int:
             else models_from_shape(args.shape, precision, tokenizer, options)
         )
         for share in args.keep:
-            line = {"bench": "adapt_step", **measure(models, share, args.tokens, args.trials)}
+            line = {"bench": "adapt_step", **measure_kept_share(models, share, args.tokens, args.trials)}
             print(
                 json.dumps({**line, "device": describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True
             )
     return 0
 
 
-def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
+def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
     """Returns the record of one share of rows kept.
 
     Times are milliseconds per step. Each ratio is the smaller ("cut") model's time over the whole model's in one trial;

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         found.append(line)
         print(json.dumps({"bench": "codec", **line, **environment_fields("zip2zip_compression")}), flush=True)
     if args.plot is not None:
-        save_figure(drawn_figure(found), args.plot)
+        save_figure(latency_figure(found), args.plot)
     return 0
 
 
@@ -72,11 +72,11 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     vocabulary = read_vocabulary(args.tokenizer)
     names = ", ".join(Path(name).name for name in corpus.files)
     for size in sizes:
-        line = latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)
+        line = measure_latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)
         yield {**line, "data": f"{names}; {vocabulary.name}"}
 
 
-def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
+def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     """Returns the record of one text: microseconds of the tokenizer alone, with our codec and with the published one.
 
     The published codec's are None where it is not installed.
@@ -111,7 +111,7 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     }
 
 
-def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
+def latency_figure(lines: Sequence[dict[str, Any]]) -> Figure:
     """Returns a figure of latency, and of what each codec adds to it, from the lines of one tokenizer.
 
     Points are medians; bars reach from the least to the greatest trial.
@@ -123,9 +123,9 @@ def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
         if not found:
             continue
         sizes = [line["bytes"] for line in found]
-        _points(latency_panel, sizes, [[x / 1e3 for x in line[name]["samples"]] for line in found], i, label)
+        draw_points(latency_panel, sizes, [[x / 1e3 for x in line[name]["samples"]] for line in found], i, label)
         if name != "tokenizer":
-            _points(added_panel, sizes, [added(line, name) for line in found], i, label)
+            draw_points(added_panel, sizes, [added_latency_percent(line, name) for line in found], i, label)
     latency_panel.set(xscale="log", yscale="log", xlabel="bytes of text", ylabel="ms")
     added_panel.set(xscale="log", ylim=(0, None), xlabel="bytes of text", ylabel="added to the tokenizer's time, %")
     for panel in (latency_panel, added_panel):
@@ -135,7 +135,7 @@ def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def added(line: dict[str, Any], name: str) -> list[float]:
+def added_latency_percent(line: dict[str, Any], name: str) -> list[float]:
     """Returns the time that a codec adds to the tokenizer's in each trial, in per cent of the tokenizer's.
 
     name: "with_ours" or "with_upstream".
@@ -144,7 +144,7 @@ def added(line: dict[str, Any], name: str) -> list[float]:
     return [100 * (total / alone - 1) for alone, total in pairs]
 
 
-def _points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]], color: int, label: str) -> None:
+def draw_points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]], color: int, label: str) -> None:
     """Draws a curve of medians with bars from least to greatest. samples: the trials of each size."""
     middle = [median(values) for values in samples]
     low = [m - min(values) for m, values in zip(middle, samples, strict=True)]
