@@ -113,7 +113,6 @@ def measure(chrome: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def serve_replayed_app(folder: Path, speed: float) -> Iterator[str]:
-    """Starts the app with an engine that replays, and gives the page's address. Raises `MlxZipError` if it ends."""
     (folder / "text.md").write_text(WORDS * 400, encoding="utf-8")
     words = ["--text", "text.md", "--speed", str(speed), "--data", "conversations.db"]
     process = subprocess.Popen(
@@ -151,7 +150,6 @@ def open_page(chrome: Any, address: str) -> Any:
 
 
 def time_until_usable_ms(chrome: Any, address: str) -> float:
-    """Opens the page in a browser without a cache of it and returns the ms until it can be used."""
     page = open_page(chrome, address)
     ready_ms = page.evaluate("window.ready_ms")
     page.context.close()
@@ -159,7 +157,6 @@ def time_until_usable_ms(chrome: Any, address: str) -> float:
 
 
 def measure_streaming_frames(page: Any, seconds: float) -> dict[str, Any]:
-    """Has an answer stream for some seconds and returns what its frames took."""
     page.get_by_test_id("input").fill("Tell me a story.")
     page.evaluate(FRAMES)
     page.get_by_test_id("input").press("Enter")
@@ -175,7 +172,6 @@ def measure_streaming_frames(page: Any, seconds: float) -> dict[str, Any]:
 
 
 def summarize_frame_times(frames_ms: list[float]) -> dict[str, Any]:
-    """Returns number, median, 99th percentile and longest of frames, and how many took over 50 and 100 ms."""
     ordered = sorted(frames_ms)
     return {
         "frames": len(ordered),
@@ -206,7 +202,6 @@ def make_short_conversation(example: dict[str, Any], number: int) -> dict[str, A
 
 
 def make_long_conversation(example: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Returns a conversation with answers of so many base tokens together, each with its tokens."""
     made = copy.deepcopy(example["conversations"][0])
     user, answer = made["messages"][:2]
     shown, text, count = [], "", 0
@@ -228,7 +223,6 @@ def make_long_conversation(example: dict[str, Any], tokens: int) -> dict[str, An
 
 
 def measure_long_conversation(chrome: Any, address: str, seconds: float) -> dict[str, Any]:
-    """Opens the long conversation, scrolls in it and has an answer stream at its end; returns what the frames took."""
     page = open_page(chrome, address)
     page.evaluate(FRAMES)
     page.get_by_test_id("conversation-link").get_by_text("A long conversation").first.click()
@@ -256,7 +250,6 @@ def time_search(page: Any, trials: int) -> dict[str, Any]:
 
 
 def print_figures_beside_targets(record: dict[str, Any]) -> None:
-    """Prints the figures beside their targets on standard error."""
     long = record["frames_long"]
     rows = [
         ("page can be used", record["interactive_ms"]["max"], 1000),
@@ -288,7 +281,6 @@ def find_chromium() -> str | None:
 
 
 def missing_browser_requirement() -> str | None:
-    """Returns what is needed to drive a browser and is not here, None if all is here."""
     if find_spec("playwright") is None:
         return "needs Playwright (PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD=1 pip install -e '.[browser]')"
     if find_chromium() is None:

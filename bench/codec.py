@@ -107,7 +107,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_eviction_policy_timings(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
-    """Prints one JSON line per operation and eviction policy. data: where the ids are from."""
     params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled_ids(args.vocab_size))
     for record in time_eviction_policies(params, ids, args.trials):
         print_record(
@@ -117,7 +116,6 @@ def print_eviction_policy_timings(args: argparse.Namespace, ids: Uint32s, data: 
 
 
 def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
-    """Returns base ids [n] from --ids or --text, or made-up ones, and a line for the records on where they are from."""
     if args.ids is not None:
         try:
             return read_npy(args.ids, "base ids"), f"ids from {args.ids.name}"
@@ -167,7 +165,6 @@ class OurAndUpstreamCodec:
 
 
 def time_whole_sequences(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    """Yields a record (ns per id) for each operation that reads whole sequences, each with its own codebook."""
     params, theirs = codec.params, codec.theirs
     compressed = [compress(params, ids)[0] for ids in sequences]
     base_lists, compressed_lists = [ids.tolist() for ids in sequences], [ids.tolist() for ids in compressed]
@@ -220,7 +217,6 @@ def mean_call_seconds(call: Callable[[], Any]) -> float:
 
 
 def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    """Yields a record per operation that is a single call on a growing codebook: ns per call."""
     params = codec.params
     samples: dict[str, list[list[int]]] = {name: [] for name in ("push_one", "mark", "rewind_one", "upstream")}
     for trial in range(trials):
@@ -289,7 +285,6 @@ def time_eviction_policies(params: CodecParams, base_ids: Uint32s, trials: int) 
 
 
 def _fill_table(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:
-    """Returns a codebook whose table is full, and the compressed ids that come after those that filled it."""
     ids, book = compress(params, base_ids)[0], Codebook(params)
     new = book.push(ids)
     growing = params.codebook_size - len(params.start or ())
@@ -309,7 +304,6 @@ def _push_all(book: Codebook, ids: Uint32s) -> None:
 
 
 def time_push_ns_per_id(read: Callable[[Codebook, Any], None], book: Codebook, ids: Uint32s) -> float:
-    """Returns the processor ns per id of reading ids into a codebook by `read`: `_push_each` or `_push_all`."""
     fed = ids.tolist() if read is _push_each else ids
     started = time.process_time_ns()
     read(book, fed)

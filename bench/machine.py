@@ -73,7 +73,6 @@ def joules_between(before: float | None, after: float | None) -> float | None:
 
 
 def gpu_energy_reader() -> Any:
-    """Returns a function that reads the first GPU's energy in joules; None without NVIDIA's library or a counter."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

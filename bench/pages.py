@@ -90,12 +90,10 @@ def render_all(root: Path) -> list[tuple[Path, bytes]]:
 
 
 def pages_of(root: Path) -> list[Path]:
-    """Returns the Markdown files of a checkout that may hold tables, sorted."""
     return sorted({path for pattern in PAGES for path in root.glob(pattern)})
 
 
 def table_names(text: str) -> list[str]:
-    """Returns the names of the tables that a page shows."""
     return [name for name in _MARK.findall(text) if name]
 
 
@@ -183,7 +181,6 @@ def command_line_table(name: str) -> str | None:
 
 
 def flags_table(parser: argparse.ArgumentParser) -> str:
-    """Returns a table with one row per flag that `--help` shows: its names and choices, and its help text."""
     shown = [a for a in parser._actions if not isinstance(a, argparse._HelpAction) and a.help != argparse.SUPPRESS]
     return table(["flag", ""], [[flag_spelling(a), escape_help_text((a.help or "") % vars(a))] for a in shown])
 
@@ -206,17 +203,14 @@ def command_parser_of(command: str) -> argparse.ArgumentParser:
 
 
 def benches() -> dict[str, tuple[str, str]]:
-    """Returns name -> (module, purpose) of every bench that `mlx_zip bench` runs."""
     return import_module("mlx_zip.bench.__main__").BENCHES
 
 
 def experiments() -> dict[str, tuple[str, str]]:
-    """Returns name -> (module, purpose) of every experiment that repeats a paper."""
     return import_module("mlx_zip.bench.papers.__main__").EXPERIMENTS
 
 
 def timed_benches() -> set[str]:
-    """Returns the names of the benches and experiments that measure time."""
     return {
         name for home in ("mlx_zip.bench", "mlx_zip.bench.papers") for name in import_module(f"{home}.__main__").TIMED
     }

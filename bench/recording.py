@@ -197,7 +197,6 @@ def check_machine_is_quiet() -> None:
 
 
 def check_record_file(file: Path) -> None:
-    """Raises `MlxZipError` for a file in no folder, and for one that exists and does not hold JSON lines."""
     if not file.parent.is_dir():
         raise MlxZipError(f"--record {file}: there is no folder {file.parent}")
     if not os.access(file.parent, os.W_OK):

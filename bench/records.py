@@ -99,12 +99,10 @@ def machines_table(records: Records, names: Sequence[str]) -> str:
 
 
 def trial_count(line: Record) -> int | None:
-    """Returns the record's number of trials, which was fixed before the first one; None if the record lacks it."""
     return line.get("setting", {}).get("trials", line.get("trials"))
 
 
 def trials_cell(line: Record) -> str:
-    """Returns the number of trials as a table's cell; with several conversations it is that of each of them."""
     found, conversations = trial_count(line), line.get("workload", {}).get("conversations")
     if found is None:
         return "-"

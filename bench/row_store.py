@@ -130,7 +130,6 @@ def time_model_lookups(
 
 
 def fill_store(folder: Path, rows: RowSet, args: argparse.Namespace, disk_limit: int) -> float:
-    """Stores all rows, with random bytes, and returns the seconds that took."""
     data = np.random.default_rng(0).integers(0, 256, (CHUNK, rows.row_bytes), np.uint8)
     disk, begun = RowFolder(folder, disk_limit), time.perf_counter()
     with ProgressBar(args.rows, "row", "Storing") as count:
@@ -143,18 +142,15 @@ def fill_store(folder: Path, rows: RowSet, args: argparse.Namespace, disk_limit:
 
 
 def made_up_entries(numbers: np.ndarray) -> np.ndarray:
-    """Returns a made-up entry for each row number: [N, MERGE_SIZE] uint32, all different."""
     n = numbers.astype(np.uint32)
     return np.stack([n % 50_021, n // 50_021, n * np.uint32(2_654_435_761) >> 16, n % 7], axis=1).astype(np.uint32)
 
 
 def time_us_per_row(act: Callable[[], Any], count: int) -> float:
-    """Calls the function once and returns us per row; `count` rows are looked up in it."""
     begun = time.perf_counter()
     act()
     return (time.perf_counter() - begun) / count * 1e6
 
 
 def refuse_to_encode(base_ids: Any, lengths: Any) -> mx.array:
-    """Stands where a model encodes rows that are not stored; here all are, so a call is an error."""
     raise AssertionError("a stored row was not found")

@@ -158,7 +158,6 @@ def read_domains(
 
 
 def parse_columns(argument: str, fields: str) -> dict[str, str]:
-    """Parses `FIELD` or `PROMPT+COMPLETION` to a map of column -> field. argument: all of --text, for the error."""
     names = fields.split("+") if fields else []
     if len(names) > 2 or not all(names):
         raise DataError(f"--text {argument!r}: one field or two with + between")
@@ -211,7 +210,6 @@ def count_corpus(
 
 
 def count_pieces(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, int, int]:
-    """Compresses pieces with a codebook each; returns numbers of ids, of entries installed and of those emitted."""
     ids = entries = used = 0
     for piece in pieces:
         emitted, installed = compress(params, piece)
@@ -235,7 +233,6 @@ def _count_with_eviction(params: CodecParams, emitted: Uint32s) -> tuple[int, in
 
 
 def check_against_upstream(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:
-    """Raises `MlxZipError` for the first piece that zip2zip-compression does not compress to the same ids."""
     sizes = params.vocab_size, params.codebook_size, params.merge_size
     theirs = upstream.LZWCompressor(*sizes, params.pad_id, list(params.disabled_ids))
     for n, piece in enumerate(pieces):

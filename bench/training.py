@@ -171,7 +171,6 @@ def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -
 
 
 def write_prepared(folder: Path, documents: Documents) -> Path:
-    """Writes a prepared folder of one shard and returns it."""
     from mlx_zip.training.prepare.shards import codec_record, write_index
 
     write_shard(folder, documents)
@@ -182,7 +181,6 @@ def write_prepared(folder: Path, documents: Documents) -> Path:
 
 
 def read_prepared_samples(data: Path) -> Documents:
-    """Returns the samples of a prepared folder as base ids."""
     from mlx_zip.training.prepare.shards import Shards
 
     shards = Shards(data)
@@ -192,7 +190,6 @@ def read_prepared_samples(data: Path) -> Documents:
 
 
 def expand_samples(shards: Any, indices: Sequence[int]) -> Iterator[Uint32s]:
-    """Yields the base ids of some samples. shards: `Shards`. indices: the samples' numbers."""
     for i in indices:
         book = Codebook(shards[i].params(shards.params))
         book.push(shards[i].ids)
@@ -290,7 +287,6 @@ class TrainingBench:
         return start_model(self.base, None if self.base else SMALL, params, encoder)[0]
 
     def _settings(self, fine_tune_type: str) -> Any:
-        """Returns training settings from the flags."""
         from mlx_zip.training.settings import TrainSettings
 
         args = self.args
@@ -345,7 +341,6 @@ class TrainingBench:
         }
 
     def _memory_in_new_process(self, trainer: str) -> dict[str, Any]:
-        """Returns what `measure_peak_memory` measures in a new process."""
         args = self.args
         flags = ["--memory-of", trainer]
         for name in (

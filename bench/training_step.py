@@ -90,7 +90,6 @@ def measure_steps(
 def parts_to_time(
     whole: TrainedModel, plain: TrainedModel, samples: list[Sample], batch: Batch, params: CodecParams
 ) -> dict[str, Callable[[], Any]]:
-    """Returns the parts to time, by name. whole, plain: with and without hypertokens. samples: the batch's."""
     parts, without = StepParts(whole, batch), plain_batch_of_same_size(batch, params.vocab_size)
     return {
         "zip step": lambda: whole.step(batch),
@@ -310,7 +309,6 @@ def measure_engines(
 
 
 def matrix_product_gflops(dtype: str, trials: int = 2) -> float:
-    """Returns the rate of PyTorch's product of two square matrices on this machine's processor or card, GFLOP/s."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -49,7 +49,6 @@ def engines_need_mlx(names: Sequence[str]) -> bool:
 
 
 def check_mlx_runs_on_cuda(name: str) -> None:
-    """Raises `MlxZipError` unless MLX runs on a CUDA card here."""
     import mlx.core as mx
 
     if not mx.cuda.is_available():
@@ -73,7 +72,6 @@ def make_engine(name: str, models: Models, options: Any) -> Engine:
 
 
 def make_mlx_engine(name: str, models: Models, draft: int) -> Engine:
-    """Makes an engine on MLX. draft: as in the flags."""
     from .mlx_engines import MlxLm, MlxZip, PlainLookup, ZipLookup
 
     if "zip" in name and models.zipped is None:

@@ -64,7 +64,6 @@ def torch_models_from_flags(
 
 
 def torch_models_of_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions) -> Models:
-    """Returns a shape's models, whose weights are made when an engine is."""
     config = SHAPES[name]
     Layout(config["vocab_size"], 0, config["vocab_size"]).check_tokenizer(len(tokenizer))
     return Models(name, precision, "random", config, tokenizer, raise_mlx_needed, raise_mlx_needed, options=options)
@@ -75,14 +74,12 @@ def raise_mlx_needed() -> Any:
 
 
 def shared_cuda_model(models: Models) -> CudaModel:
-    """Returns the model on PyTorch, which all engines of these models share."""
     if "cuda" not in models.opened:
         models.opened["cuda"] = load_cuda_model(models)
     return models.opened["cuda"]
 
 
 def load_cuda_model(models: Models) -> CudaModel:
-    """Loads the model, or makes it with random weights. Raises `MlxZipError`."""
     folder = models.zip_folder or models.folder
     if folder is not None:
         return open_model(folder)
@@ -159,7 +156,6 @@ class TorchEngine(Engine):
         return self.batch
 
     def _run(self, batch: Batch, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None) -> Run:
-        """Runs a request over the only sequence of `batch`."""
         forced = None if replay is None else compress_prompt_and_text(batch.book(0), prompt, replay)[1]
         detokenizer, ends = self.tokenizer.detokenizer, frozenset(self.tokenizer.eos_token_ids)
         begun = time.perf_counter()

@@ -128,7 +128,6 @@ class MlxZip(MlxEngine):
 
 
 def with_memory_row_store(model: Any) -> Any:
-    """Gives a model a row store in memory if it has none, as `mlx_zip.load` does, and returns the model."""
     from mlx_zip.models.rows.row_store import RowStore
 
     model.row_source.store = model.row_source.store or RowStore()
@@ -287,19 +286,16 @@ class _PromptLookupEngine(MlxEngine):
         return self._with_cache_sizes(run, cache)
 
     def _prefill(self, cache: list[Any], ids: Sequence[int]) -> None:
-        """Reads ids into the caches, 2,048 per call."""
         for begin in range(0, len(ids), 2048):
             self.model(mx.array([ids[begin : begin + 2048]]), cache=cache)
             mx.eval([entry.state for entry in cache])
 
     def _greedy_ids(self, cache: list[Any], ids: list[int]) -> list[int]:
-        """Returns the model's greedy choice after each of these ids."""
         return mx.argmax(self._logits(cache, mx.array([ids]))[0], axis=-1).tolist()  # type: ignore[return-value]
 
     def _compress_prompt_and_replay(
         self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None
     ) -> tuple[list, list]:
-        """Returns the ids of the prompt and of the base ids to replay, as this engine reads and emits them."""
         return list(prompt), list(replay or ())
 
     def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
@@ -313,7 +309,6 @@ class _PromptLookupEngine(MlxEngine):
         return [[one] for one in emitted]
 
     def _with_cache_sizes(self, run: Run, cache: list[Any]) -> Run:
-        """Fills in the run's number of KV ids, and bytes of hyper rows if there are any, and returns it."""
         run.kv_ids = cache[0].offset
         return run
 

@@ -77,7 +77,6 @@ def random_folder(
 
 
 def decoder_matrix_bytes(decoder: DecoderConfig, dtype: torch.dtype, bits: int | None, group: int) -> int:
-    """Returns the bytes of a decoder's matrices, embedding and head included. bits, group: packing, None for none."""
     attention = (2 * decoder.heads + 2 * decoder.kv_heads) * decoder.head_width * decoder.width
     layer = attention + 3 * decoder.width * decoder.inner
     numbers = decoder.layers * layer + decoder.rows * decoder.width * (1 if decoder.tied else 2)

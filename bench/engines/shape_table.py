@@ -152,7 +152,6 @@ class Models:
 
 
 def zip2zip_config_section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
-    """Returns the section `zip2zip` of a config.json. config: the decoder's."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     encoder: dict[str, Any] = {"hidden_size": width, "tie_encoders": False}
     if options.encoder != "averaging":

@@ -133,7 +133,6 @@ class _StepRecorder:
         self.run.step(time.perf_counter() - self.begun, [emitted], base_ids)
 
     def _expand_emitted(self, at: int, emitted: int) -> Sequence[int]:
-        """Returns the base ids of the emitted id number `at`, expanding it when asked for the first time."""
         if at == len(self._pieces):
             self._pieces.append(self.expand(emitted))
         return self._pieces[at]
@@ -243,7 +242,6 @@ class PublishedZip2zipEngine(_GenerateEngine):
 
 
 def check_checkpoint_sizes(folder: str, config: Any, wanted: Mapping[str, Any]) -> None:
-    """Raises `MlxZipError` if a checkpoint's sizes are not those of the model that the records name."""
     for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
         found, asked = getattr(config, name, None), wanted.get(name)
         if None not in (found, asked) and found != asked:
@@ -251,7 +249,6 @@ def check_checkpoint_sizes(folder: str, config: Any, wanted: Mapping[str, Any]) 
 
 
 def load_transformers_model(models: Models, name: str) -> Any:
-    """Loads the plain model in transformers, or makes it with random weights. name: the engine's, for errors."""
     from transformers import AutoModelForCausalLM
 
     if name not in OWN_DTYPES and models.precision not in DTYPES:

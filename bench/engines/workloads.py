@@ -89,7 +89,6 @@ def read_tokenizer(where: str | Path) -> Any:
 
 
 def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
-    """Returns the detokenizer class that mlx-lm would choose for this tokenizer's decoder."""
     from mlx_lm import tokenizer_utils as utils
 
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -164,7 +163,6 @@ def make_conversations(
 
 
 def make_conversation(tokenizer: Any, requests: Sequence[str], tokens: int, window: int) -> Workload:
-    """Makes one conversation of these requests, with the tokenizer's chat template. window: its number, from 0."""
     from mlx_zip.text.prompts import encode_prompt
 
     prompts = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in requests]
@@ -212,7 +210,6 @@ def read_documents(file: Path) -> Iterator[str]:
 
 
 def item_text(item: Item) -> str:
-    """Returns the text of a record, its two texts on lines of their own, or "". Raises `MlxZipError` for a fault."""
     found = [parse(item, columns) for columns in COLUMNS]
     record = next((one for one in found if isinstance(one, Record)), parse(item))
     if isinstance(record, Skipped):

@@ -109,7 +109,6 @@ class TimedRun:
     open_seconds: float = 0.0
 
     def __add__(self, other: TimedRun) -> TimedRun:
-        """Returns the sum of two runs, one after the other."""
         return TimedRun(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
@@ -137,7 +136,6 @@ def measure_batch_gain(
 
 
 def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]], max_tokens: int) -> TimedRun:
-    """Answers all prompts (base ids), one after the other or in a batch, and returns what it took."""
     wait_and_free_memory()
     model, tokenizer = engine.model, engine.tokenizer
     if way == "batch":
@@ -193,7 +191,6 @@ def figure_with_interval(samples: Sequence[float], unit: str) -> dict[str, Any]:
 
 
 def figures_while_all_rows_open(runs: Mapping[tuple[str, str], Sequence[TimedRun]]) -> dict[str, Any] | None:
-    """Returns the figures over the steps in which all sequences are open; None if a run has no such step."""
     if not all(run.open_tokens for run in chain(*runs.values())):
         return None
     return throughput_figures(
@@ -202,7 +199,6 @@ def figures_while_all_rows_open(runs: Mapping[tuple[str, str], Sequence[TimedRun
 
 
 def emitted_counts(runs: Mapping[tuple[str, str], Sequence[TimedRun]]) -> dict[str, Any]:
-    """Returns for each model and way the base tokens and ids that the first trial emitted."""
     first = {pair: found[0] for pair, found in runs.items()}
     return {
         kind: {

@@ -197,13 +197,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_plan(args: argparse.Namespace, workloads: Sequence[Workload]) -> str:
-    """Returns one line for standard error on what will be run: engines, number of workloads, trials and rows."""
     trials = f"{args.trials} trials after {args.warmup} warm-up, rows {' and '.join(args.rows)}"
     return f"{', '.join(args.engines)}: {len(workloads)} {args.mode} x {trials}"
 
 
 def group_workloads_by_record(workloads: Sequence[Workload]) -> list[list[Workload]]:
-    """Groups the workloads that share a record: all conversations of a chat, and every other workload alone."""
     chats = [one for one in workloads if one.mode == "chat"]
     return [[one] for one in workloads if one.mode != "chat"] + ([chats] if chats else [])
 
@@ -275,7 +273,6 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_engines_continue_conversations(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
-    """Raises `MlxZipError` if a workload is a conversation and an engine cannot continue one (`ONE_REQUEST`)."""
     for name in engines:
         if name in ONE_REQUEST and any(len(workload.turns) > 1 for workload in workloads):
             raise MlxZipError(f"{name} cannot go on with a conversation: leave it out, or --turns 1")
@@ -341,7 +338,6 @@ class EngineComparison:
                 yield self._record(entrant, conversations, turn)
 
     def _run_conversation(self, entrant: ComparedEngine, conversation: Workload) -> Trial:
-        """Runs all turns of a conversation once in the entrant's engine, and reads the energy meter around each."""
         engine = entrant.engine
         if entrant.rows == "cold":
             engine.fresh()
@@ -354,7 +350,6 @@ class EngineComparison:
         return Trial(runs, joules)
 
     def _record(self, entrant: ComparedEngine, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
-        """Returns the record of an entrant and a turn; samples are ordered by conversation, then by trial."""
         engine, first = entrant.engine, conversations[0]
         prompts = [len(one.turns[turn].prompt) for one in conversations]
         trials = [trial for of_one in entrant.trials for trial in of_one]

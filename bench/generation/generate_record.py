@@ -84,7 +84,6 @@ def summarize_figures(
 
 
 def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, float | None]:
-    """Returns one trial's value of every figure in `FIGURES`, None where it is unknown."""
     first, total, steps, tokens = run.times[0], run.times[-1], len(run.times), len(run.base_ids)
     later = total - first if steps > 1 else None
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]

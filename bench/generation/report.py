@@ -158,7 +158,6 @@ def sample_count_cell(record: dict[str, Any]) -> str:
 
 
 def machine_name(record: dict[str, Any]) -> str:
-    """Returns the name of what the engine ran on: the GPU's or, for a CPU, the machine's."""
     return record["machine"] if "cpu" in record["device"]["device"] else record["device"]["chip"]
 
 
@@ -301,7 +300,6 @@ def draw_decoding_speed(path: Path, records: Records) -> None:
 
 
 def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[str, Any]]]]) -> None:
-    """Draws one panel. engines: engine -> size -> its records."""
     sizes = sorted(distinct_sizes(engines.values()))
     width = 0.8 / len(engines)
     for i, (engine, of) in enumerate(engines.items()):

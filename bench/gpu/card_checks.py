@@ -35,7 +35,6 @@ Line = dict[str, Any]
 
 
 def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
-    """Returns the ids that a model emits after each of `PROMPTS`, of at most so many base tokens."""
     encode = model.tokenizer.encode
     prompts = [encode(text, add_special_tokens=False) for text in PROMPTS]
     batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # one for all, so that its graphs are captured once
@@ -45,7 +44,6 @@ def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
 
 
 def read_recorded_ids() -> dict[str, list[list[int]]]:
-    """Returns the recorded ids by the bundled model's name. Raises `MlxZipError` if they cannot be read."""
     try:
         return json.loads(RECORDED.read_text(encoding="utf-8"))["ids"]
     except (OSError, ValueError, KeyError) as error:
@@ -81,7 +79,6 @@ def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
 
 
 def check_logits(device: str | None) -> Iterator[Line]:
-    """Compares logits in bfloat16 with those in float32. value: the relative error, at most `NO_NUMBER`."""
     error = relative_logits_error(open_model(LOGITS, device, "bfloat16"), open_model(LOGITS, device, "float32"))
     error = min(error, NO_NUMBER) if isfinite(error) else NO_NUMBER  # JSON has no other way to say so
     line = check_line(f"logits of {LOGITS}, bfloat16", error <= MOST_ERROR, f"relative error {error:.2g}")
@@ -144,7 +141,6 @@ def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
 
 @contextmanager
 def without_cuda_graphs() -> Iterator[None]:
-    """Inside, new batches run every piece of a step as it is, without CUDA graphs."""
     run = Graphs.run
     Graphs.run = lambda self, key, work, keep=(): work()  # type: ignore[method-assign]
     try:

@@ -141,7 +141,6 @@ def counting_launches() -> Iterator[LaunchCounts]:
 
 
 def kernel_references() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-    """Yields (module, name, function) of every kernel's plain reference."""
     for info in pkgutil.iter_modules(kernels.__path__):
         if info.ispkg:  # the Triton kernels themselves
             continue
@@ -154,7 +153,6 @@ def kernel_references() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
 def count_reference_calls(
     mode: _LaunchCountingMode, module: str, name: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns the reference of a kernel, which counts as the kernel's launches when it is called."""
     kernel = f"{module.rpartition('.')[2]}.{name}"
     size = KERNEL_BYTES.get(kernel, lambda args, out: bytes_of(list(args.values())) + bytes_of(out))
     count = KERNEL_LAUNCHES.get(kernel, lambda args: 1)
@@ -176,7 +174,6 @@ def count_reference_calls(
 
 
 def find_triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
-    """Returns (class, name, function) of what every launch of a Triton kernel goes through; None without Triton."""
     if "triton" not in sys.modules:
         return None
     from triton.runtime import interpreter  # type: ignore[import-not-found]
@@ -190,8 +187,6 @@ def find_triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
 
 
 def count_triton_launches(mode: _LaunchCountingMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that launches a Triton kernel and counts one launch; its bytes are those of its tensors."""
-
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode.paused += 1
@@ -211,7 +206,6 @@ Arguments = Mapping[str, Any]
 
 
 def matrix_row_bytes(matrix: Matrix, count: int) -> int:
-    """Returns the bytes of this many rows of a matrix, dense or packed."""
     return count * bytes_of(matrix) // matrix.shape[0]
 
 
@@ -314,7 +308,6 @@ def count_step_costs(model: CudaModel, prompt: int = PROMPT, capacity: int | Non
 
 
 def distinct_base_ids(model: CudaModel, count: int) -> np.ndarray:
-    """Returns `count` base ids that the codec does not disable, each at most once as far as there are enough."""
     allowed = np.setdiff1d(np.arange(model.params.vocab_size), list(model.params.disabled_ids))
     return np.resize(allowed, count).astype(np.uint32)
 
@@ -379,7 +372,6 @@ def count_costs_with_layers(
 
 
 def extrapolate_to_layers(one: LaunchCounts, two: LaunchCounts, layers: int) -> LaunchCounts:
-    """Returns the launches with `layers` layers, from those with one and with two."""
     layer, found = two.minus(one), LaunchCounts()
     for name in two.names:
         count = one.names[name] + (layers - 1) * layer.names[name]

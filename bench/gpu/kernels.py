@@ -49,7 +49,6 @@ def largest_cache_bytes(device: torch.device) -> int:
 
 
 def make_rotating_arguments(make: Callable[[], Made], cache: int) -> list[Made]:
-    """Returns results of `make`, one at least, and so many that their tensors exceed `TIMES_CACHE` caches together."""
     made = [make()]
     while bytes_of(made) <= TIMES_CACHE * cache:
         made.append(make())
@@ -131,7 +130,6 @@ def product_cases(
 
 
 def has_torch_int4_product(device: torch.device) -> bool:
-    """Returns whether the installed PyTorch has its own 4-bit product on this device."""
     known = all(hasattr(torch.ops.aten, name) for name in ("_weight_int4pack_mm", "_convert_weight_to_int4pack"))
     built = torch.version.cuda is not None and device.type == "cuda"
     return known and built and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -145,7 +143,6 @@ def random_torch_int4_matrix(rows: int, columns: int, device: torch.device) -> t
 
 
 def torch_int4_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns PyTorch's product of x [1, columns] with a matrix of `random_torch_int4_matrix`."""
     return torch.ops.aten._weight_int4pack_mm(x, packed, GROUP_SIZE, scales)
 
 

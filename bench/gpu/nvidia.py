@@ -92,7 +92,6 @@ def part_of_engine(engine: str) -> str:
 
 
 def check_usable_card() -> None:
-    """Raises `MlxZipError` unless there is a card that can be used: a CPU is far too slow for full sizes."""
     from mlx_zip.cuda.memory import find_device
 
     try:
@@ -131,7 +130,6 @@ TINY = Sizes(16, 4, ("16+4", "20+4"), "16+4", 1, 32, 1, 2, 4)
 
 
 def shape_configs(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Returns name -> config.json of the shapes to run: narrow ones, under names of their own, in a rehearsal."""
     if not args.rehearse:
         return {name: SHAPES[name] for name in names}
     found = {f"{name}-narrow": narrow_shape_config(SHAPES[name]) for name in names}
@@ -148,7 +146,6 @@ def trials_for_shape(plan: Sizes, shape: str) -> int:
 
 
 def replayed_text_file(args: argparse.Namespace) -> Path:
-    """Returns the file to replay; without --code the sources of this package, joined."""
     if args.code is not None:
         return args.code
     files = sorted(Path(str(mlx_zip.__file__)).parent.rglob("*.py"))
@@ -226,7 +223,6 @@ def run_steps(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
 
 
 def step_records(args: argparse.Namespace, plan: Sizes, shape: str, precision: str, ids: list[int]) -> Iterator[Record]:
-    """Times prefill and steps of each engine at a shape; yields a record of each and prints a line."""
     from .steps import Plan, time_steps
 
     timing = Plan(plan.context, plan.tokens, trials_for_shape(plan, shape))
@@ -244,7 +240,6 @@ def step_records(args: argparse.Namespace, plan: Sizes, shape: str, precision: s
 
 
 def engines_with_rows(args: argparse.Namespace, shape: str, precision: str) -> Iterator[tuple[Any, str]]:
-    """Yields each engine with "warm" or "cold" rows for a shape; its weights are freed when the next shape begins."""
     from mlx_zip.bench.engines.cuda_engines import TorchEngine, torch_models_from_flags
 
     models = torch_models_from_flags(shape_name(args, shape), precision, None, None, args.tokenizer, ZipOptions())

@@ -43,7 +43,6 @@ def exported(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _lines(record: Record) -> Iterator[dict[str, Any]]:
-    """Yields the objects of one record; decoding begins after the first step, at the depth of the prompt."""
     prompt, figures = record["workload"]["prompt_tokens"], record["figures"]
     yield _line(record, prompt, 0, 0, figures["ttft_ms"]["samples"])
     rates = figures["base_tokens_per_s"]
@@ -54,7 +53,6 @@ def _lines(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _line(record: Record, prompt: int, written: int, depth: int, samples_ms: Sequence[float]) -> dict[str, Any]:
-    """Returns one object. samples_ms: the time of each trial."""
     device, model = record["device"], record["model"]
     on_gpu = "cpu" not in device["device"].lower()
     kv = KV_TYPES.get(record.get("kv_dtype", ""), "unknown")  # older records do not say
@@ -86,7 +84,6 @@ def _line(record: Record, prompt: int, written: int, depth: int, samples_ms: Seq
 
 
 def _times(samples_ms: Sequence[float], tokens: int) -> dict[str, Any]:
-    """Returns llama-bench's fields of time in ns and of tokens per second, each with mean and standard deviation."""
     ns = [round(1e6 * one) for one in samples_ms]
     ts = [1e9 * tokens / one for one in ns]
     spread = lambda values: stdev(values) if len(values) > 1 else 0.0

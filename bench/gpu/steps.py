@@ -72,7 +72,6 @@ def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) 
 
 
 def time_one_trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> TimedTrial:
-    """Reads a prompt and emits its continuation."""
     batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
     forced = compress_prompt_and_text(batch.book(0), prompt, continuation)[1]
     ids = compress_next(batch.book(0), prompt_array(prompt))
@@ -92,7 +91,6 @@ def time_one_trial(engine: TorchEngine, prompt: Sequence[int], continuation: Seq
 
 
 def join_clocks(clocks: Sequence[DeviceClock]) -> DeviceClock:
-    """Returns the times of all clocks as those of one."""
     device = [ms for clock in clocks for ms in clock.device_ms]
     return DeviceClock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
 

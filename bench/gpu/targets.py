@@ -46,7 +46,6 @@ def zip_step_over_base(rows: str) -> Callable[[Sequence[Record]], Cases]:
 
 
 def int4_over_16_bit_speed(records: Sequence[Record]) -> Cases:
-    """Returns torch-base's steps per second with 4-bit weights over those with 16 bits."""
     base = step_records_of(records, "torch-base")
     names = [case.removesuffix(" 4") for case in base if case.endswith(" 4")]
     return {n: median_step_ms(base[f"{n} 16"]) / median_step_ms(base[f"{n} 4"]) for n in names if f"{n} 16" in base}
@@ -56,12 +55,10 @@ def int4_over_16_bit_speed(records: Sequence[Record]) -> Cases:
 
 
 def kernel_bandwidth_share(start: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of the share of the read bandwidth of the kernels whose names begin so."""
     return lambda records: {case: one["share_of_read"] for case, one in kernels_named(records, start)}
 
 
 def kernel_speedup_over_reference(start: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of the reference's time over the kernel's, of kernels whose names begin so."""
     return lambda records: {
         case: one["reference_us"] / one["us"] for case, one in kernels_named(records, start) if one["reference_us"]
     }

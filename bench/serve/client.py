@@ -56,7 +56,6 @@ async def send_request(
 
 
 async def send_without_time_limit(port: int, path: str, body: Any, leave_after: int | None, method: str) -> Reply:
-    """Does what `send_request` does, without a limit on the time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         sent = time.perf_counter()
@@ -83,7 +82,6 @@ async def send_without_time_limit(port: int, path: str, body: Any, leave_after: 
 
 
 def request_bytes(port: int, path: str, body: Any, method: str) -> bytes:
-    """Returns the bytes of a request."""
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     head = [
         f"{method} {path} HTTP/1.1",

@@ -98,7 +98,6 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """Returns a port of 127.0.0.1 that nobody uses now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]

@@ -91,7 +91,6 @@ def record_setting(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def expected_answers(model: str, count: int) -> list[tuple[list[dict[str, str]], dict[int, str]]]:
-    """Returns conversations, every second one of two turns, and for each its greedy answers by their length."""
     loaded, tokenizer = load(model)
     found = []
     for i, content in enumerate(REQUESTS[:count]):
@@ -142,7 +141,6 @@ class SoakRun:
         }
 
     async def _send_requests(self, left: Any) -> None:
-        """Sends one request after the other until none are left."""
         for kind in left:
             try:
                 await getattr(self, f"_{kind}")()
@@ -190,7 +188,6 @@ class SoakRun:
         self.examples.append(f"{kind}: {example:.300}")
 
     async def _check_end(self) -> None:
-        """Checks that nothing is under way any more, that no session is left after a purge, and the memory."""
         until = time.monotonic() + QUIET_S
         while (
             any((under_way := await self._server_metrics("running", "waiting")).values()) and time.monotonic() < until
@@ -222,7 +219,6 @@ class SoakRun:
             writer.close()
 
     def _memory_growth(self) -> dict[str, Any]:
-        """Returns the resident memory after a quarter of the requests and at the end (medians of five), and growth."""
         if len(self.resident) < 20:
             return {}
         quarter = len(self.resident) // 4

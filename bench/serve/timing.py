@@ -102,7 +102,6 @@ class AskedServer:
 
 
 def served_model_name(server: str, port: int) -> str:
-    """Returns the name that a server has for its model."""
     if server == "mlx-lm":
         return "default_model"
     return asyncio.run(send_request(port, "/v1/models")).body["data"][0]["id"]
@@ -151,7 +150,6 @@ def first_text_s(reply: Reply) -> float:
 
 
 def server_reported_figures(reply: Reply) -> dict[str, Any]:
-    """Returns the server's own figures of a streamed chat completion, from its field `mlx_zip`."""
     return next(
         event["mlx_zip"] for _, event in reversed(reply.events) if isinstance(event, dict) and "mlx_zip" in event
     )
@@ -196,7 +194,6 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
 async def ask_all(
     asked: AskedServer, texts: Sequence[str], max_tokens: int, together: bool
 ) -> tuple[list[Reply], float]:
-    """Asks one request per text, together or one after the other; returns the replies and the seconds."""
     begun = time.perf_counter()
     if together:
         replies = list(await asyncio.gather(*(asked.answer(text, max_tokens) for text in texts)))
@@ -288,7 +285,6 @@ class Conversation:
 
 
 def long_prompt(words: int, number: int) -> str:
-    """Returns a made-up text of so many words; texts of different numbers differ from the beginning on."""
     begin = f"Here are {number + 100} stories. "
     names = ("dog", "cat", "girl", "boy", "bird", "bear", "fox", "frog")
     pieces = (STORY.format(names[(i + number) % 8], THINGS[(i // 8 + i * number) % 8]) for i in range(words))

@@ -85,7 +85,6 @@ def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
 
 
 def step_part_seconds(before: Seconds, after: Seconds) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the seconds of each part of a step: by the wall's clock, and of the thread's own work."""
     wall, cpu = ({part: after[part + end] - before[part + end] for part in PARTS} for end in ("", CPU))
     for found, clock in ((wall, "at"), (cpu, "at" + CPU)):
         found["rest"] = max(0.0, after[clock] - before[clock] - sum(found.values()) + found["rest"])
@@ -93,7 +92,6 @@ def step_part_seconds(before: Seconds, after: Seconds) -> tuple[dict[str, float]
 
 
 def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Returns the 50th, 90th and 99th percentile in ms."""
     return {name: float(f"{1e3 * np.quantile(seconds, share):.4g}") for name, share in QUANTILES.items()}
 
 

@@ -124,7 +124,6 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
 
 
 def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
-    """Generates `ids` after `prompt`, so that the model's row store holds the rows of all entries in prompt and ids."""
     sampler: Any = ForcedIdSampler(ids)
     run = RunOptions(prefill_step_size=PROMPT, ahead=True)
     made = emit(model, prompt, model.make_cache(), sampler=sampler, run=run)

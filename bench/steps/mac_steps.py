@@ -194,7 +194,6 @@ def _layers(name: str) -> int:
 
 
 def _small_launches(name: str, precision: str, layers: int) -> Counted:
-    """Returns the launches of the steps of a small model of this shape's family that install an entry."""
     from .launch_counts import count_step_launches, encoder_launches
 
     def counted(models: Any, ids: Sequence[int]) -> Counted:
@@ -245,7 +244,6 @@ def measure_host() -> Iterator[dict[str, Any]]:
 
 
 def _host_seconds(name: str, precision: str) -> dict[str, float]:
-    """Returns the host's seconds per step of a narrow model by the names in `Host`."""
     from .launch_counts import step_seconds
 
     def measured(models: Any, ids: list[int]) -> dict[str, float]:
@@ -262,7 +260,6 @@ def _host_seconds(name: str, precision: str) -> dict[str, float]:
 
 
 def host_of(records: Records, model: str, bits: str) -> Host:
-    """Returns the measured host time per step of a model."""
     (line,) = (one for one in records.lines("mac-host") if (one["model"], one["bits"]) == (model, bits))
     return Host(*(line["host_us"][way] / 1e3 for way in Host._fields))
 
@@ -317,7 +314,6 @@ def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
 
 
 def step_of(name: str, precision: str, host: Host) -> Step:
-    """Returns the costs of a shape's step."""
     from mlx_zip.config import SIDES
 
     found, (counted, layer) = sizes_of(name, precision), launches_of(name, precision)

@@ -185,7 +185,6 @@ class StepProfiler:
         return counted.record() if counted else None
 
     def _record(self, workload: Workload, untraced: Run, ways: dict[str, StepTimes]) -> dict[str, Any]:
-        """Returns the record. untraced: mlx_zip's last run without clocks. ways: the steps of each way to run."""
         turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
         ours, ours_cpu = (np.sum([host.parts[part + clock] for part in OURS], axis=0) for clock in ("", CPU))
         ratios = np.divide(ways["mlx-zip"].medians, ways["mlx-lm"].medians)
@@ -242,7 +241,6 @@ def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
 
 
 def run_traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
-    """Runs a request in an engine, with a tracer if there is one; returns the run and the tracer's marks."""
     if tracer is None:
         return engine.run(*request), ()
     with tracer:
@@ -250,7 +248,6 @@ def run_traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, 
 
 
 def summarize_us(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> dict[str, Any]:
-    """Returns mean, median and 90th percentile in us, and with trial_medians (seconds) those in us as `samples`."""
     us = 1e6 * np.asarray(seconds)
     found = {"mean": us.mean(), "median": np.median(us), "p90": np.quantile(us, 0.9)}
     figure: dict[str, Any] = {name: round_to_five_digits(float(value)) for name, value in found.items()}
@@ -264,7 +261,6 @@ def round_to_five_digits(value: float) -> float:
 
 
 def step_parts_table(record: dict[str, Any]) -> str:
-    """Returns a record's parts as a Markdown table with a heading, and a line on its whole steps."""
     parts, steps = record["parts"], record["steps"]
     rows = [
         [

@@ -138,7 +138,6 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
 
 
 def speed_figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns the median step in ms, without first steps, of each run and of all, and base tokens per second."""
     steps = [1e3 * float(np.median(np.diff(run.times))) for run in runs]
     rates = [(len(run.base_ids) - run.first_base) / (run.times[-1] - run.times[0]) for run in runs]
     return {"step_ms": median(steps), "samples": steps, "base_tokens_per_s": median(rates)}

@@ -149,7 +149,6 @@ class Tracer:
             setattr(home, name, before)
 
     def _wrap_with_clocks(self, hook: Hook, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that the time of its calls counts for the hook's part."""
         made, cpu = hook.made if self.apart else None, hook.part + CPU
 
         def call(*args: Any, **options: Any) -> Any:

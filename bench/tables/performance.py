@@ -45,7 +45,6 @@ PACK = "its own, tuned"  # name of the bundled model's own pack in the record `p
 
 
 def step_ratio_table(records: Records) -> str:
-    """Returns the table of times per step over mlx-lm's at equal KV length, one row per profile."""
     found = {name: (file, records.only_record(file)) for name, file in PROFILES.items()}
     rows = [
         [name, f"`{file}`", str(step_time_ratio(line)), libraries_cell(line)] for name, (file, line) in found.items()
@@ -54,7 +53,6 @@ def step_ratio_table(records: Records) -> str:
 
 
 def request_ratio_table(records: Records) -> str:
-    """Returns the table of whole requests, mlx_zip over mlx-lm, one row per kind of text."""
     rows = []
     for text, file in REQUESTS.items():
         pair = records.engine_pair(file)
@@ -73,7 +71,6 @@ def request_ratio_table(records: Records) -> str:
 
 
 def stories_table(records: Records) -> str:
-    """Returns the table of the bundled model's conversations over its base's, by story, with cold and warm rows."""
     rows = []
     for turn, name in enumerate(TURNS):
         for state in ("cold", "warm"):
@@ -87,7 +84,6 @@ def stories_table(records: Records) -> str:
 
 
 def table_once_recorded(record: str, make: Callable[[Records], str]) -> Callable[[Records], str]:
-    """Returns a table's function that needs a record; while there is none, it returns a sentence that says so."""
     missing = f"Not measured yet: there is no record `{record}`."
     return lambda records: make(records) if record in records.files else missing
 
@@ -102,7 +98,6 @@ def published_package_table(records: Records) -> str:
 
 
 def step_parts_table(records: Records) -> str:
-    """Returns the table of a step's parts in us: before the work on host time, after it, and of the bundled model."""
     before, after, bundled = map(records.only_record, ("profile-before", "profile-warm", "profile-stories"))
     profiles = (before, after, bundled)
     rows = [["step over mlx-lm's at equal KV length", *(f"{step_time_ratio(record).value:.2f}" for record in profiles)]]
@@ -120,7 +115,6 @@ def median_us(figure: Mapping[str, float]) -> str:
 
 
 def codec_table(records: Records) -> str:
-    """Returns the table of times of mlx_zip's codec and of zip2zip-compression, and how many times as fast ours is."""
     rows = []
     for line in records.lines("codec"):
         setting = line["setting"]
@@ -138,7 +132,6 @@ def times_as_fast_cell(line: Record) -> str:
 
 
 def bundled_speed_table(records: Records) -> str:
-    """Returns the table of the bundled model's speed for a user, with the bits per byte that it costs."""
     price = next(line for line in records.lines("pack_quality") if line["curve"] == PACK)
     bits = f"{price['bits_per_byte']:.3f} ({price['base_bits_per_byte']:.3f}, {price['over_base']:+.1%})"
     rows = []
@@ -318,7 +311,6 @@ def batch_table(records: Sequence[Record]) -> str:
 
 
 def batch_rows(record: Record) -> list[list[str]]:
-    """Returns the rows of one record."""
     rows = []
     for scope, name in SCOPES.items():
         figures = record["figures"][scope]
@@ -375,7 +367,6 @@ def serving_table(record: Mapping[str, Any]) -> str:
 
 
 def serving_figures(record: Mapping[str, Any]) -> Iterator[ServingFigure]:
-    """Yields the figures of a record."""
     figures = record["figures"]
     one = figures["one_stream"]
     yield ServingFigure("one stream: time added to `generate`'s", one["overhead"]["median"], "{:.1%}", 0.1)

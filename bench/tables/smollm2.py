@@ -40,7 +40,6 @@ def percent_change(value: float, against: float) -> str:
 
 
 def bits_table(records: Records, record: str = RECORD) -> str:
-    """Returns bits per byte of held-out text by domain, and how they compare with the control's."""
     rows, lines = [], bits_by_seed(records, record)
     for line in lines[max(lines)]:
         found = {name: one["bits_per_byte"] for name, one in line["models"].items()}
@@ -76,7 +75,6 @@ def bits_by_seed(records: Records, record: str) -> dict[int, list[Record]]:
 
 
 def legs_table(records: Records) -> str:
-    """Returns how bits per byte compare with the control's after each leg of the second try."""
     legs, rows = bits_by_seed(records, SECOND), {}
     for name in "masked", "zip":
         for leg in sorted(legs):
@@ -89,7 +87,6 @@ def legs_table(records: Records) -> str:
 
 
 def rates_table(records: Records, record: str = RECORD) -> str:
-    """Returns what free greedy answers are like, a row per model."""
     rows = []
     for name, one in records_part(records, "rates", record)["models"].items():
         canonical = "" if one["of_canonical"] is None else f"{one['of_canonical']:.3f}"
@@ -128,7 +125,6 @@ def curve_table(records: Records) -> str:
 
 
 def speed_table(records: Records) -> str:
-    """Returns speeds of the engines on a CPU, and each to PyTorch's eager loop in the same rows."""
     lines = records.lines("smollm2-speed")
     rows = []
     for line in lines:

@@ -63,7 +63,6 @@ def lines_measuring(what: str) -> Callable[[Sequence[Line]], Iterator[Line]]:
 
 
 def utility_table(records: Records) -> str:
-    """Returns the table of compression utility by text, number of merges N and method, the best of a row in bold."""
     rows, shown = [], ""
     for line in lines_measuring(UTILITY)(records.lines("adaptbpe")):
         first = line["text"] != shown
@@ -81,7 +80,6 @@ def bold_best(values: Sequence[float]) -> list[str]:
 
 
 def _speed_table(records: Records) -> str:
-    """Returns the table of encoding speeds by text: the `tokenizers` library, the whole list, the adapted list."""
     lines = list(lines_measuring(ENCODING)(records.lines("adaptbpe")))
     heads = {
         "tokenizers": "`tokenizers`",
@@ -96,7 +94,6 @@ def _speed_table(records: Records) -> str:
 
 
 def _bits_table(records: Records) -> str:
-    """Returns the table of bits per byte by text, model, share of merges kept and method."""
     rows = []
     for (text, n_bytes), shares in group_adapted_models(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
@@ -119,7 +116,6 @@ def _bits_cell(line: Line | None) -> str:
 
 
 def _saved_table(records: Records) -> str:
-    """Returns the table of compression utility on the texts of `adapt_model`, by share of merges kept and method."""
     rows = []
     for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
@@ -132,7 +128,6 @@ def _saved_table(records: Records) -> str:
 
 
 def _where_table(records: Records) -> str:
-    """Returns the table of the bits per byte spent on tokens that the adapted tokenizer splits, and on all others."""
     rows = []
     for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
         for share, methods in _shares_below_1(shares):
@@ -151,7 +146,6 @@ def _where_table(records: Records) -> str:
 
 
 def _where_cells(line: Line) -> list[str]:
-    """Returns the cells on split tokens of one adapted model: their share of the text, their number, bits per byte."""
     where, n_bytes = line["where"], line["test"]["bytes"]
     before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
     return [
@@ -162,7 +156,6 @@ def _where_cells(line: Line) -> list[str]:
 
 
 def _step_columns() -> Iterator[tuple[str, Cell]]:
-    """Yields the columns of decoding step times with fewer rows, relative to the whole model, and of the bound."""
     yield "model, ids", _model_and_ids
     yield "bytes of a step that go", "{bound:.1%}"
     for clock, head in CLOCKS.items():

@@ -183,7 +183,6 @@ def build_library_tokenizer(base: BaseVocabulary) -> Any:
 
 
 def library_ids_of_our_tokens(base: BaseVocabulary) -> Any:
-    """Returns the `tokenizers` library's id of each of our tokens, an array indexed by our id."""
     return adapted(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 
 

@@ -136,13 +136,11 @@ class PatchTrainingData:
     def _make_material(
         self, ids: tuple[Uint32s, Uint32s], tokens: Sequence[bytes], table: PatchTable | None
     ) -> Material:
-        """Returns what a model trains on and is tested on. ids: training and test windows; tokens: bytes of each id."""
         sizes, rows = self._token_byte_counts(tokens), None if table is None else table.rows
         return Corpus(ids[0], sizes, rows), Corpus(ids[1], sizes, rows), table
 
     @staticmethod
     def _token_byte_counts(tokens: Sequence[bytes]) -> Any:
-        """Returns the number of bytes of each token, [V] int64."""
         return np.fromiter(map(len, tokens), np.int64, len(tokens))
 
 

@@ -291,11 +291,9 @@ def latent_with_equal_parameters(table: PatchTable, latent: Tower, local: Tower)
     wanted = parameters_of(PlainModel(PlainConfig(len(table), latent)))
 
     def parameters_left(tower: Tower) -> int:
-        """Returns how many parameters `plain` has more than a model over patches with this latent transformer."""
         return wanted - parameters_of(PatchModel(PatchConfig(table.merges.symbols, table.patch_size, tower, local)))
 
     def with_width(width: int) -> Tower:
-        """Returns `latent` at another width, its feed-forward part in proportion."""
         return Tower(latent.layers, width, latent.ffn * width // latent.width, latent.heads)
 
     tower = latent
@@ -316,7 +314,6 @@ def make_model(one: ModelRun, material: Material, data: PatchTrainingData, args:
 
 
 def _train_settings(args: argparse.Namespace, iters: int, one: ModelRun) -> TrainSettings:
-    """Returns the settings to train a model for `iters` steps."""
     rate = learning_rate_of_kind(args, one.kind)
     return TrainSettings(
         iters=iters,
@@ -375,7 +372,6 @@ class RecipeAction(argparse.Action):
 
 
 def learning_rate_of_kind(args: argparse.Namespace, kind: str) -> float:
-    """Returns the peak learning rate of a kind: its own KIND=RATE, else the one for all kinds, else the default."""
     rates = dict(args.learning_rate)
     return rates.get(kind, rates.get(None, LEARNING_RATE))
 

@@ -139,7 +139,6 @@ def read_text(path: str) -> str:
 
 
 def summarize_call_ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
-    """Returns the summary of a call's processor milliseconds over the trials."""
     return summarize_samples([1e3 * seconds for seconds in call_seconds(trials, call)])
 
 

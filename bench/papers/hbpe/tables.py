@@ -36,19 +36,16 @@ def recorded_models(records: Any, recipe: str | None) -> list[Line]:
 
 
 def models_table(records: Any, recipe: str, columns: Columns) -> str:
-    """Returns a table of the models of a recipe; if there are none, a sentence with the command that records them."""
     if found := recorded_models(records, recipe):
         return column_table(found, columns)
     return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
 
 
 def gflops_cell(name: str) -> Cell:
-    """Returns a cell of FLOPs in 10^9."""
     return lambda line: f"{line[name] / 1e9:.0f}"
 
 
 def paper_cell(figures: Mapping[str, str]) -> Cell:
-    """Returns a cell of the paper's figure of a kind of model, "" where the paper has none."""
     return lambda line: figures.get(line["model"], "")
 
 
@@ -61,7 +58,6 @@ def lines_with_text(lines: Sequence[Line]) -> list[Line]:
 
 
 def _model_label(line: Line) -> str:
-    """Returns a model's name in tables, with layers and width of its local models if it has any."""
     local = line["config"].get("local")
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
@@ -146,7 +142,6 @@ def bits_per_byte_figure(records: Any) -> Figure:
 
 
 def bits_per_byte_curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
-    """Returns a curve of bits per byte for each model. x: returns a point's x value, given the line and the point."""
     return [
         Curve(_model_label(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
         for line in lines

@@ -131,7 +131,6 @@ def classifier_loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.ar
 
 
 def token_counts(samples: Samples) -> NDArray[np.int64]:
-    """Returns the number of tokens of each sample."""
     return np.diff(samples.ends.astype(np.int64), prepend=0)
 
 
@@ -155,7 +154,6 @@ def batches_of_similar_length(
 
 
 def pad_samples(samples: Samples, which: Integers) -> NDArray[np.int32]:
-    """Returns the samples with the numbers `which`, [N, L], padded with 0 to the longest of them."""
     ends, sizes = samples.ends[which].tolist(), token_counts(samples)[which].tolist()
     rows = [samples.ids[end - n : end] for end, n in zip(ends, sizes, strict=True)]
     out = np.zeros((len(which), max(1, *map(len, rows))), np.int32)

@@ -89,7 +89,6 @@ def read_labelled(path: Path) -> LabelledTexts:
 
 
 def parse_labelled_line(path: Path, number: int, line: str) -> tuple[str, int]:
-    """Returns (text, label) of one line of a file. number: the line's, for the error message."""
     try:
         if ".tsv" in path.name:
             text, label = line.rsplit("\t", 1)

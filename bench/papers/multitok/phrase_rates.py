@@ -135,7 +135,6 @@ class PhraseCorpus:
 
 
 def speed_records(corpus: PhraseCorpus, trials: int) -> Iterator[dict[str, Any]]:
-    """Yields a record of speed for learning and for encoding with each window, and for encoding after pruning."""
     samples, tuples = corpus.learned, [tuple(sample.tolist()) for sample in corpus.learned]
     for window in WINDOWS:
         dictionary, ids = corpus.learn_dictionary(window)
@@ -228,7 +227,6 @@ def compare_speeds(
 
 
 def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
-    """Returns the speed of one call that processes `n_units` units, by the thread's processor time."""
     begun = time.thread_time()
     call()
     return n_units / (time.thread_time() - begun) / 1e6
@@ -238,7 +236,6 @@ def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
 
 
 def ratio_records(corpus: PhraseCorpus) -> Iterator[dict[str, Any]]:
-    """Yields a record of the ratio for each percentage of samples and window, then those after pruning."""
     paper = PAPER_TOKENS.get(corpus.name, {}) if isinstance(corpus.units, Tokens) else PAPER_WORDS
     settings = dict.fromkeys([*paper, *((percent, window) for percent in (100, 50) for window in WINDOWS)])
     for percent, window in settings:
@@ -263,7 +260,6 @@ def ratio_records(corpus: PhraseCorpus) -> Iterator[dict[str, Any]]:
 def pruned_ratio_records(
     corpus: PhraseCorpus, dictionary: Dictionary, ids: Samples, setting: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record of the ratio for each way to prune a dictionary. ids: the samples, encoded before pruning."""
     window = setting["window"]
     for at_most in AT_MOST:
         bound = growth_bound(dictionary, at_most)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def speed_table(records: Records) -> str:
-    """Returns the table of the speed of learning and encoding, ours and plain Python's."""
     lines = (line for line in records.lines("multitok") if line["what"] in ("train", "encode"))
     columns: tuple[tuple[str, Cell], ...] = (
         ("", measured_by),
@@ -36,7 +35,6 @@ def measured_by(line: Record) -> str:
 
 
 def _ratios_table(records: Records) -> str:
-    """Returns the table of ratios r of words, by percentage of samples learned from and window."""
     columns: tuple[tuple[str, Cell], ...] = (
         LEARNED_FROM,
         WINDOW,
@@ -50,7 +48,6 @@ def _ratios_table(records: Records) -> str:
 
 
 def _pruned_table(records: Records) -> str:
-    """Returns the table of ratios r of words after phrases used at most K times are pruned."""
     columns: tuple[tuple[str, Cell], ...] = (
         WINDOW,
         ("K", "{setting[at_most]}"),
@@ -66,7 +63,6 @@ def _pruned_table(records: Records) -> str:
 
 
 def _tokenizer_ratios_table(records: Records) -> str:
-    """Returns the table of ratios r where phrases are made of a tokenizer's ids."""
     columns: tuple[tuple[str, Cell], ...] = (
         ("units", "{data[units_are]}"),
         LEARNED_FROM,
@@ -102,7 +98,6 @@ HELD_OUT: tuple[str, Cell] = ("r held out", held_out_cell("0"))
 
 
 def _packs_table(records: Records) -> str:
-    """Returns the table of base ids per id with packs made by `vocab pack learn` and by `vocab multitok export`."""
     rows = []
     for line in records.lines("packs"):
         found = {(pack["size"], pack["learner"]): pack for pack in line["packs"]}
@@ -152,7 +147,6 @@ def classifier_table(lines: Sequence[Record], of_paper: bool) -> str:
 
 
 def group_by_seed(runs: Sequence[Record]) -> list[list[Record]]:
-    """Returns the runs in groups; those of one group differ only in their seed."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for line in runs:
         groups.setdefault((data_set_name(line), line["data"]["units_are"], line["setting"]), []).append(line)
@@ -165,13 +159,11 @@ def data_set_name(line: Record) -> str:
 
 
 def encoding_name(line: Record) -> str:
-    """Returns the name of a line's encoding in the tables: its setting, with the tokenizer first if there is one."""
     units, setting = line["data"]["units_are"], line["setting"]
     return setting if units == "words" else units if setting == "plain" else f"{units}, {setting}"
 
 
 def classifier_row(runs: Sequence[Record], of_paper: bool) -> list[str]:
-    """Returns the row of a group of runs that differ only in their seed. of_paper: add cells of the paper's figures."""
     line = runs[0]
     units, setting = line["data"]["units_are"], line["setting"]
     ratio = line["per_word"] if setting == "plain" else line["ratio"]

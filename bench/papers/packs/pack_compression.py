@@ -154,7 +154,6 @@ def retokenized_record(
 
 
 def learn_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
-    """Returns the entries of a pack of `size` entries that is made as by `mlx_zip vocab pack learn`."""
     return learn(params, texts, size, window=window).entries
 
 
@@ -166,7 +165,6 @@ def multitok_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: i
 
 
 def bpe_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
-    """Returns the entries of a pack made by plain byte pair encoding over base ids."""
     return BaseIdBpe(params, texts, size, window, params.merge_size).entries()
 
 

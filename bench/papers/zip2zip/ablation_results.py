@@ -52,7 +52,6 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def parse_result_line(path: Path, number: int, text: str) -> Line:
-    """Returns one JSON line of a file after checking its fields. Raises `MlxZipError` naming file and line number."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -70,7 +69,6 @@ def parse_result_line(path: Path, number: int, text: str) -> Line:
 
 
 def is_valid_setting(setting: Mapping[str, Any]) -> bool:
-    """Returns whether a line's setting is valid: a merge size, a seed, and an encoder unless the merge size is 1."""
     merge_size, seed = (setting.get(name) for name in ("merge_size", "seed"))
     if len(setting) != 3 or type(merge_size) is not int or type(seed) is not int or merge_size < 1 or seed < 0:
         return False
@@ -78,7 +76,6 @@ def is_valid_setting(setting: Mapping[str, Any]) -> bool:
 
 
 def has_all_measurements(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
-    """Returns whether a line has numbers for every text of its conditions and for every point of its training curve."""
     valid, curve = conditions.get("valid"), training.get("curve")
     if (
         not are_lists_of_length(valid, 2)

@@ -61,7 +61,6 @@ def table8(results: AblationResults) -> str:
 
 
 def all_figures_table(results: AblationResults) -> str:
-    """Returns a table of all our figures, with a row per setting, seed and text."""
     texts = [(line, name, text) for line in results.lines for name, text in line["texts"].items()]
     return column_table(({"line": line, "name": name, "text": text} for line, name, text in texts), _FIGURES)
 
@@ -121,7 +120,6 @@ def best_and_worst_table(results: AblationResults) -> str:
 
 
 def conditions_table(results: AblationResults) -> str:
-    """Returns the table of the conditions under which all settings were trained."""
     c, line = results.conditions, results.lines[0]
     trained = "all weights" if c["fine_tune_type"] == "full" else f"LoRA of rank {c['lora_rank']} and the encoders"
     read = [line["training"]["bytes"] / 1e6 for line in results.lines]
@@ -142,7 +140,6 @@ def conditions_table(results: AblationResults) -> str:
 
 
 def longer_training_table(short: AblationResults, long: Sequence[Record]) -> str:
-    """Returns the table of bits per byte of settings that were trained twice, for fewer and for more steps, by text."""
     rows = []
     for line in long:
         before = next(other for other in short.lines if other["setting"] == line["setting"])
@@ -223,7 +220,6 @@ class Answers:
 
 
 def all_answers(results: AblationResults) -> list[Answers]:
-    """Returns the answers to all questions, by the paper's tables and by our lines."""
     found = []
     for question in QUESTIONS:
         sweep = results.sizes if question.sizes else results.encoders

@@ -289,7 +289,6 @@ class AblationRunner:
         return out, index
 
     def _train(self, setting: Setting, data: Path) -> Path:
-        """Trains a setting on the windows in `data` and returns the run's folder; a finished run is not repeated."""
         from mlx_zip.training.run import RunOptions, train
         from mlx_zip.training.settings import EncoderOptions, TrainSettings
 
@@ -331,7 +330,6 @@ class AblationRunner:
         }
 
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
-        """Scores the trained model of a run on every text of --valid; returns its parameters and the texts' figures."""
         from mlx_zip.engine.mlx.generate import load
         from mlx_zip.evaluation.bits import measure_bits
         from mlx_zip.training.run import trained_model
@@ -344,7 +342,6 @@ class AblationRunner:
         return {"parameters": count_parameters(model), "texts": texts}
 
     def _windows_of_text(self, path: str, tokenizer: Any) -> Any:
-        """Returns the windows of a --valid text. They are cut once and are the same for every setting."""
         from mlx_zip.evaluation.bits import cut_windows
         from mlx_zip.text.documents import read_corpus
 
@@ -355,7 +352,6 @@ class AblationRunner:
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    """Returns the number of weights in the decoder and in the hyper-encoders."""
     from mlx.utils import tree_flatten
 
     from mlx_zip.config import SIDES
@@ -367,7 +363,6 @@ def count_parameters(model: Any) -> dict[str, int]:
 
 
 def draw_sweeps(results: AblationResults, folder: Path) -> None:
-    """Writes a figure of each sweep that has results to FOLDER/NAME.png. Raises `InstallationError`."""
     for sweep in results.sweeps:
         if sweep.found:
             save_figure(training_loss_figure(sweep), folder / f"{FIGURES[sweep.name]}.png")

@@ -145,7 +145,6 @@ def added_latency_percent(line: dict[str, Any], name: str) -> list[float]:
 
 
 def draw_points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]], color: int, label: str) -> None:
-    """Draws a curve of medians with bars from least to greatest. samples: the trials of each size."""
     middle = [median(values) for values in samples]
     low = [m - min(values) for m, values in zip(middle, samples, strict=True)]
     high = [max(values) - m for m, values in zip(middle, samples, strict=True)]

@@ -62,7 +62,6 @@ PHI_35 = "llama2"  # our name of Phi-3.5's tokenizer, with which table 7's rates
 
 
 def paper_rows_of(tokenizer: str) -> PaperRows | None:
-    """Returns the paper's rows of one of our tokenizers; None if the paper does not have it."""
     return next((row for row in TABLE_2 if row.ours == tokenizer), None)
 
 
@@ -183,7 +182,6 @@ def bytes_per_token_table(counts: RecordedCounts, tokenizer: str) -> str:
 
 
 def paper_only_table(counts: RecordedCounts) -> str:
-    """Returns the paper's rows of table 2 for tokenizers that were not measured here."""
     rows = []
     for row in TABLE_2:
         if row.ours not in counts.tokenizers:
@@ -193,7 +191,6 @@ def paper_only_table(counts: RecordedCounts) -> str:
 
 
 def _rate_cell(base: float, rate: float | None) -> str:
-    """Formats bytes per token and the gain. base: bytes per base id; rate: ids over base ids, None if not measured."""
     return "-" if rate is None else f"{base / rate:.2f} ({1 / rate - 1:+.1%})"
 
 
@@ -298,13 +295,11 @@ def flops_table(lines: Sequence[Line]) -> str:
 
 
 def mixture_flops_table(counts: RecordedCounts) -> str:
-    """Returns table 9 for the models that the paper trains, with the rate and the encoded rows of our mixture."""
     rate, entries, used = _mixture_rates(counts)
     return flops_table([record(shape, rate, (entries + used) / rate) for shape in TRAINED])
 
 
 def mixture_table(counts: RecordedCounts) -> str:
-    """Returns the table of our mixture: its compression rate, and the entries installed and read per id."""
     rate, entries, used = _mixture_rates(counts)
     row = [f"{rate:.4f}", f"{entries / rate:.2f}", f"{used / rate:.2f}"]
     return table(
@@ -341,7 +336,6 @@ def _latency_columns() -> Iterator[tuple[str, Cell]]:
 
 
 def texts_table(counts: RecordedCounts) -> str:
-    """Returns the table of the texts: files, documents, bytes, and the implementations that gave the same ids."""
     rows = []
     for text in counts.texts:
         lines = [line for key, line in counts.lines.items() if key[1] == text]
