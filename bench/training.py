@@ -122,8 +122,8 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError("--model and --data go together: the data are prepared with the model's tokenizer")
     with tempfile.TemporaryDirectory(prefix="mlx_zip-bench-") as folder:
         bench = TrainingBench(args, Path(folder))
-        if args.measure_peak_memory:
-            print(json.dumps(bench.measure_peak_memory(args.measure_peak_memory)))
+        if args.memory_of:
+            print(json.dumps(bench.measure_peak_memory(args.memory_of)))
             return 0
         for name in args.only:
             record = {"step": bench.step, "prepare": bench.prepare, "memory": bench.memory, "torch": bench.torch}[

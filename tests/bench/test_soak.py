@@ -78,7 +78,7 @@ def test_a_request_that_never_ends_is_counted():
 
 def test_a_session_that_a_purge_leaves_is_counted(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(engine, "_server_metrics", replace(engine._server_metrics, sessions=2, disk_bytes=5))
+    monkeypatch.setattr(engine, "_figures", replace(engine._figures, sessions=2, disk_bytes=5))
     with serving(engine) as served:
         assert soaked(served) == nothing_but(sessions=1)
 
