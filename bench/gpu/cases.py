@@ -88,7 +88,7 @@ NAMED_OTHERWISE = {"others": ("device", "chip")}  # parts whose engines have the
 FAILED_TESTS = ("failures", "errors")  # of pytest's XML
 MADE = {  # files that a part writes beside its records
     "trace": ("trace-torch-base.json.gz", "trace-torch-zip.json.gz"),
-    "summary": ("llama-bench.json", "roofline.md"),
+    "summary": ("roofline.md",),
 }
 
 

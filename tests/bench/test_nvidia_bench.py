@@ -1,8 +1,7 @@
-"""bench nvidia: its parts at tiny sizes on the CPU, its targets, llama-bench's JSON, and the script around them."""
+"""bench nvidia: its parts at tiny sizes on the CPU, its targets, and the script around them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -21,7 +20,6 @@ from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.generation import report
 from mlx_zip.bench.gpu import card_checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
-from mlx_zip.bench.gpu.run_summary import count_parameters, exported
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
 from mlx_zip.cuda import memory
@@ -98,7 +96,6 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     page = (folder / "roofline.md").read_text()
     for said in ("| shape | step | MB moved | us | GB/s | of roof | roof, us | left, us |", "us are left. Launches: "):
         assert said in page
-    assert {one["type_k"] for one in json.loads((folder / "llama-bench.json").read_text())} == {"f32"}
 
 
 @pytest.mark.slow
@@ -164,78 +161,18 @@ def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_
     assert ["H100 80GB, Phi-3.5-4B (paper)", "zip2zip"] in rows
 
 
-# ---- llama-bench's JSON
-
-FIELDS = [
-    "build_commit",
-    "build_number",
-    "cpu_info",
-    "gpu_info",
-    "backends",
-    "model_filename",
-    "model_type",
-    "model_size",
-    "model_n_params",
-    "n_batch",
-    "n_ubatch",
-    "n_threads",
-    "cpu_mask",
-    "cpu_strict",
-    "poll",
-    "type_k",
-    "type_v",
-    "n_gpu_layers",
-    "n_cpu_moe",
-    "split_mode",
-    "main_gpu",
-    "no_kv_offload",
-    "flash_attn",
-    "devices",
-    "tensor_split",
-    "tensor_buft_overrides",
-    "use_mmap",
-    "embeddings",
-    "no_op_offload",
-    "no_host",
-    "n_prompt",
-    "n_gen",
-    "n_depth",
-    "test_time",
-    "avg_ns",
-    "stddev_ns",
-    "avg_ts",
-    "stddev_ts",
-    "samples_ns",
-    "samples_ts",
-]
-
-
-def test_a_record_becomes_two_lines_of_llama_bench():
-    model = {"name": "phi-3.5-mini", "precision": "16", "weights": "random"}
-    prompt, decoding = exported([tiny_bench.record("torch-base", model=model, **H100), {"bench": "nvidia-steps"}])
-    assert set(prompt) == set(decoding) == set(FIELDS)
-    assert (prompt["n_prompt"], prompt["n_gen"], prompt["n_depth"]) == (8, 0, 0)
-    assert (decoding["n_prompt"], decoding["n_gen"], decoding["n_depth"]) == (0, 3, 8)
-    assert prompt["samples_ns"] == [500_000_000] * 3
-    assert (prompt["avg_ts"], prompt["stddev_ts"]) == (16.0, 0.0)
-    assert decoding["samples_ts"] == [pytest.approx(1 / s, rel=1e-5) for s in (0.1, 0.11, 0.12)]
-    assert decoding["avg_ts"] == pytest.approx(sum(decoding["samples_ts"]) / 3, rel=1e-5)
-    assert (prompt["backends"], prompt["gpu_info"]) == ("CUDA (torch-base)", "NVIDIA H100")
-    assert prompt["test_time"] == "2026-01-02T03:04:05Z"
-    assert prompt["model_n_params"] == 3_821_079_552
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f16"), (None, "unknown")]
-)
-def test_llama_bench_names_the_dtype_that_keys_and_values_have(dtype, name):
-    for precision in ("as stored", "16", "4", "float32"):
-        model = {"name": "stories", "precision": precision, "weights": "trained"}
-        record = tiny_bench.record("torch-zip", model=model, **({} if dtype is None else {"kv_dtype": dtype}))
-        assert {(one["type_k"], one["type_v"]) for one in exported([record])} == {(name, name)}
+def count_parameters(config):
+    """Returns the number of weights of a decoder by its config.json, without biases."""
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or width // heads
+    keys = (config.get("num_key_value_heads") or heads) * size
+    layer = width * (2 * heads * size + 2 * keys) + 3 * width * inner + 2 * width
+    tables = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
+    return config["num_hidden_layers"] * layer + tables + width
 
 
 def test_parameters_are_those_of_published_models():
+    assert count_parameters(SHAPES["phi-3.5-mini"]) == 3_821_079_552
     assert count_parameters(SHAPES["llama-3.2-1b"]) == 1_235_814_400
     assert count_parameters(SHAPES["phi-3-medium"]) == 13_960_238_080
 
