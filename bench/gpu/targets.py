@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mlx_zip.bench.tables.card_steps import CARDS, same_overhead
-
 Record = dict[str, Any]
 Cases = dict[str, float]  # figure by case, such as a shape or a text
 
@@ -222,6 +220,18 @@ class Target(NamedTuple):
 SHARE = "bytes of weights, keys and values over the median time of a step, over the read bandwidth of the same run"
 STEP = "median time of a step over torch-base's, at the same shape"
 CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
+
+
+CARDS = {"H100": 3.35e12, "H200": 4.8e12}  # SXM: bytes per second of the memory, from NVIDIA's data sheets
+FIRST_CARD = "H100"  # for which targets are set
+
+
+def same_overhead(share: float, card: str) -> float:
+    """Returns the share of a card's bandwidth at which a step loses as much time as one at `share` on the first card.
+
+    The bytes are the same; faster memory reads them in less time, so the time that is lost weighs more.
+    """
+    return 1 / (1 + (1 / share - 1) * CARDS[card] / CARDS[FIRST_CARD])
 
 
 def bandwidth_share_targets(
