@@ -40,22 +40,9 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 )
 
 
-def training_flops(tokens: float, parameters: float) -> float:
-    """Training FLOPs Γ ≈ 6 · N_tokens · N_params: without attention's quadratic part (first equation)."""
-    return 6.0 * tokens * parameters
-
-
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
     """The hyper-encoder's share, α ≈ l · M / L, if every id is an entry of M base ids (last equation, table 9)."""
     return encoder_layers * merge_size / layers
-
-
-def zip2zip_training_flops(tokens: float, parameters: float, rate: float, overhead: float) -> float:
-    """Training FLOPs with hypertokens, Γ_z2z ≈ 6 · N_tokens · ρ · N_params · (1 + α) (third equation).
-
-    tokens: base ids. rate: ρ, ids over base ids. overhead: α.
-    """
-    return training_flops(tokens * rate, parameters) * (1.0 + overhead)
 
 
 def relative_flops(rate: float, overhead: float) -> float:

@@ -44,7 +44,7 @@ def new_figure(width: float = 10, height: float = 4) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def line_charts(panels: Sequence[Panel], title: str | None = None) -> Figure:
+def line_charts(panels: Sequence[Panel]) -> Figure:
     """Draws line charts side by side. Curves of one name have one colour and one place in the legend below."""
     figure = new_figure(3.6 * len(panels), 3.8)
     colours: dict[str, str] = {}
@@ -58,8 +58,6 @@ def line_charts(panels: Sequence[Panel], title: str | None = None) -> Figure:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=min(len(colours), 2 * len(panels)), fontsize=9)
-    if title:
-        figure.suptitle(title)
     return figure
 
 

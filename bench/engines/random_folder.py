@@ -55,7 +55,6 @@ def random_folder(
     dtype: torch.dtype = torch.bfloat16,
     bits: int | None = None,
     group: int = 64,
-    seed: int = 0,
     made_on: str | torch.device | None = None,
     kernels: bool = True,
 ) -> RandomFolder:
@@ -70,7 +69,7 @@ def random_folder(
     section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
     check_room("random weights of the decoder", decoder_matrix_bytes(decoder, dtype, bits, group), where)
-    numbers = torch.Generator(where if made_on is None else made_on).manual_seed(seed)
+    numbers = torch.Generator(where if made_on is None else made_on).manual_seed(0)
     computed = dtype if kernels else torch.float32
     whole = (Path("random"), config, section, decoder, computed, where, {}, {}, bits, group, numbers, dtype)
     return RandomFolder(*whole, kernels=kernels)

@@ -23,18 +23,18 @@ from mlx_zip.layout import is_zip
 from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, config_with_hypertokens
 
 
-def models_from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0) -> Models:
+def models_from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions) -> Models:
     """Makes models with random weights of a shape in `SHAPES`.
 
     Raises `MlxZipError` for an unknown name, and for a shape with fewer base ids than the tokenizer.
     """
     if name not in SHAPES:
         raise MlxZipError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
-    return models_from_config(name, SHAPES[name], precision, tokenizer, options, seed)
+    return models_from_config(name, SHAPES[name], precision, tokenizer, options)
 
 
 def models_from_config(
-    name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0
+    name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions
 ) -> Models:
     """Makes models with random weights for a decoder's config.json. precision: "float32", or "16", "8" or "4" bits."""
     from mlx_zip.models.zip_model import Model
@@ -43,7 +43,7 @@ def models_from_config(
         raise MlxZipError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
     if len(tokenizer) > config["vocab_size"]:
         raise MlxZipError(f"the tokenizer has {len(tokenizer)} ids, shape {name} only {config['vocab_size']}")
-    mx.random.seed(seed)
+    mx.random.seed(0)
     args = model_args_with_hypertokens(config, options)
     quantization = quantization_config(precision, options, Model(args))
     weights = make_random_weights(Model(args), activation_dtype_of(precision), quantization)

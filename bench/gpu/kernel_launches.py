@@ -292,17 +292,16 @@ class StepCosts:
     cold: LaunchCounts
 
 
-def count_step_costs(model: CudaModel, prompt: int = PROMPT, capacity: int | None = None) -> StepCosts:
-    """Returns what a step of one sequence costs after `prompt` base ids.
+def count_step_costs(model: CudaModel) -> StepCosts:
+    """Returns what a step of one sequence costs after `PROMPT` base ids.
 
-    The codebook counts as full. capacity: ids that the caches have room for; None takes what the count needs. What the
-    steps emit means nothing: ids that install an entry are forced.
+    The codebook counts as full. What the steps emit means nothing: ids that install an entry are forced.
     """
     found = []
     for _ in range(1 + model.hypertokens):  # the second time finds the row that the first one has encoded
-        batch = Batch(model, 1, capacity or prompt + TRIES + 1)
+        batch = Batch(model, 1, PROMPT + TRIES + 1)
         batch.add()
-        batch.read(0, distinct_base_ids(model, prompt))
+        batch.read(0, distinct_base_ids(model, PROMPT))
         found.append(count_first_installing_step(batch))
     return StepCosts(warm=found[-1], cold=found[0])
 

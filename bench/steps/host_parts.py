@@ -250,7 +250,7 @@ def time_first_id_after_rests(zipped: MlxZip, prompt: Sequence[int], rests: Sequ
     return found
 
 
-def time_tiny_kernels(count: int = CHAIN) -> dict[str, float]:
+def time_tiny_kernels() -> dict[str, float]:
     """Returns the cost in us of a kernel in a chain of tiny ones: `launch_us` where all are handed over together.
 
     buffer_us: what it costs more where each is handed over alone, on Metal in a command buffer of its own. Both hold
@@ -265,9 +265,9 @@ def time_tiny_kernels(count: int = CHAIN) -> dict[str, float]:
                 mx.async_eval(y)
         mx.eval(y)
 
-    short, long, alone = (fastest(partial(chain, *args)) for args in ((count // 10,), (count,), (count, True)))
-    launch_us = 1e6 * max(0.0, long - short) / (count - count // 10)
-    return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / count - launch_us)}
+    short, long, alone = (fastest(partial(chain, *args)) for args in ((CHAIN // 10,), (CHAIN,), (CHAIN, True)))
+    launch_us = 1e6 * max(0.0, long - short) / (CHAIN - CHAIN // 10)
+    return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / CHAIN - launch_us)}
 
 
 # ---- all of it
