@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError, missing_library
 
-from .runs import ENGINES, Engine
+from .interface import ENGINES, Engine
 from .shape_table import Models
 
 LIBRARIES = {

@@ -22,8 +22,8 @@ from mlx_zip.models.folders import model_folder, read_config
 from mlx_zip.text.tokenizers import load_tokenizer
 
 from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick, wait_for_device
+from .interface import Engine, Run, compress_prompt_and_text
 from .random_folder import random_folder
-from .runs import Engine, Run, compress_prompt_and_text
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, config_with_hypertokens
 from .torch_steps import GreedySteps, prefill_in_chunks
 

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 
-from .runs import DRAFT, Engine, Run, compress_prompt_and_text, kv_bytes_per_id
+from .interface import DRAFT, Engine, Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
 
 

@@ -25,7 +25,7 @@ from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.folders import read_config
 
 from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick
-from .runs import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
+from .interface import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
 
 HAS_MLX = find_spec("mlx") is not None

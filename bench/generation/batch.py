@@ -18,8 +18,8 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
+from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.bench.engines.shapes import models_from_folders
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
 from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table

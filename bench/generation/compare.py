@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.records import FORMATS, table
 from mlx_zip.errors import MlxZipError
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
-from mlx_zip.bench.engines.runs import DRAFT, ENGINES, Engine, Run
+from mlx_zip.bench.engines.interface import DRAFT, ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
     DOMAINS,
@@ -225,7 +225,10 @@ def prepare_models_and_workloads(args: argparse.Namespace) -> tuple[Models, list
             args.shape, args.precision, args.model, args.base, args.tokenizer, zip_options_from_flags(args)
         )
         return models, workloads_from_flags(args, models.tokenizer, models.context)
-    from mlx_zip.bench.engines.shapes import models_from_folders, models_from_shape  # MLX is not needed by every engine
+    from mlx_zip.bench.engines.model_making import (  # MLX is not needed by every engine
+        models_from_folders,
+        models_from_shape,
+    )
 
     if args.shape is None:
         models = models_from_folders(args.model, args.base)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines.interface import Run
 from mlx_zip.errors import MlxZipError, reason
 
 SCHEMA = 1

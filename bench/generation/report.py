@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.plots import FORMATS as PICTURES
 from mlx_zip.bench.plots import new_figure, save_figure
 from mlx_zip.bench.records import FORMATS, libraries_cell, load_cell, table

@@ -21,14 +21,14 @@ from typing import Any
 
 import mlx_zip
 from mlx_zip.bench.engines.choice import check_engine_names
-from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 from mlx_zip.bench.machine import active_clock_limits
 from mlx_zip.bench.recording import CopyingStream
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .cases import (
+from .case_runner import (
     CARD,
     FAILED,
     CaseRunner,
@@ -187,7 +187,7 @@ def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int
     from mlx_zip.bench.engines.device_clock import bandwidth_matrix_side, measure_read_bandwidth
     from mlx_zip.cuda.memory import find_device
 
-    from . import kernels
+    from . import kernel_timing as kernels
 
     device = find_device(None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -207,7 +207,7 @@ def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int
 def kernel_record(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
     from mlx_zip.bench.engines.device_clock import describe_torch_device, torch_yardstick
 
-    from .kernels import time_kernel
+    from .kernel_timing import time_kernel
 
     found = time_kernel(case, device, plan.trials, bandwidth, case.name.startswith("encoder"), plan.calls)
     print(f"{model['name']} {case.name}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
@@ -223,7 +223,7 @@ def run_steps(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
 
 
 def step_records(args: argparse.Namespace, plan: Sizes, shape: str, precision: str, ids: list[int]) -> Iterator[Record]:
-    from .steps import Plan, time_steps
+    from .step_timing import Plan, time_steps
 
     timing = Plan(plan.context, plan.tokens, trials_for_shape(plan, shape))
     for engine, rows in engines_with_rows(args, shape, precision):
@@ -320,7 +320,7 @@ def run_trace(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
 
 
 def trace_records(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[Record]:
-    from .steps import trace_request
+    from .step_timing import trace_request
 
     model = {"name": shape_name(args, "phi-3.5-mini"), "precision": "16", "weights": "random"}
     for engine, rows in engines_with_rows(args, "phi-3.5-mini", "16"):

@@ -21,7 +21,7 @@ from mlx_zip.bench.records import table
 from mlx_zip.errors import MlxZipError
 
 from .client import Reply, send_request
-from .own_server import ServerProcess, serve_command
+from .server_process import ServerProcess, serve_command
 
 TEMPLATE = (  # for models whose own template has no tools
     "{{ bos_token }}{% if tools %}<|user|>Tools: {{ tools | tojson }}{% endif %}"

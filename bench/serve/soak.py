@@ -29,7 +29,7 @@ from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar
 
 from .client import DIALECTS, Dialect, send_request
-from .own_server import ServerProcess, serve_command
+from .server_process import ServerProcess, serve_command
 
 MALFORMED: tuple[Any, ...] = (
     b"",

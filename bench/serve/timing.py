@@ -21,7 +21,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
-from mlx_zip.bench.engines.shapes import models_from_folders
+from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
@@ -32,7 +32,7 @@ from mlx_zip.named import here_or_bundled
 from mlx_zip.progress import ProgressBar
 
 from .client import CHAT, DIALECTS, Dialect, Reply, send_request
-from .own_server import ServerProcess, serve_command
+from .server_process import ServerProcess, serve_command
 
 PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip, wait_and_free_memory
-from mlx_zip.bench.engines.runs import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.device import fastest
 from mlx_zip.engine.interface import Failed, Finished, Submission

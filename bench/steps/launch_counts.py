@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler
-from mlx_zip.bench.engines.runs import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.options import RunOptions

@@ -211,8 +211,8 @@ def _with_small_models(name: str, precision: str, layers: int, call: Callable[[A
     """Returns what `call` returns for small models of a shape's family, and ids for them to write, on the CPU."""
     import mlx.core as mx
 
+    from mlx_zip.bench.engines.model_making import models_from_config
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
-    from mlx_zip.bench.engines.shapes import models_from_config
 
     from .selftest_steps import PROMPT, synthetic_ids
 
@@ -283,10 +283,10 @@ def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
     """Returns what a step reads of: weights, head, KV cache, output rows, and the hyper-encoder of each side."""
     import mlx.core as mx
 
+    from mlx_zip.bench.engines.interface import kv_bytes_per_id
     from mlx_zip.bench.engines.mlx_engines import named_weights, weight_bytes
-    from mlx_zip.bench.engines.runs import kv_bytes_per_id
+    from mlx_zip.bench.engines.model_making import cast_and_quantize, model_args_with_hypertokens, quantization_config
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
-    from mlx_zip.bench.engines.shapes import cast_and_quantize, model_args_with_hypertokens, quantization_config
     from mlx_zip.config import SIDES
     from mlx_zip.models.zip_model import Model
 

@@ -22,8 +22,8 @@ from unittest.mock import patch
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
-from mlx_zip.bench.engines.runs import Run
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import Workload
 from mlx_zip.bench.generation.generate import (

@@ -15,10 +15,10 @@ import numpy as np
 
 from mlx_zip import named
 from mlx_zip.bench import machine
+from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, wait_and_free_memory
-from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines.model_making import models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
-from mlx_zip.bench.engines.shapes import models_from_folders, models_from_shape
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
 from mlx_zip.bench.machine import memory_bytes
 from mlx_zip.device import bandwidth as measured

@@ -111,7 +111,7 @@ ZIP_HOOKS = (
 )
 
 
-STEP = Hook("loop", "mlx_zip.bench.engines.runs:Run", "step")  # is called once per emitted id
+STEP = Hook("loop", "mlx_zip.bench.engines.interface:Run", "step")  # is called once per emitted id
 
 
 class Tracer:

@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.bench.engines.choice import make_engine
+from mlx_zip.bench.engines.interface import Run, compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import (
     ForcedIdSampler,
     MlxZip,
@@ -17,9 +18,8 @@ from mlx_zip.bench.engines.mlx_engines import (
     accepted_draft_ids,
     cut_at_eos_or_limit,
 )
-from mlx_zip.bench.engines.runs import Run, compress_prompt_and_text
+from mlx_zip.bench.engines.model_making import models_from_config, models_from_folders
 from mlx_zip.bench.engines.shape_table import ZipOptions
-from mlx_zip.bench.engines.shapes import models_from_config, models_from_folders
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.generate import stream_generate

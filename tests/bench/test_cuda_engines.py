@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from mlx_zip.bench.engines import choice, cuda_engines
 from mlx_zip.bench.engines.choice import check_engine_names, make_engine
 from mlx_zip.bench.engines.cuda_engines import TorchEngine, torch_models_from_flags
-from mlx_zip.bench.engines.runs import compress_prompt_and_text
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import ZipOptions
 from mlx_zip.bench.engines.torch_engines import make_torch_engine
 from mlx_zip.codec import Codebook
@@ -72,7 +72,7 @@ def test_cold_rows_are_those_of_an_empty_store(models):
 @pytest.mark.slow
 def test_the_bundled_models_write_what_mlx_writes():
     pytest.importorskip("mlx.core")
-    from mlx_zip.bench.engines.shapes import models_from_folders
+    from mlx_zip.bench.engines.model_making import models_from_folders
 
     _, args = tiny_bench.parse("generate")
     described = torch_models_from_flags(None, "", "stories", "stories-base", "", None)

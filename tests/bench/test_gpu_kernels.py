@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from mlx_zip.bench.gpu import kernels  # noqa: E402
+from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
 from mlx_zip.cuda.memory import bytes_of  # noqa: E402
 from support.tiny_bench import SHAPE  # noqa: E402
 

@@ -18,8 +18,9 @@ pytest.importorskip("triton")
 from mlx_zip.bench import machine
 from mlx_zip.bench.engines import cuda_engines
 from mlx_zip.bench.engines.shape_table import SHAPES
-from mlx_zip.bench.gpu import nvidia, steps
-from mlx_zip.bench.gpu.cases import CaseRunner, read_part_records
+from mlx_zip.bench.gpu import nvidia
+from mlx_zip.bench.gpu import step_timing as steps
+from mlx_zip.bench.gpu.case_runner import CaseRunner, read_part_records
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench

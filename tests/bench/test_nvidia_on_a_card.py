@@ -13,7 +13,9 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from mlx_zip.bench.engines import cuda_engines, device_clock  # noqa: E402
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions  # noqa: E402
-from mlx_zip.bench.gpu import kernels, nvidia, steps  # noqa: E402
+from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
+from mlx_zip.bench.gpu import nvidia  # noqa: E402
+from mlx_zip.bench.gpu import step_timing as steps  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
 from support import tiny_bench  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_zip import selftest
 from mlx_zip.bench import machine
-from mlx_zip.bench.engines import shapes
+from mlx_zip.bench.engines import model_making as shapes
 from mlx_zip.bench.steps import host_parts
 from mlx_zip.bench.steps import selftest_steps as steps
 from mlx_zip.cli import main

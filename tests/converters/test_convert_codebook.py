@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.bench.engines.shapes import models_from_folders
+from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.cli import main
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import __main__ as bench
-from mlx_zip.bench.engines.shapes import make_model_with_kept_rows, models_from_folders
+from mlx_zip.bench.engines.model_making import make_model_with_kept_rows, models_from_folders
 from mlx_zip.bench.papers.adaptbpe.tables import TABLES, group_adapted_models, utility_and_bits_figure
 from mlx_zip.bench.records import Records
 from mlx_zip.errors import MlxZipError

@@ -10,8 +10,8 @@ from typing import Any
 from mlx_zip.bench import machine
 from mlx_zip.bench import recording as record_fields
 from mlx_zip.bench.__main__ import BENCHES
-from mlx_zip.bench.engines import shapes
-from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines import model_making as shapes
+from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.generation import batch
 from mlx_zip.bench.generation.generate_record import (

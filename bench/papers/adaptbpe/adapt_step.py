@@ -20,8 +20,8 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm
+from mlx_zip.bench.engines.model_making import make_model_with_kept_rows, models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
-from mlx_zip.bench.engines.shapes import make_model_with_kept_rows, models_from_folders, models_from_shape
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.bench.machine import describe_mlx_device
 from mlx_zip.bench.recording import environment_fields, summarize_samples

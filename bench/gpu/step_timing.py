@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mlx_zip.bench.engines.cuda_engines import CHUNK, ReplayedSteps, TorchEngine, installed_row_bytes, prompt_array
 from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
-from mlx_zip.bench.engines.runs import compress_prompt_and_text
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.torch_steps import prefill_in_chunks
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.kernels.dispatch import forced
