@@ -49,8 +49,12 @@ def measure_bandwidth() -> dict[str, Any]:
 def measure_bundled_model(limit_s: float) -> dict[str, Any]:
     """Returns `measure_steps` of the bundled model, which answers a built-in request, against its base."""
     models = models_from_folders("stories", "stories-base")
-    prompt = make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
-    return measure_steps(models, prompt, None, limit_s)
+    return measure_steps(models, first_request(models), None, limit_s)
+
+
+def first_request(models: Models) -> list[int]:
+    """Returns the base ids of the first built-in request, as a chat."""
+    return list(make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt)
 
 
 def measure_smollm2(limit_s: float) -> dict[str, Any]:
@@ -60,8 +64,7 @@ def measure_smollm2(limit_s: float) -> dict[str, Any]:
     if any(named.made(name) is None for name in named.MADE):
         return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
     models = models_from_folders("smollm2", "smollm2-base")
-    prompt = make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
-    return measure_steps(models, prompt, None, limit_s)
+    return measure_steps(models, first_request(models), None, limit_s)
 
 
 def measure_random_shape(limit_s: float) -> dict[str, Any]:
@@ -93,9 +96,8 @@ def measure_host_parts(rest_s: float, limit_s: float) -> dict[str, Any]:
     if reason_to_skip_shape() is None:
         return host_parts.measure_host_parts(*make_shape_and_text(), True, rests, limit_s)
     models = models_from_folders("stories", "stories-base")
-    prompt = make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
     return host_parts.measure_host_parts(
-        models, prompt, synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s
+        models, first_request(models), synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s
     )
 
 
