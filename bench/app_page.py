@@ -84,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError("--speed and --seconds must be above 0")
     load_before_bench()
     with running_browser() as chrome:
-        record = {"bench": "app", **measure(chrome, args), "browser": chrome.version}
+        record = {"bench": "app", **measure_page(chrome, args), "browser": chrome.version}
     print(json.dumps(record | environment_fields("playwright")), flush=True)
     print_figures_beside_targets(record)
     return 0
 
 
-def measure(chrome: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure_page(chrome: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures, times in ms."""
     with tempfile.TemporaryDirectory() as folder, serve_replayed_app(Path(folder), args.speed) as address:
         page = open_page(chrome, address)

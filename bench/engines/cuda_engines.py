@@ -126,12 +126,12 @@ class TorchEngine(Engine):
         """See `Engine.bandwidth`."""
         return measure_read_bandwidth(self.model.device)
 
-    def fresh(self) -> None:
+    def forget_encoded_rows(self) -> None:
         """Empties the store of rows."""
         if self.model.store is not None:
             self.model.store.forget()
 
-    def start(self) -> list[Batch]:
+    def start_conversation(self) -> list[Batch]:
         """Returns the state of a new conversation: a list that holds its batch, once it has one."""
         return []
 

@@ -88,11 +88,11 @@ class Engine(ABC):
         """Measures how many bytes per second matrix-vector products read on the engine's device."""
         return machine.mlx_read_bandwidth()
 
-    def fresh(self) -> None:
+    def forget_encoded_rows(self) -> None:
         """Drops what earlier requests left in the model, such as encoded hyper rows."""
         return
 
-    def start(self) -> Any:
+    def start_conversation(self) -> Any:
         """Returns the state of a new conversation, which `run` takes as `held`.
 
         Raises `MlxZipError` if the engine runs single requests only.

@@ -48,11 +48,11 @@ class MlxEngine(Engine):
         self.kv_bytes = kv_bytes_per_id(models.base_config, activation_dtype(self.model).size)
         self.kv_dtype = str(activation_dtype(self.model)).removeprefix("mlx.core.")
 
-    def fresh(self) -> None:
+    def forget_encoded_rows(self) -> None:
         """Makes a new model object over the same weights, so that nothing of earlier requests is left."""
         self.model = self.make()
 
-    def start(self) -> Any:
+    def start_conversation(self) -> Any:
         """Returns the caches of a new conversation."""
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -63,7 +63,7 @@ class MlxEngine(Engine):
 
         peak_bytes: peak memory of this engine and its weights, without other engines' weights in memory.
         """
-        held = self.start() if held is None else held
+        held = self.start_conversation() if held is None else held
         wait_and_free_memory()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -241,14 +241,14 @@ class _PromptLookupEngine(MlxEngine):
         super().__init__(models, make)
         self.draft = draft
 
-    def start(self) -> tuple[list[Any], PromptLookupIndex]:
+    def start_conversation(self) -> tuple[list[Any], PromptLookupIndex]:
         """Returns the caches of a new conversation and an empty `PromptLookupIndex`.
 
         Raises `MlxZipError` for caches that cannot be trimmed, because rejected drafts must be removed.
         """
         from mlx_lm.models.cache import can_trim_prompt_cache
 
-        cache = super().start()
+        cache = super().start_conversation()
         if not can_trim_prompt_cache(cache):
             raise MlxZipError(f"{self.name}: this model's caches cannot be trimmed, so no draft could be rejected")
         return cache, PromptLookupIndex([])

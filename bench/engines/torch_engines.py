@@ -173,7 +173,7 @@ class TransformersEngine(_GenerateEngine):
             config._compile_all_devices = True
             self.options = {"cache_implementation": "static", "compile_config": config}
 
-    def start(self) -> dict[str, Any]:
+    def start_conversation(self) -> dict[str, Any]:
         """Returns the state of a new conversation: its ids so far, and transformers' cache of them."""
         return {"ids": [], "cache": None}
 
@@ -181,7 +181,7 @@ class TransformersEngine(_GenerateEngine):
         """See `Engine.run`."""
         from transformers import DynamicCache
 
-        held = self.start() if held is None else held
+        held = self.start_conversation() if held is None else held
         watch = _StepRecorder(
             self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, lambda one: (one,), tokens, replay
         )

@@ -123,7 +123,7 @@ def measure_batch_gain(
             first = trial % len(pairs)
             for kind, way in (*pairs[first:], *pairs[:first]):
                 if args.cold:
-                    engines[kind].fresh()
+                    engines[kind].forget_encoded_rows()
                 found = answer_all_prompts(engines[kind], way, prompts, args.max_tokens)
                 if trial >= 0:
                     runs[kind, way].append(found)

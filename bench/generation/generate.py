@@ -343,8 +343,8 @@ class EngineComparison:
     def _run_conversation(self, entrant: ComparedEngine, conversation: Workload) -> Trial:
         engine = entrant.engine
         if entrant.rows == "cold":
-            engine.fresh()
-        held = engine.start() if len(conversation.turns) > 1 else None
+            engine.forget_encoded_rows()
+        held = engine.start_conversation() if len(conversation.turns) > 1 else None
         runs, joules = [], []
         for turn in conversation.turns:
             before = self.meter.read()

@@ -26,7 +26,7 @@ class Ratio:
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
-    def over(self, divisor: float) -> Ratio:
+    def divided_by(self, divisor: float) -> Ratio:
         """Returns the ratio with value and interval divided by a number."""
         return Ratio(self.value / divisor, self.low / divisor, self.high / divisor, self.n)
 

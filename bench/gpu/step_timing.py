@@ -56,7 +56,7 @@ def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) 
     trials = []
     for trial in range(-plan.warmup, plan.trials):
         if rows == "cold":
-            engine.fresh()
+            engine.forget_encoded_rows()
         done = time_one_trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
         if trial >= 0:
             trials.append(done)

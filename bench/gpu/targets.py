@@ -226,7 +226,7 @@ CARDS = {"H100": 3.35e12, "H200": 4.8e12}  # SXM: bytes per second of the memory
 FIRST_CARD = "H100"  # for which targets are set
 
 
-def same_overhead(share: float, card: str) -> float:
+def share_with_equal_overhead(share: float, card: str) -> float:
     """Returns the share of a card's bandwidth at which a step loses as much time as one at `share` on the first card.
 
     The bytes are the same; faster memory reads them in less time, so the time that is lost weighs more.
@@ -241,7 +241,7 @@ def bandwidth_share_targets(
 
     bound: on an H100.
     """
-    found = {card: round(same_overhead(bound, card), 2) for card in CARDS}
+    found = {card: round(share_with_equal_overhead(bound, card), 2) for card in CARDS}
     return [
         Target(
             name.format(f"{100 * limit:.0f} % of an {card}'s read bandwidth"), rule, values, limit, needed, card=card

@@ -286,7 +286,7 @@ def measure_host_parts(
     for i in range(ROUNDS + 1):
         for rows, found in marks.items():
             if rows == "cold":
-                zipped.fresh()
+                zipped.forget_encoded_rows()
             found.append(trace_stream_generate(zipped, prompt, TOKENS, text if forced else None))
         if i and time.perf_counter() - begun > limit_s / 2:
             break

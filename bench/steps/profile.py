@@ -157,7 +157,7 @@ class StepProfiler:
     def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
         """Runs the workload in mlx_zip, without earlier rows if --rows is cold; returns the run and tracer's marks."""
         if self.args.rows == "cold":
-            self.zipped.fresh()
+            self.zipped.forget_encoded_rows()
         turn = workload.turns[0]
         with forced_run_ahead(AHEAD[self.args.ahead]):
             return run_traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)

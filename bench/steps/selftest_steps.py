@@ -118,7 +118,7 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
     while rounds <= TRIALS and (rounds < 2 or (time.perf_counter() - begun) * (rounds + 1) / rounds < limit_s):
         for rows, ahead in WAYS:
             if rows == "cold":
-                zipped.fresh()
+                zipped.forget_encoded_rows()
             with forced_run_ahead(ahead):
                 runs[rows, ahead].append(zipped.run(prompt, TOKENS, text))
         like = runs[WAYS[-1]][-1]

@@ -187,13 +187,13 @@ class Target:
 def _speedup_over_compression(records: Records) -> Ratio:
     """Returns the gain in base tokens/s on code over base tokens per step: 1 if a step is as fast as mlx-lm's."""
     pair = records.engine_pair(REQUESTS["code"])
-    return figure_ratio(pair, "base_tokens_per_s").over(base_tokens_per_step(pair))
+    return figure_ratio(pair, "base_tokens_per_s").divided_by(base_tokens_per_step(pair))
 
 
 def _first_id_over_length(records: Records) -> Ratio:
     """Returns the time to the first id on code over mlx-lm's, divided by how much shorter the compressed prompt is."""
     pair = records.engine_pair(REQUESTS["code"])
-    return figure_ratio(pair, "ttft_ms").over(prompt_ids_per_base_id(pair))
+    return figure_ratio(pair, "ttft_ms").divided_by(prompt_ids_per_base_id(pair))
 
 
 def story_bytes_per_s_ratio(turn: int, rows: str) -> Callable[[Records], Ratio]:

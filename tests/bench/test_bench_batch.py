@@ -40,7 +40,7 @@ def test_both_models_are_timed_in_both_ways_on_the_same_requests(capsys):
 def test_cold_runs_begin_without_rows_of_earlier_ones(cold, monkeypatch):
     fresh = []
     monkeypatch.setattr(batch, "answer_all_prompts", lambda *args: TimedRun(4, 8, 1.0, 4, 0.5))
-    engine = SimpleNamespace(fresh=lambda: fresh.append(1))
+    engine = SimpleNamespace(forget_encoded_rows=lambda: fresh.append(1))
     batch.measure_batch_gain({"base": engine, "zip": engine}, [[1]], SimpleNamespace(trials=2, cold=cold, max_tokens=4))
     assert len(fresh) == (12 if cold else 0)
 

@@ -93,7 +93,7 @@ def test_a_conversation_goes_on_alike_with_and_without_lookup(plain, lookup):
     said = []
     for name in (plain, lookup):
         made = engine(name)
-        held = made.start()
+        held = made.start_conversation()
         said.append([made.run(prompt, 20, None, held).base_ids for prompt in (PROMPT, TEXT[:9], TEXT[9:14])])
     assert said[0] == said[1]
 
@@ -116,7 +116,7 @@ def test_a_fresh_engine_has_another_model_object_over_the_same_weights():
     options = ZipOptions(encoder_layers=1, codebook_size=64)
     made = MlxZip(*(m := models_from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options), m.zipped))
     before = made.model
-    made.fresh()
+    made.forget_encoded_rows()
     assert made.model is not before
     for (name, a), (other, b) in zip(*(tree_flatten(m.parameters()) for m in (before, made.model)), strict=True):
         assert name == other
@@ -181,7 +181,7 @@ def test_transformers_goes_on_with_a_conversation_as_mlx_lm_does():
     found = models_from_folders(None, str(GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"))
     said = []
     for made in (make_engine(name, found, args) for name in ("mlx-lm", "hf")):
-        held = made.start()
+        held = made.start_conversation()
         said.append([made.run(prompt, 12, None, held).base_ids for prompt in (list(range(10, 40)), [7, 8, 9])])
     assert said[0] == said[1]
 

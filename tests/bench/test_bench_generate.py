@@ -276,10 +276,10 @@ class Fake(mlx_engines.Engine):
     def bandwidth(self):
         return 1e6
 
-    def fresh(self):
+    def forget_encoded_rows(self):
         self.told.append(f"fresh {self.name}")
 
-    def start(self):
+    def start_conversation(self):
         return self.name
 
     def run(self, prompt, tokens, replay=None, held=None):

@@ -65,7 +65,7 @@ def test_cold_rows_are_those_of_an_empty_store(models):
     made = TorchEngine("torch-zip", models)
     made.run(PROMPT, len(TEXT), TEXT)
     assert len(made.model.store) > 0
-    made.fresh()
+    made.forget_encoded_rows()
     assert len(made.model.store) == 0
 
 
@@ -81,7 +81,7 @@ def test_the_bundled_models_write_what_mlx_writes():
     for ours, theirs in (("torch-zip", "mlx-zip"), ("torch-base", "mlx-lm")):
         found, expected = make_engine(ours, described, args), make_engine(theirs, loaded, args)
         assert found.run(prompt, 24).base_ids == expected.run(prompt, 24).base_ids
-        conversation = found.start(), expected.start()
+        conversation = found.start_conversation(), expected.start_conversation()
         for _ in range(2):
             a, b = (e.run(prompt, 8, None, held) for e, held in zip((found, expected), conversation, strict=True))
             assert a.base_ids == b.base_ids

@@ -161,7 +161,7 @@ def test_a_ratio_has_the_medians_and_the_trials_that_ran_together():
     b = {"figures": {"steps_per_s": {"samples": [12.0, 12.0, 10.0]}}, "workload": {}}
     found = figure_ratio((a, b), "steps_per_s")
     assert found == Ratio(1.2, 0.5, 1.5, 3)
-    assert found.over(2) == Ratio(0.6, 0.25, 0.75, 3)
+    assert found.divided_by(2) == Ratio(0.6, 0.25, 0.75, 3)
 
 
 def test_trials_of_one_conversation_count_as_one_pair():

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from mlx_zip.bench.flops import TABLE_9, TRAINED, record
+from mlx_zip.bench.flops import TABLE_9, TRAINED, make_record
 from mlx_zip.bench.papers.zip2zip.compression_tables import (
     DOMAINS,
     LATENCY,
@@ -29,7 +29,7 @@ from mlx_zip.bench.tokens import COLUMNS
 from mlx_zip.errors import MlxZipError
 from support.places import REPO
 
-FLOPS = [record(shape, 0.5, 2.0) for shape in (*TABLE_9, *TRAINED)]
+FLOPS = [make_record(shape, 0.5, 2.0) for shape in (*TABLE_9, *TRAINED)]
 
 
 def counted(tokenizer: str = "llama3", text: str = "code/some", rate: float = 0.65) -> dict:

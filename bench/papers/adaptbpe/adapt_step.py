@@ -106,7 +106,7 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
     times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in engines} for clock in CLOCKS}
     for trial in range(trials + 1):
         for name in sorted(engines, reverse=bool(trial % 2)):
-            for clock, ms in zip(CLOCKS, _step_ms(engines[name], forced), strict=True):
+            for clock, ms in zip(CLOCKS, time_forced_steps_ms(engines[name], forced), strict=True):
                 times[clock][name] += [ms] if trial else []
     whole, cut = engines["whole"], engines["cut"]
     read, removed = whole.weight_bytes + whole.kv_bytes * tokens // 2, whole.weight_bytes - cut.weight_bytes
@@ -127,7 +127,7 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
     }
 
 
-def _step_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
+def time_forced_steps_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
     """Runs the forced ids once and returns the milliseconds per step by wall clock and by processor clock.
 
     Wall time is the median between consecutive steps; processor time is the whole run's, divided by its steps.

@@ -142,9 +142,9 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     ways: dict[str, Callable[[], float]] = {  # each encodes the text once and returns the seconds
         "tokenizers": lambda: time_call(lambda: library.encode_batch_fast([text])),
         "whole_list": lambda: time_call(lambda: plain.encode(data)),
-        "whole_list_fresh": lambda: _encoding_seconds(base.encoder(), data),
+        "whole_list_fresh": lambda: time_encoding(base.encoder(), data),
         "adapted": lambda: time_call(lambda: kept.encoder.encode(data)),
-        "adapted_fresh": lambda: _encoding_seconds(Encoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
+        "adapted_fresh": lambda: time_encoding(Encoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for trial in range(trials + 1):
@@ -163,7 +163,7 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     }
 
 
-def _encoding_seconds(encoder: Encoder, data: bytes) -> float:
+def time_encoding(encoder: Encoder, data: bytes) -> float:
     return time_call(lambda: encoder.encode(data))
 
 

@@ -115,7 +115,7 @@ def _bits_cell(line: Line | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
-def _saved_table(records: Records) -> str:
+def saved_tokens_table(records: Records) -> str:
     rows = []
     for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
@@ -127,13 +127,13 @@ def _saved_table(records: Records) -> str:
     return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows)
 
 
-def _where_table(records: Records) -> str:
+def split_token_bits_table(records: Records) -> str:
     rows = []
     for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
         for share, methods in _shares_below_1(shares):
             line = methods.get("adapt")
             if line is not None and line["where"]:
-                rows.append([TEXTS.get(text, text), f"{share:.0%}", *_where_cells(line)])
+                rows.append([TEXTS.get(text, text), f"{share:.0%}", *split_token_cells(line)])
     header = [
         "text",
         "merges kept",
@@ -145,7 +145,7 @@ def _where_table(records: Records) -> str:
     return table(header, rows)
 
 
-def _where_cells(line: Line) -> list[str]:
+def split_token_cells(line: Line) -> list[str]:
     where, n_bytes = line["where"], line["test"]["bytes"]
     before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
     return [
@@ -225,8 +225,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-over-top-k": _over_top_k_table,
     "adapt-speed": _speed_table,
     "adapt-bits": _bits_table,
-    "adapt-saved": _saved_table,
-    "adapt-where": _where_table,
+    "adapt-saved": saved_tokens_table,
+    "adapt-where": split_token_bits_table,
     "adapt-steps": make_column_table("adapt_step", tuple(_step_columns())),
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }

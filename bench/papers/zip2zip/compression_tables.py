@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from mlx_zip.bench.flops import TRAINED, record
+from mlx_zip.bench.flops import TRAINED, make_record
 from mlx_zip.bench.records import Cell, Records, column_table, make_column_table, median_and_range, table
 from mlx_zip.errors import MlxZipError
 
@@ -296,7 +296,7 @@ def flops_table(lines: Sequence[Line]) -> str:
 
 def mixture_flops_table(counts: RecordedCounts) -> str:
     rate, entries, used = _mixture_rates(counts)
-    return flops_table([record(shape, rate, (entries + used) / rate) for shape in TRAINED])
+    return flops_table([make_record(shape, rate, (entries + used) / rate) for shape in TRAINED])
 
 
 def mixture_table(counts: RecordedCounts) -> str:
