@@ -231,8 +231,8 @@ def measure_host() -> Iterator[dict[str, Any]]:
     """Yields a line of the record `mac-host` per model and precision.
 
     host_us: the processor time in which the host builds the graphs of a step, in us, by the names in `HostTimes`: of
-    narrow models with the shape's layers, the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for a GPU,
-    detokenizing and waiting are left out.
+    narrow models with the shape's layers, the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for
+    a GPU, detokenizing and waiting are left out.
     """
     from mlx_zip.bench.recording import environment_fields
 
