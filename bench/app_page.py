@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError, missing_library
 
-from .recording import load_before, summary, surroundings
+from .recording import environment_fields, load_before_bench, summarize_samples
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser  # pyright: ignore[reportMissingImports]
@@ -82,24 +82,24 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials", "conversations", "tokens")
     if args.speed <= 0 or args.seconds <= 0:
         raise MlxZipError("--speed and --seconds must be above 0")
-    load_before()
-    with browser() as chrome:
-        record = {"bench": "app", **measure(chrome, args), "browser": chrome.version}
-    print(json.dumps(record | surroundings("playwright")), flush=True)
-    _show(record)
+    load_before_bench()
+    with running_browser() as chrome:
+        record = {"bench": "app", **measure_page(chrome, args), "browser": chrome.version}
+    print(json.dumps(record | environment_fields("playwright")), flush=True)
+    print_figures_beside_targets(record)
     return 0
 
 
-def measure(chrome: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure_page(chrome: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures, times in ms."""
-    with tempfile.TemporaryDirectory() as folder, _replaying(Path(folder), args.speed) as address:
-        page = _page(chrome, address)
-        streaming = _streamed(page, args.seconds)
-        example = _exported(page)
-        _import(page, [_short(example, i) for i in range(args.conversations)])
-        _import(page, [_long(example, args.tokens)])
-        opening = summary([_ready_ms(chrome, address) for _ in range(args.trials)])
-        long = _long_conversation(chrome, address, args.seconds)
+    with tempfile.TemporaryDirectory() as folder, serve_replayed_app(Path(folder), args.speed) as address:
+        page = open_page(chrome, address)
+        streaming = measure_streaming_frames(page, args.seconds)
+        example = export_conversations(page)
+        import_conversations(page, [make_short_conversation(example, i) for i in range(args.conversations)])
+        import_conversations(page, [make_long_conversation(example, args.tokens)])
+        opening = summarize_samples([time_until_usable_ms(chrome, address) for _ in range(args.trials)])
+        long = measure_long_conversation(chrome, address, args.seconds)
         return {
             "speed": args.speed,
             "interactive_ms": opening,
@@ -107,13 +107,12 @@ def measure(chrome: Any, args: argparse.Namespace) -> dict[str, Any]:
             "frames_long": long,
             "long_tokens": args.tokens,
             "conversations": args.conversations,
-            **_searched(page, args.trials),
+            **time_search(page, args.trials),
         }
 
 
 @contextmanager
-def _replaying(folder: Path, speed: float) -> Iterator[str]:
-    """Starts the app with an engine that replays, and gives the page's address. Raises `MlxZipError` if it ends."""
+def serve_replayed_app(folder: Path, speed: float) -> Iterator[str]:
     (folder / "text.md").write_text(WORDS * 400, encoding="utf-8")
     words = ["--text", "text.md", "--speed", str(speed), "--data", "conversations.db"]
     process = subprocess.Popen(
@@ -142,7 +141,7 @@ def _replaying(folder: Path, speed: float) -> Iterator[str]:
         process.wait(30)
 
 
-def _page(chrome: Any, address: str) -> Any:
+def open_page(chrome: Any, address: str) -> Any:
     page = chrome.new_context(viewport={"width": 1280, "height": 800}).new_page()
     page.add_init_script(READY)
     page.goto(address)
@@ -150,16 +149,14 @@ def _page(chrome: Any, address: str) -> Any:
     return page
 
 
-def _ready_ms(chrome: Any, address: str) -> float:
-    """Opens the page in a browser without a cache of it and returns the ms until it can be used."""
-    page = _page(chrome, address)
+def time_until_usable_ms(chrome: Any, address: str) -> float:
+    page = open_page(chrome, address)
     ready_ms = page.evaluate("window.ready_ms")
     page.context.close()
     return ready_ms
 
 
-def _streamed(page: Any, seconds: float) -> dict[str, Any]:
-    """Has an answer stream for some seconds and returns what its frames took."""
+def measure_streaming_frames(page: Any, seconds: float) -> dict[str, Any]:
     page.get_by_test_id("input").fill("Tell me a story.")
     page.evaluate(FRAMES)
     page.get_by_test_id("input").press("Enter")
@@ -171,11 +168,10 @@ def _streamed(page: Any, seconds: float) -> dict[str, Any]:
     page.wait_for_function(
         "() => [...document.querySelectorAll('[data-role=assistant]')].every((one) => one.dataset.state !== 'running')"
     )
-    return _frames(frames)
+    return summarize_frame_times(frames)
 
 
-def _frames(frames_ms: list[float]) -> dict[str, Any]:
-    """Returns number, median, 99th percentile and longest of frames, and how many took over 50 and 100 ms."""
+def summarize_frame_times(frames_ms: list[float]) -> dict[str, Any]:
     ordered = sorted(frames_ms)
     return {
         "frames": len(ordered),
@@ -187,17 +183,17 @@ def _frames(frames_ms: list[float]) -> dict[str, Any]:
     }
 
 
-def _exported(page: Any) -> dict[str, Any]:
+def export_conversations(page: Any) -> dict[str, Any]:
     return page.evaluate(FETCH, ["GET", "export", None])
 
 
-def _import(page: Any, conversations: list[dict[str, Any]]) -> None:
+def import_conversations(page: Any, conversations: list[dict[str, Any]]) -> None:
     for i in range(0, len(conversations), 50):
         body = {"format": "mlx_zip conversations", "version": 1, "conversations": conversations[i : i + 50]}
         page.evaluate(FETCH, ["POST", "import", json.dumps(body)])
 
 
-def _short(example: dict[str, Any], number: int) -> dict[str, Any]:
+def make_short_conversation(example: dict[str, Any], number: int) -> dict[str, Any]:
     made = copy.deepcopy(example["conversations"][0])
     made["title"], made["updated"] = f"Conversation {number}", made["updated"] - 60 * (number + 1)
     for message in made["messages"]:
@@ -205,8 +201,7 @@ def _short(example: dict[str, Any], number: int) -> dict[str, Any]:
     return made
 
 
-def _long(example: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Returns a conversation with answers of so many base tokens together, each with its tokens."""
+def make_long_conversation(example: dict[str, Any], tokens: int) -> dict[str, Any]:
     made = copy.deepcopy(example["conversations"][0])
     user, answer = made["messages"][:2]
     shown, text, count = [], "", 0
@@ -227,9 +222,8 @@ def _long(example: dict[str, Any], tokens: int) -> dict[str, Any]:
     return made | {"leaf": parent}
 
 
-def _long_conversation(chrome: Any, address: str, seconds: float) -> dict[str, Any]:
-    """Opens the long conversation, scrolls in it and has an answer stream at its end; returns what the frames took."""
-    page = _page(chrome, address)
+def measure_long_conversation(chrome: Any, address: str, seconds: float) -> dict[str, Any]:
+    page = open_page(chrome, address)
     page.evaluate(FRAMES)
     page.get_by_test_id("conversation-link").get_by_text("A long conversation").first.click()
     page.get_by_test_id("message").nth(1).wait_for()
@@ -242,21 +236,20 @@ def _long_conversation(chrome: Any, address: str, seconds: float) -> dict[str, A
         page.mouse.wheel(0, -1500)
         page.wait_for_timeout(50)
     scrolled = page.evaluate(COLLECT)
-    streamed = _streamed(page, seconds)
+    streamed = measure_streaming_frames(page, seconds)
     page.context.close()
-    return {"open": _frames(opened), "scroll": _frames(scrolled), "streaming": streamed}
+    return {"open": summarize_frame_times(opened), "scroll": summarize_frame_times(scrolled), "streaming": streamed}
 
 
-def _searched(page: Any, trials: int) -> dict[str, Any]:
+def time_search(page: Any, trials: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
     for i in range(trials):
         for name, text in {"one": f"word{i * 7}", "all": "whale", "none": f"nothing{i}"}.items():
             times.setdefault(name, []).append(page.evaluate(SEARCH, [text])[0])
-    return {f"search_{name}_ms": summary(samples) for name, samples in times.items()}
+    return {f"search_{name}_ms": summarize_samples(samples) for name, samples in times.items()}
 
 
-def _show(record: dict[str, Any]) -> None:
-    """Prints the figures beside their targets on standard error."""
+def print_figures_beside_targets(record: dict[str, Any]) -> None:
     long = record["frames_long"]
     rows = [
         ("page can be used", record["interactive_ms"]["max"], 1000),
@@ -278,7 +271,7 @@ MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 FLAGS = ("--force-color-profile=srgb", "--font-render-hinting=none", "--disable-dev-shm-usage")
 
 
-def chromium() -> str | None:
+def find_chromium() -> str | None:
     """Returns the path of Chromium or Chrome, None if there is none. MLX_ZIP_CHROMIUM goes before all others."""
     given = os.environ.get(VARIABLE)
     if given:
@@ -287,17 +280,16 @@ def chromium() -> str | None:
     return found or (str(MAC) if MAC.is_file() else None)
 
 
-def missing() -> str | None:
-    """Returns what is needed to drive a browser and is not here, None if all is here."""
+def missing_browser_requirement() -> str | None:
     if find_spec("playwright") is None:
         return "needs Playwright (PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD=1 pip install -e '.[browser]')"
-    if chromium() is None:
+    if find_chromium() is None:
         return f"needs Chromium (Debian: apt install chromium), or its path in {VARIABLE}"
     return None
 
 
 @contextmanager
-def browser(*flags: str) -> Iterator[Browser]:
+def running_browser(*flags: str) -> Iterator[Browser]:
     """Starts a browser without a window and ends it after the `with` statement. flags: further flags for it.
 
     Raises `InstallationError` without Playwright and `MlxZipError` without a browser.
@@ -306,9 +298,9 @@ def browser(*flags: str) -> Iterator[Browser]:
         from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise missing_library("the browser", "playwright", extra="browser") from error
-    program = chromium()
+    program = find_chromium()
     if program is None:
-        raise MlxZipError(f"a browser is needed: {missing()}")
+        raise MlxZipError(f"a browser is needed: {missing_browser_requirement()}")
     own = ("--no-sandbox",) if os.geteuid() == 0 else ()  # Chromium refuses to run as root in its sandbox
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=[*FLAGS, *own, *flags])

@@ -29,7 +29,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError
 
-from .recording import load_before, summary, surroundings
+from .recording import environment_fields, load_before_bench, summarize_samples
 
 try:
     import zip2zip_compression as upstream
@@ -82,11 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per measurement. Raises `MlxZipError` for a flag out of range or a file it cannot read."""
     check_at_least(args, 1, "length", "windows", "trials")
-    load_before()
+    load_before_bench()
     ids, data = _read_ids(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
     if args.policies:
-        return _run_policies(args, ids, data)
+        return print_eviction_policy_timings(args, ids, data)
     starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)
     windows = [ids[start : start + WINDOW].copy() for start in starts]
     for what, sequences, slots in (("windows", windows, WINDOW), ("sequence", [ids], 1 << 20)):
@@ -97,25 +97,25 @@ def run(args: argparse.Namespace) -> int:
             "codebook_size": slots,
             "trials": args.trials,
         }
-        codec = _CodecPair(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size)))
-        for record in _throughput(codec, sequences, args.trials):
-            _print(record, setting, data)
+        codec = OurAndUpstreamCodec(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size)))
+        for record in time_whole_sequences(codec, sequences, args.trials):
+            print_record(record, setting, data)
         if what == "windows":
-            for record in _latency(codec, sequences, args.trials):
-                _print(record, setting, data)
+            for record in time_single_calls(codec, sequences, args.trials):
+                print_record(record, setting, data)
     return 0
 
 
-def _run_policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
-    """Prints one JSON line per operation and eviction policy. data: where the ids are from."""
+def print_eviction_policy_timings(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
     params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled_ids(args.vocab_size))
-    for record in _measure_policies(params, ids, args.trials):
-        _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data)
+    for record in time_eviction_policies(params, ids, args.trials):
+        print_record(
+            record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data
+        )
     return 0
 
 
 def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
-    """Returns base ids [n] from --ids or --text, or made-up ones, and a line for the records on where they are from."""
     if args.ids is not None:
         try:
             return read_npy(args.ids, "base ids"), f"ids from {args.ids.name}"
@@ -151,7 +151,7 @@ def _disabled_ids(vocab_size: int) -> range:
     return range(vocab_size - 256, vocab_size)
 
 
-class _CodecPair:
+class OurAndUpstreamCodec:
     """Parameters of our codec, and zip2zip-compression's objects with equal ones.
 
     theirs: its compressor; config: its configuration; both None if the package is not installed.
@@ -164,8 +164,7 @@ class _CodecPair:
         self.config: Any = upstream and upstream.CompressionConfig(*arguments)
 
 
-def _throughput(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    """Yields a record (ns per id) for each operation that reads whole sequences, each with its own codebook."""
+def time_whole_sequences(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
     params, theirs = codec.params, codec.theirs
     compressed = [compress(params, ids)[0] for ids in sequences]
     base_lists, compressed_lists = [ids.tolist() for ids in sequences], [ids.tolist() for ids in compressed]
@@ -174,41 +173,41 @@ def _throughput(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Ite
     calls: dict[str, tuple[Callable[[], Any], Any]] = {  # operation: (our call, theirs or None)
         "compress arrays": (lambda: [compress(params, ids) for ids in sequences], encode),
         "compress lists": (lambda: [compress(params, ids)[0].tolist() for ids in base_lists], encode),
-        "decode arrays": (lambda: [_decode(params, ids) for ids in compressed], decode),
-        "decode lists": (lambda: [_decode(params, ids).tolist() for ids in compressed_lists], decode),
+        "decode arrays": (lambda: [decode_with_new_codebook(params, ids) for ids in compressed], decode),
+        "decode lists": (lambda: [decode_with_new_codebook(params, ids).tolist() for ids in compressed_lists], decode),
         "push": (lambda: [Codebook(params).push(ids) for ids in compressed], None),
     }
     for what, (ours, other) in calls.items():
         count = sum(map(len, base_lists if "compress" in what else compressed_lists))
-        yield _time_both(what, count, trials, ours, other)
+        yield time_ours_and_theirs(what, count, trials, ours, other)
 
 
-def _decode(params: CodecParams, ids: Any) -> Uint32s:
+def decode_with_new_codebook(params: CodecParams, ids: Any) -> Uint32s:
     book = Codebook(params)
     book.push(ids)
     return book.expand(ids)
 
 
-def _time_both(what: str, count: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
+def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
     """Returns the record of an operation: ns per id of our call and of theirs (None: not measured), trials in turns.
 
     what: the operation's name. count: ids that one call reads.
     """
-    seconds(ours)  # warm-up
+    mean_call_seconds(ours)  # warm-up
     mine, other = [], []
     for _ in range(trials):
-        mine.append(seconds(ours) / count * 1e9)
+        mine.append(mean_call_seconds(ours) / count * 1e9)
         if theirs:
-            other.append(seconds(theirs) / count * 1e9)
-    record = {"what": what, "unit": "ns per id", "ids": count, "ours": summary(mine)}
-    return {**record, "upstream": summary(other) if other else None, **_note()}
+            other.append(mean_call_seconds(theirs) / count * 1e9)
+    record = {"what": what, "unit": "ns per id", "ids": count, "ours": summarize_samples(mine)}
+    return {**record, "upstream": summarize_samples(other) if other else None, **data_source_note()}
 
 
-def _note() -> dict[str, str]:
+def data_source_note() -> dict[str, str]:
     return {} if upstream else {"note": "zip2zip-compression is not installed"}
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def mean_call_seconds(call: Callable[[], Any]) -> float:
     """Repeats a call until `TRIAL_S` seconds have passed and returns the mean seconds per call."""
     calls, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < TRIAL_S or not calls:
@@ -217,43 +216,51 @@ def seconds(call: Callable[[], Any]) -> float:
     return elapsed / calls
 
 
-def _latency(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    """Yields a record per operation that is a single call on a growing codebook: ns per call."""
+def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
     params = codec.params
     samples: dict[str, list[list[int]]] = {name: [] for name in ("push_one", "mark", "rewind_one", "upstream")}
     for trial in range(trials):
         ids = compress(params, sequences[trial % len(sequences)])[0].tolist()
         book = Codebook(params)
-        samples["push_one"].append([_nanoseconds(book.push, x) for x in ids])
-        samples["mark"].append([_nanoseconds(book.mark) for _ in ids])
-        samples["rewind_one"].append([_nanoseconds(book.rewind, mark) for mark in reversed(range(len(ids)))])
+        samples["push_one"].append([time_call_ns(book.push, x) for x in ids])
+        samples["mark"].append([time_call_ns(book.mark) for _ in ids])
+        samples["rewind_one"].append([time_call_ns(book.rewind, mark) for mark in reversed(range(len(ids)))])
         if upstream is not None:
             manager = upstream.CodebookManager(codec.config)
-            samples["upstream"].append([_nanoseconds(manager.update_codebooks, [[x]]) for x in ids])
+            samples["upstream"].append([time_call_ns(manager.update_codebooks, [[x]]) for x in ids])
     theirs = samples.pop("upstream")
     for what, calls in samples.items():
-        record = {"what": what, "unit": "ns per call", "calls": sum(map(len, calls)), "ours": _percentiles(calls)}
-        yield {**record, "upstream": _percentiles(theirs) if what == "push_one" and theirs else None, **_note()}
+        record = {
+            "what": what,
+            "unit": "ns per call",
+            "calls": sum(map(len, calls)),
+            "ours": summarize_call_times(calls),
+        }
+        yield {
+            **record,
+            "upstream": summarize_call_times(theirs) if what == "push_one" and theirs else None,
+            **data_source_note(),
+        }
 
 
-def _percentiles(calls: list[list[int]]) -> dict[str, Any]:
+def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
     """Returns the summary of each trial's median, and the 99th percentile of all calls. calls: ns, [trials][calls]."""
     flat = np.concatenate(calls)
-    return {**summary([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
+    return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
 
 
-def _nanoseconds(call: Callable[..., Any], *args: Any) -> int:
+def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
     started = time.perf_counter_ns()
     call(*args)
     return time.perf_counter_ns() - started
 
 
-def _print(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
+def print_record(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
     line = {"bench": "codec", **record, "setting": setting, "data": data}
-    print(json.dumps({**line, **surroundings("zip2zip_compression")}), flush=True)
+    print(json.dumps({**line, **environment_fields("zip2zip_compression")}), flush=True)
 
 
-def _measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
+def time_eviction_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
     """Yields one record per operation and policy, in ns per id; trials of the policies alternate.
 
     Raises `MlxZipError` if the base ids are too few to fill the table.
@@ -263,7 +270,7 @@ def _measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> It
         samples: dict[str, list[float]] = {policy: [] for policy in POLICIES}
         for trial in range(trials + 1):
             for policy, (book, ids) in filled.items():
-                taken = _ns_per_id(read, book.copy(), ids)
+                taken = time_push_ns_per_id(read, book.copy(), ids)
                 samples[policy] += [taken] * (trial > 0)  # the first is a warm-up
         for policy, (_, ids) in filled.items():
             ratio = median(samples[policy]) / median(samples["freeze"])
@@ -272,13 +279,12 @@ def _measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> It
                 "policy": policy,
                 "unit": "processor ns per id",
                 "ids": len(ids),
-                "ours": summary(samples[policy]),
+                "ours": summarize_samples(samples[policy]),
                 "of_freeze": round(ratio, 3),
             }
 
 
 def _fill_table(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:
-    """Returns a codebook whose table is full, and the compressed ids that come after those that filled it."""
     ids, book = compress(params, base_ids)[0], Codebook(params)
     new = book.push(ids)
     growing = params.codebook_size - len(params.start or ())
@@ -297,8 +303,7 @@ def _push_all(book: Codebook, ids: Uint32s) -> None:
     book.push(ids)
 
 
-def _ns_per_id(read: Callable[[Codebook, Any], None], book: Codebook, ids: Uint32s) -> float:
-    """Returns the processor ns per id of reading ids into a codebook by `read`: `_push_each` or `_push_all`."""
+def time_push_ns_per_id(read: Callable[[Codebook, Any], None], book: Codebook, ids: Uint32s) -> float:
     fed = ids.tolist() if read is _push_each else ids
     started = time.process_time_ns()
     read(book, fed)

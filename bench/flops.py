@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .recording import surroundings
+from .recording import environment_fields
 
 PAPER_RATE = 0.7121  # compression rate at merge size 3, windows of 2,048 (table 7)
 
@@ -40,22 +40,9 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 )
 
 
-def training_flops(tokens: float, parameters: float) -> float:
-    """Training FLOPs Γ ≈ 6 · N_tokens · N_params: without attention's quadratic part (first equation)."""
-    return 6.0 * tokens * parameters
-
-
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
     """The hyper-encoder's share, α ≈ l · M / L, if every id is an entry of M base ids (last equation, table 9)."""
     return encoder_layers * merge_size / layers
-
-
-def zip2zip_training_flops(tokens: float, parameters: float, rate: float, overhead: float) -> float:
-    """Training FLOPs with hypertokens, Γ_z2z ≈ 6 · N_tokens · ρ · N_params · (1 + α) (third equation).
-
-    tokens: base ids. rate: ρ, ids over base ids. overhead: α.
-    """
-    return training_flops(tokens * rate, parameters) * (1.0 + overhead)
 
 
 def relative_flops(rate: float, overhead: float) -> float:
@@ -72,7 +59,7 @@ def counted_overhead(encoder_layers: int, merge_size: int, layers: int, rows_per
     return hyper_overhead(encoder_layers, merge_size, layers) * rows_per_id
 
 
-def agrees(shape: Shape) -> bool:
+def alpha_agrees_with_paper(shape: Shape) -> bool:
     """Whether our α rounds to table 9's two digits; a tie such as 0.125 may round up, as in the paper."""
     alpha = hyper_overhead(shape.encoder_layers, shape.merge_size, shape.layers)
     return shape.paper_alpha is not None and abs(alpha - shape.paper_alpha) <= 0.005 + 1e-12
@@ -101,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rows_per_id < float("inf"):
         raise MlxZipError(f"--rows-per-id must be 0 or more, got {args.rows_per_id}")
     for shape in (*TABLE_9, *TRAINED):
-        print(json.dumps({**record(shape, args.rate, args.rows_per_id), **surroundings()}), flush=True)
+        print(json.dumps({**make_record(shape, args.rate, args.rows_per_id), **environment_fields()}), flush=True)
     return 0
 
 
-def record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
+def make_record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
     """Returns a model's JSON record: α and ρ · (1 + α) by appendix B and by encoded rows, and the paper's α."""
     sizes = shape.encoder_layers, shape.merge_size, shape.layers
     alpha, counted = hyper_overhead(*sizes), counted_overhead(*sizes, rows_per_id)
@@ -117,7 +104,7 @@ def record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
         "encoder_layers": shape.encoder_layers,
         "overhead": alpha,
         "paper_overhead": shape.paper_alpha,
-        "agrees": None if shape.paper_alpha is None else agrees(shape),
+        "agrees": None if shape.paper_alpha is None else alpha_agrees_with_paper(shape),
         "rate": rate,
         "relative_flops": relative_flops(rate, alpha),
         "rows_per_id": rows_per_id,

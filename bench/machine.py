@@ -14,23 +14,31 @@ from typing import Any
 from mlx_zip.device import BANDWIDTH_SIDE, on_gpu
 from mlx_zip.device import bandwidth as measured
 
-__all__ = ["BANDWIDTH_SIDE", "EnergyMeter", "bandwidth", "device", "rss_bytes", "used", "yardstick"]
+__all__ = [
+    "BANDWIDTH_SIDE",
+    "EnergyMeter",
+    "describe_mlx_device",
+    "joules_between",
+    "mlx_read_bandwidth",
+    "resident_bytes",
+    "yardstick_name",
+]
 
 RAPL = Path("/sys/class/powercap")
 PRODUCTS = 8  # on a GPU: several hide the time of a launch
 
 
-def bandwidth() -> float:
+def mlx_read_bandwidth() -> float:
     """Measures how many bytes per second MLX's default device reads in matrix-vector products (`mlx_zip.device`)."""
     return measured(PRODUCTS if on_gpu() else 1, BANDWIDTH_SIDE)
 
 
-def yardstick(library: str, side: int) -> str:
+def yardstick_name(library: str, side: int) -> str:
     """Returns the name of what measures the memory's bandwidth: products that only read. side: of the matrix."""
     return f"float32 matrix {side} x {side} times a vector, read only, by {library}"
 
 
-def device() -> dict[str, Any]:
+def describe_mlx_device() -> dict[str, Any]:
     """Returns MLX's device and its chip, and the numbers of threads that environment variables set."""
     import mlx.core as mx
 
@@ -49,7 +57,7 @@ class EnergyMeter:
 
     def __init__(self) -> None:
         self._counters = [path for path in sorted(RAPL.glob("intel-rapl:?")) if os.access(path / "energy_uj", os.R_OK)]
-        self._gpu = None if self._counters else _gpu_energy()
+        self._gpu = None if self._counters else gpu_energy_reader()
         self.source = "package" if self._counters else "gpu" if self._gpu else None
 
     def read(self) -> float | None:
@@ -59,13 +67,12 @@ class EnergyMeter:
         return self._gpu() if self._gpu else None
 
 
-def used(before: float | None, after: float | None) -> float | None:
+def joules_between(before: float | None, after: float | None) -> float | None:
     """Returns the joules between two readings; None if one of them is None or the counter restarted between them."""
     return None if before is None or after is None or after < before else after - before
 
 
-def _gpu_energy() -> Any:
-    """Returns a function that reads the first GPU's energy in joules; None without NVIDIA's library or a counter."""
+def gpu_energy_reader() -> Any:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -81,7 +88,7 @@ def _gpu_energy() -> Any:
     return joules if joules() is not None else None
 
 
-def rss_bytes() -> int:
+def resident_bytes() -> int:
     """Returns this process's resident memory in bytes: the current one on Linux, the peak elsewhere."""
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
@@ -119,21 +126,21 @@ HELD_BACK = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_s
 _BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery, which no report needs
 
 
-def machine_state(root: Path = Path("/")) -> dict[str, str]:
+def power_and_thermal_state(root: Path = Path("/")) -> dict[str, str]:
     """Returns what is known of power, heat, chip and memory, by name; what the system does not report is absent.
 
     root: where the files of Linux are.
     """
     if sys.platform == "darwin":
-        found = {name: _lines(command, kept) for name, (command, kept) in MAC.items()}
+        found = {name: matching_output_lines(command, kept) for name, (command, kept) in MAC.items()}
     else:
-        found = {name: _values(root, pattern) for name, pattern in LINUX.items()}
-    found["metal wheel"] = metal_wheel()
+        found = {name: read_matching_files(root, pattern) for name, pattern in LINUX.items()}
+    found["metal wheel"] = metal_wheel_version()
     found["processors"] = str(os.cpu_count())
     return {name: text for name, text in found.items() if text}
 
 
-def metal_wheel() -> str:
+def metal_wheel_version() -> str:
     """Returns version and platform tags of the wheel with MLX's kernels for Macs, "" where it is not installed.
 
     Only kernels built for macOS 26 use the neural accelerators of an M5.
@@ -155,19 +162,19 @@ def card_state() -> dict[str, str]:
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     for reasons in REASONS if card else ():
         fields = ",".join([*CARD, *(f"{reasons}.{name}" for name in HELD_BACK)])
-        said = _lines(("nvidia-smi", "-i", card, f"--query-gpu={fields}", "--format=csv,noheader"), r".")
+        said = matching_output_lines(("nvidia-smi", "-i", card, f"--query-gpu={fields}", "--format=csv,noheader"), r".")
         values = [value.strip() for value in said.split(",")]
         if len(values) == len(CARD) + len(HELD_BACK):
             return dict(zip((*CARD, *HELD_BACK), values, strict=True))
     return {}
 
 
-def held_back(state: dict[str, str]) -> list[str]:
+def active_clock_limits(state: dict[str, str]) -> list[str]:
     """Returns the names in `HELD_BACK` that a card's state says are active."""
     return [name for name in HELD_BACK if state.get(name) == "Active"]
 
 
-def _lines(command: tuple[str, ...], kept: str) -> str:
+def matching_output_lines(command: tuple[str, ...], kept: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
@@ -176,7 +183,7 @@ def _lines(command: tuple[str, ...], kept: str) -> str:
     return "; ".join(line for line in lines if line and re.search(kept, line))
 
 
-def _values(root: Path, pattern: str) -> str:
+def read_matching_files(root: Path, pattern: str) -> str:
     found = []
     for file in sorted(root.glob(pattern)):
         try:

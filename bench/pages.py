@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from .plots import rendered, write_bytes
+from .plots import render_figure, write_bytes
 from .recording import add_record_flag
 from .records import Records, table
 from .steps import mac_steps
-from .tables import card_steps, performance, smollm2
+from .tables import performance, smollm2
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        changed = [path for path, data in rendering(args.root) if _differs(path, data, args.check)]
+        changed = [path for path, data in render_all(args.root) if update_file(path, data, args.check)]
     except MlxZipError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return DIFFERS if args.check and changed else 0
 
 
-def _differs(path: Path, data: bytes, only_check: bool) -> bool:
+def update_file(path: Path, data: bytes, only_check: bool) -> bool:
     """Whether a file does not hold `data`; it is then written, unless `only_check`, and named on standard error."""
     old = path.read_bytes() if path.exists() else b""
     if old == data:
@@ -71,41 +71,40 @@ def _differs(path: Path, data: bytes, only_check: bool) -> bool:
     return True
 
 
-def rendering(root: Path) -> list[tuple[Path, bytes]]:
+def render_all(root: Path) -> list[tuple[Path, bytes]]:
     """Returns every page and picture of a checkout with the bytes it should have; nothing is written.
 
     Raises `MlxZipError` for a page, marker or record that cannot be used, and for a table that no page shows.
     """
-    records, (tables, pictures) = Records(root), registered()
-    pages = {path: _read_page(path) for path in pages_of(root)}
-    shown = {name for text in pages.values() for name in names(text)}
-    found = [(path, page(path, text, tables, records).encode()) for path, text in pages.items()]
+    records, (tables, pictures) = Records(root), registered_tables_and_pictures()
+    pages = {path: read_page(path) for path in pages_of(root)}
+    shown = {name for text in pages.values() for name in table_names(text)}
+    found = [(path, render_page(path, text, tables, records).encode()) for path, text in pages.items()]
     later = {name for name, record in performance.NOT_YET.items() if record not in records.files}
     if missing := tables.keys() - shown - later:
         raise MlxZipError(f"no page shows the tables {', '.join(sorted(missing))}")
     return found + [
-        (root / name, rendered(_make(name, make, records), Path(name).suffix)) for name, make in pictures.items()
+        (root / name, render_figure(make_or_explain(name, make, records), Path(name).suffix))
+        for name, make in pictures.items()
     ]
 
 
 def pages_of(root: Path) -> list[Path]:
-    """Returns the Markdown files of a checkout that may hold tables, sorted."""
     return sorted({path for pattern in PAGES for path in root.glob(pattern)})
 
 
-def names(text: str) -> list[str]:
-    """Returns the names of the tables that a page shows."""
+def table_names(text: str) -> list[str]:
     return [name for name in _MARK.findall(text) if name]
 
 
-def registered() -> tuple[Tables, Pictures]:
+def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
     """Returns all tables and pictures by name, the papers' too in a checkout.
 
     Raises `MlxZipError` for a name that is used twice.
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance, mac_steps, card_steps, smollm2, *_paper_modules()):
+    for module in (performance, mac_steps, smollm2, *paper_table_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")
@@ -113,42 +112,42 @@ def registered() -> tuple[Tables, Pictures]:
     return tables, pictures
 
 
-def _paper_modules() -> Iterator[Any]:
+def paper_table_modules() -> Iterator[Any]:
     for file in sorted((Path(__file__).parent / "papers").glob("*/tables.py")):
         yield import_module(f"mlx_zip.bench.papers.{file.parent.name}.tables")
 
 
-def page(path: Path, text: str, tables: Tables, records: Records) -> str:
+def render_page(path: Path, text: str, tables: Tables, records: Records) -> str:
     """Returns a page with every table made anew. Raises `MlxZipError` for an unknown name or an unpaired marker."""
     out, at, opened = [], 0, None
     for mark in _MARK.finditer(text):
         if (mark[1] is None) == (opened is None):
-            raise _unpaired(path)
+            raise unpaired_marker_error(path)
         if opened is None:
             out.append(text[at : mark.end()])
             at, opened = mark.end(), mark[1]
         else:
-            section = f"\n\n{_table(path, opened, tables, records)}\n\n"
+            section = f"\n\n{render_table(path, opened, tables, records)}\n\n"
             out.append(section.replace("\n", "\r\n") if "\r\n" in text else section)
             at, opened = mark.start(), None
     if opened is not None:
-        raise _unpaired(path)
+        raise unpaired_marker_error(path)
     return "".join([*out, text[at:]])
 
 
-def _unpaired(path: Path) -> MlxZipError:
+def unpaired_marker_error(path: Path) -> MlxZipError:
     return MlxZipError(f"{path}: not every '<!-- table: NAME -->' has its '<!-- end -->'")
 
 
-def _table(path: Path, name: str, tables: Tables, records: Records) -> str:
+def render_table(path: Path, name: str, tables: Tables, records: Records) -> str:
     if name in tables:
-        return _make(name, tables[name], records)
-    if (found := named_table(name)) is not None:
+        return make_or_explain(name, tables[name], records)
+    if (found := command_line_table(name)) is not None:
         return found
     raise MlxZipError(f"{path}: there is no table named {name!r}; known: {', '.join(tables)}, {KNOWN}")
 
 
-def _make(name: str, make: Callable[[Records], Any], records: Records) -> Any:
+def make_or_explain(name: str, make: Callable[[Records], Any], records: Records) -> Any:
     """Returns `make(records)`; errors from records that lack something become a `MlxZipError` with the table's name."""
     try:
         return make(records)
@@ -158,7 +157,7 @@ def _make(name: str, make: Callable[[Records], Any], records: Records) -> Any:
         raise MlxZipError(f"{name}: its records do not hold what they should: {error}") from error
 
 
-def _read_page(path: Path) -> str:
+def read_page(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -171,33 +170,32 @@ KNOWN = "'flags COMMAND', commands, benches, experiments, methods"
 
 
 @cache
-def named_table(name: str) -> str | None:
+def command_line_table(name: str) -> str | None:
     """Returns the table called `name`, such as `flags vocab pack learn` or `benches`; None if there is no such table.
 
     Raises `MlxZipError` for flags of a command that does not exist.
     """
     if name.startswith("flags "):
-        return flags(parser_of(name.removeprefix("flags ")))
+        return flags_table(command_parser_of(name.removeprefix("flags ")))
     return LISTS[name]() if name in LISTS else None
 
 
-def flags(parser: argparse.ArgumentParser) -> str:
-    """Returns a table with one row per flag that `--help` shows: its names and choices, and its help text."""
+def flags_table(parser: argparse.ArgumentParser) -> str:
     shown = [a for a in parser._actions if not isinstance(a, argparse._HelpAction) and a.help != argparse.SUPPRESS]
-    return table(["flag", ""], [[_spelling(a), _text((a.help or "") % vars(a))] for a in shown])
+    return table(["flag", ""], [[flag_spelling(a), escape_help_text((a.help or "") % vars(a))] for a in shown])
 
 
-def parser_of(command: str) -> argparse.ArgumentParser:
+def command_parser_of(command: str) -> argparse.ArgumentParser:
     """Returns the parser of a command such as `bench codec`. Raises `MlxZipError` for an unknown command."""
     first, _, rest = command.partition(" ")
     cli = import_module("mlx_zip.cli")
     if first == "bench" and rest in benches() | experiments():
         parser = argparse.ArgumentParser()
         import_module((benches() | experiments())[rest][0]).add_arguments(parser)
-        if rest in timed():
+        if rest in timed_benches():
             add_record_flag(parser)
         return parser
-    if first == "vocab" and rest in (known := _vocab_parsers()):
+    if first == "vocab" and rest in (known := vocab_parsers()):
         return known[rest]
     if not rest and first in cli.COMMANDS.keys() - {"bench", "vocab"}:
         return cli.command_parser(first, f"mlx_zip {first}")
@@ -205,23 +203,20 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 
 def benches() -> dict[str, tuple[str, str]]:
-    """Returns name -> (module, purpose) of every bench that `mlx_zip bench` runs."""
     return import_module("mlx_zip.bench.__main__").BENCHES
 
 
 def experiments() -> dict[str, tuple[str, str]]:
-    """Returns name -> (module, purpose) of every experiment that repeats a paper."""
     return import_module("mlx_zip.bench.papers.__main__").EXPERIMENTS
 
 
-def timed() -> set[str]:
-    """Returns the names of the benches and experiments that measure time."""
+def timed_benches() -> set[str]:
     return {
         name for home in ("mlx_zip.bench", "mlx_zip.bench.papers") for name in import_module(f"{home}.__main__").TIMED
     }
 
 
-def _vocab_parsers() -> dict[str, argparse.ArgumentParser]:
+def vocab_parsers() -> dict[str, argparse.ArgumentParser]:
     """Returns the parsers of `mlx_zip vocab` by name: "METHOD ACTION", or "METHOD" for a method without actions."""
     vocabulary, found = import_module("mlx_zip.cli.vocab"), {}
     for method in vocabulary.METHODS:
@@ -232,25 +227,25 @@ def _vocab_parsers() -> dict[str, argparse.ArgumentParser]:
     return found
 
 
-def _spelling(action: argparse.Action) -> str:
+def flag_spelling(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
     choices = f" {{{', '.join(map(str, action.choices))}}}" if action.choices else ""
     return names + choices
 
 
-def _text(help_text: str) -> str:
+def escape_help_text(help_text: str) -> str:
     return help_text.replace("<", "&lt;")
 
 
-def _command_table(prefix: str, choices: Mapping[str, tuple[str, str]]) -> str:
+def command_table(prefix: str, choices: Mapping[str, tuple[str, str]]) -> str:
     return table(["command", ""], [[f"`{prefix} {name}`", purpose] for name, (_, purpose) in choices.items()])
 
 
 LISTS: dict[str, Callable[[], str]] = {
-    "commands": lambda: _command_table("mlx_zip", import_module("mlx_zip.cli").COMMANDS),
-    "methods": lambda: _command_table("mlx_zip vocab", import_module("mlx_zip.cli.vocab").METHODS),
-    "benches": lambda: _command_table("mlx_zip bench", benches()),
-    "experiments": lambda: _command_table("mlx_zip bench", experiments()),
+    "commands": lambda: command_table("mlx_zip", import_module("mlx_zip.cli").COMMANDS),
+    "methods": lambda: command_table("mlx_zip vocab", import_module("mlx_zip.cli.vocab").METHODS),
+    "benches": lambda: command_table("mlx_zip bench", benches()),
+    "experiments": lambda: command_table("mlx_zip bench", experiments()),
 }
 
 
@@ -261,7 +256,7 @@ def all_commands() -> list[str]:
     return [
         *own,
         *(f"bench {name}" for name in (*benches(), *experiments())),
-        *(f"vocab {name}" for name in _vocab_parsers()),
+        *(f"vocab {name}" for name in vocab_parsers()),
     ]
 
 

@@ -44,7 +44,7 @@ def new_figure(width: float = 10, height: float = 4) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def lines(panels: Sequence[Panel], title: str | None = None) -> Figure:
+def line_charts(panels: Sequence[Panel]) -> Figure:
     """Draws line charts side by side. Curves of one name have one colour and one place in the legend below."""
     figure = new_figure(3.6 * len(panels), 3.8)
     colours: dict[str, str] = {}
@@ -58,12 +58,10 @@ def lines(panels: Sequence[Panel], title: str | None = None) -> Figure:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=min(len(colours), 2 * len(panels)), fontsize=9)
-    if title:
-        figure.suptitle(title)
     return figure
 
 
-def rendered(figure: Figure, suffix: str) -> bytes:
+def render_figure(figure: Figure, suffix: str) -> bytes:
     """Returns the figure as the bytes of an .svg or .png file; the same figure gives the same bytes."""
     import matplotlib
 
@@ -74,11 +72,11 @@ def rendered(figure: Figure, suffix: str) -> bytes:
     return out.getvalue()
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Writes the figure to a .svg or .png file, whole or not at all. Raises `MlxZipError` if it cannot."""
     if path.suffix not in FORMATS:
         raise MlxZipError(f"{path}: a picture's name ends in {' or '.join(FORMATS)}")
-    write_bytes(path, rendered(figure, path.suffix))
+    write_bytes(path, render_figure(figure, path.suffix))
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -25,7 +25,7 @@ from mlx_zip.files import whole_file
 from .records import read_lines
 
 
-def summary(samples: Sequence[float]) -> dict[str, Any]:
+def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
     """Returns samples with their median, min and max, rounded to three decimals."""
     return {
         "median": round(median(samples), 3),
@@ -39,46 +39,46 @@ IDLE_S = 2.0  # seconds for which the idle share of the processors is measured b
 BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # in names of libraries
 
 
-def surroundings(*packages: str) -> dict[str, Any]:
+def environment_fields(*packages: str) -> dict[str, Any]:
     """Returns what every record carries: time (UTC), machine, Python, versions, commit, load and libraries.
 
     packages: whose versions are given, besides mlx_zip's and numpy's; None for one that is not installed.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **_installation(*packages),
-        **load_before(),
-        "preloaded": preloaded(),
+        **installation_fields(*packages),
+        **load_before_bench(),
+        "preloaded": preloaded_libraries(),
         "blas": blas_libraries(),
     }
 
 
 @cache
-def load_before() -> dict[str, float | None]:
+def load_before_bench() -> dict[str, float | None]:
     """Returns the load average, and the share of all processors' time that is idle during the next `IDLE_S` seconds.
 
     Later calls return the values of the first one, so commands call this before they measure. idle_share is None
     where the system has no /proc/stat.
     """
     load = round(os.getloadavg()[0], 2)
-    before = _processor_times()
+    before = read_processor_ticks()
     if before is None:
         return {"load_average": load, "idle_share": None}
     time.sleep(IDLE_S)
-    after = _processor_times() or before
+    after = read_processor_ticks() or before
     idle, total = (b - a for a, b in zip(before, after, strict=True))
     return {"load_average": load, "idle_share": round(idle / total, 3) if total else None}
 
 
-def header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
+def print_header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
     """Prints one line: the bench, model and device, how busy the machine was before, and `plan`: what will be run."""
-    load = load_before()
+    load = load_before_bench()
     idle = "" if load["idle_share"] is None else f", processors {load['idle_share']:.0%} idle"
     where = f"{device['chip']} ({device['device']})"
     print(f"bench {bench}: {model} on {where}; {plan}; load average {load['load_average']}{idle}", file=sys.stderr)
 
 
-def _processor_times() -> tuple[int, int] | None:
+def read_processor_ticks() -> tuple[int, int] | None:
     """Returns (idle ticks, all ticks) of all processors since the system started; None without /proc/stat.
 
     Waiting for a disk counts as idle.
@@ -90,7 +90,7 @@ def _processor_times() -> tuple[int, int] | None:
     return ticks[3] + ticks[4], sum(ticks)
 
 
-def preloaded() -> list[str]:
+def preloaded_libraries() -> list[str]:
     """Returns the names of the libraries that LD_PRELOAD or its Mac counterpart loads first, such as a BLAS."""
     names = os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", ""))
     return [Path(name).name for name in names.replace(":", " ").split()]
@@ -107,38 +107,38 @@ def blas_libraries() -> list[str] | None:
 
 
 @cache
-def _installation(*packages: str) -> dict[str, Any]:
+def installation_fields(*packages: str) -> dict[str, Any]:
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {processor()}, {os.cpu_count()} cores",
+        "machine": f"{platform.system()} {platform.machine()}, {processor_name()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("mlx_zip", "numpy", *packages)},
-        "commit": _commit(),
+        "versions": {name: installed_version(name) for name in ("mlx_zip", "numpy", *packages)},
+        "commit": current_commit(),
     }
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def processor() -> str:
+def processor_name() -> str:
     """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
         return names[0] if names else platform.processor()
     if platform.system() == "Darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+        return command_output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     return platform.processor()
 
 
-def _commit() -> str | None:
-    return _output("git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD")
+def current_commit() -> str | None:
+    return command_output("git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD")
 
 
-def _output(*command: str) -> str | None:
+def command_output(*command: str) -> str | None:
     """Runs a command and returns what it prints, stripped; None if it fails, takes over 10 s or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
@@ -169,23 +169,23 @@ def run_recorded(file: Path, run: Callable[[], int]) -> int:
     Nothing is written if the bench fails. Raises `MlxZipError` before the bench begins if the machine is busy or the
     file cannot be written.
     """
-    check_file(file)
-    check_quiet()
-    with redirect_stdout(Copied(sys.stdout)) as printed:
+    check_record_file(file)
+    check_machine_is_quiet()
+    with redirect_stdout(CopyingStream(sys.stdout)) as printed:
         status = run()
     if status == 0:
-        append(file, printed.getvalue())
+        append_lines(file, printed.getvalue())
     return status
 
 
-def check_quiet() -> None:
+def check_machine_is_quiet() -> None:
     """Raises `MlxZipError` if fewer than `QUIET` of the processors are idle now; the bench's records have this share.
 
     Where the system gives no idle share, the load average of the last minute over the number of processors counts as
     busy.
     """
-    load_before.cache_clear()
-    load = load_before()
+    load_before_bench.cache_clear()
+    load = load_before_bench()
     idle, measured = load["idle_share"], f"in the last {IDLE_S:.0f} seconds"
     if idle is None:
         idle, measured = 1 - (load["load_average"] or 0) / (os.cpu_count() or 1), "by the load average"
@@ -196,8 +196,7 @@ def check_quiet() -> None:
         )
 
 
-def check_file(file: Path) -> None:
-    """Raises `MlxZipError` for a file in no folder, and for one that exists and does not hold JSON lines."""
+def check_record_file(file: Path) -> None:
     if not file.parent.is_dir():
         raise MlxZipError(f"--record {file}: there is no folder {file.parent}")
     if not os.access(file.parent, os.W_OK):
@@ -206,7 +205,7 @@ def check_file(file: Path) -> None:
         read_lines(file)
 
 
-def append(file: Path, lines: str) -> None:
+def append_lines(file: Path, lines: str) -> None:
     """Writes the file's lines and these after them, whole or not at all. Raises `MlxZipError` if that fails."""
     try:
         old = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -216,7 +215,7 @@ def append(file: Path, lines: str) -> None:
         raise MlxZipError(f"--record {file} cannot be written: {reason(error)}") from error
 
 
-class Copied(StringIO):
+class CopyingStream(StringIO):
     """Keeps the text that is written to it, and writes it to another stream too."""
 
     def __init__(self, shown: TextIO) -> None:

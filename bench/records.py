@@ -37,14 +37,16 @@ class Records:
             found[path.stem] = path
         return found
 
-    def one(self, name: str) -> Record:
+    def only_record(self, name: str) -> Record:
         """Returns the only line of a file. Raises `MlxZipError` if the file has more lines or none."""
         lines = self.lines(name)
         if len(lines) != 1:
             raise MlxZipError(f"{self.files[name]}: {len(lines)} records, not one")
         return lines[0]
 
-    def pair(self, name: str, base: str = "mlx-lm", turn: int = 0, rows: str | None = None) -> tuple[Record, Record]:
+    def engine_pair(
+        self, name: str, base: str = "mlx-lm", turn: int = 0, rows: str | None = None
+    ) -> tuple[Record, Record]:
         """Returns (record of the engine `base`, record of mlx-zip) for one turn, counted from 0.
 
         rows: "warm" or "cold"; None if the file has only one of them.
@@ -67,16 +69,16 @@ def read_lines(path: Path) -> list[Record]:
     except (OSError, UnicodeDecodeError, DataError) as error:
         raise MlxZipError(f"{path} cannot be read: {reason(error)}") from error
     try:
-        return [json.loads(line, parse_constant=_no_number) for line in lines if line]
+        return [json.loads(line, parse_constant=refuse_json_constant) for line in lines if line]
     except (ValueError, RecursionError) as error:
         raise MlxZipError(f"{path}: not JSON lines: {error}") from error
 
 
-def _no_number(text: str) -> float:
+def refuse_json_constant(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-def machines(records: Records, names: Sequence[str]) -> str:
+def machines_table(records: Records, names: Sequence[str]) -> str:
     """Returns a table of where and how each record was measured; "-" for what a record lacks."""
     rows = []
     for name in names:
@@ -87,43 +89,41 @@ def machines(records: Records, names: Sequence[str]) -> str:
                 line.get("machine", "-"),
                 line.get("commit") or "-",
                 line.get("time", "-")[:10],
-                runs(line),
-                busy(line),
-                libraries(line),
+                trials_cell(line),
+                load_cell(line),
+                libraries_cell(line),
             ]
         )
     heads = ["record", "machine", "commit", "day", "trials", "load average, idle share", "preloaded; BLAS"]
     return table(heads, rows)
 
 
-def trials(line: Record) -> int | None:
-    """Returns the record's number of trials, which was fixed before the first one; None if the record lacks it."""
+def trial_count(line: Record) -> int | None:
     return line.get("setting", {}).get("trials", line.get("trials"))
 
 
-def runs(line: Record) -> str:
-    """Returns the number of trials as a table's cell; with several conversations it is that of each of them."""
-    found, conversations = trials(line), line.get("workload", {}).get("conversations")
+def trials_cell(line: Record) -> str:
+    found, conversations = trial_count(line), line.get("workload", {}).get("conversations")
     if found is None:
         return "-"
     return str(found) if conversations is None else f"{found} of each of {conversations} conversations"
 
 
-def busy(line: Record) -> str:
+def load_cell(line: Record) -> str:
     """Returns load average and idle share of the processors before the command, as a table's cell."""
-    load, idle = stated(line, "load_average"), line.get("idle_share")
+    load, idle = field_of_record_or_device(line, "load_average"), line.get("idle_share")
     return ", ".join(["-" if load is None else str(load), *([] if idle is None else [f"{idle:.0%} idle"])])
 
 
-def libraries(line: Record) -> str:
+def libraries_cell(line: Record) -> str:
     """Returns preloaded libraries and the BLAS in use, as a table's cell."""
-    preloaded, blas = stated(line, "preloaded"), line.get("blas")
+    preloaded, blas = field_of_record_or_device(line, "preloaded"), line.get("blas")
     shown = "-" if preloaded is None else ", ".join(preloaded) or "none"
     used = sorted({_BUILD.sub("", name) for name in blas or ()})
     return shown + ("" if blas is None else f"; {', '.join(used) or 'none'}")
 
 
-def stated(line: Record, name: str) -> Any:
+def field_of_record_or_device(line: Record, name: str) -> Any:
     """Returns a field of a record, or of its section `device` (older records of `bench generate`); None without it."""
     return line.get(name, line.get("device", {}).get(name) if isinstance(line.get("device"), dict) else None)
 
@@ -137,7 +137,7 @@ Columns = Sequence[tuple[str, Cell]]  # (head, cell) of each
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "markdown") -> str:
     """Returns header and rows as Markdown or CSV (`FORMATS`); every row has as many cells as the header."""
-    return _csv([header, *rows]) if kind == "csv" else _markdown(header, rows)
+    return csv_table([header, *rows]) if kind == "csv" else markdown_table(header, rows)
 
 
 def column_table(lines: Iterable[Record], columns: Columns) -> str:
@@ -146,14 +146,14 @@ def column_table(lines: Iterable[Record], columns: Columns) -> str:
     return table([head for head, _ in columns], rows)
 
 
-def shown(
+def make_column_table(
     record: str, columns: Columns, rows: Callable[[Sequence[Record]], Iterable[Record]] = iter
 ) -> Callable[[Records], str]:
     """Returns what makes a table of a record. rows: makes rows of the record's lines (default: a row per line)."""
     return lambda records: column_table(rows(records.lines(record)), columns)
 
 
-def spread(figure: Record | None, digits: int = 2, between: str = "-", divisor: float = 1) -> str:
+def median_and_range(figure: Record | None, digits: int = 2, between: str = "-", divisor: float = 1) -> str:
     """Returns a summary as "median (least-greatest)", each divided by `divisor`; "" for None."""
     if figure is None:
         return ""
@@ -161,16 +161,16 @@ def spread(figure: Record | None, digits: int = 2, between: str = "-", divisor: 
     return f"{middle} ({low}{between}{high})"
 
 
-def _csv(rows: Sequence[Sequence[str]]) -> str:
+def csv_table(rows: Sequence[Sequence[str]]) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().rstrip("\n")
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(escape_cell(cell) for cell in line)} |" for line in lines)
 
 
-def _escaped(cell: str) -> str:
+def escape_cell(cell: str) -> str:
     return cell.replace("|", "\\|")

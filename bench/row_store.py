@@ -24,8 +24,8 @@ from mlx_zip.models.rows.row_folder import RowFolder
 from mlx_zip.models.rows.row_store import RowKind, RowStore
 from mlx_zip.progress import ProgressBar
 
-from .machine import rss_bytes
-from .recording import load_before, summary, surroundings
+from .machine import resident_bytes
+from .recording import environment_fields, load_before_bench, summarize_samples
 
 MERGE_SIZE = 4  # base ids per entry
 CHUNK = 8192  # rows stored in one call
@@ -56,17 +56,20 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "rows", "width", "batch", "memory_bytes", "trials")
     if args.folder is not None and not Path(args.folder).is_dir():
         raise MlxZipError(f"--folder {args.folder} is not an existing folder")
-    load_before()
+    load_before_bench()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        print(json.dumps(measure(Path(folder), args) | {"trials": args.trials} | surroundings("mlx")), flush=True)
+        print(
+            json.dumps(measure_row_store(Path(folder), args) | {"trials": args.trials} | environment_fields("mlx")),
+            flush=True,
+        )
     return 0
 
 
-def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure_row_store(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Fills a store in the folder and returns the record: times in ms or in us per row, sizes in bytes."""
     rows = RowSet(bytes(32), MERGE_SIZE, 4 * args.width)
     disk_limit = 2 * args.rows * (rows.row_bytes + 64) + (1 << 20)
-    fill_s = _fill(folder, rows, args, disk_limit)
+    fill_s = fill_store(folder, rows, args, disk_limit)
     rng = np.random.default_rng(1)
     wanted = [rng.integers(0, args.rows, args.batch) for _ in range(args.trials)]
     opened, first, again, single = [], [], [], []
@@ -74,12 +77,16 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         for chosen in wanted:
             begun = time.perf_counter()
             disk = RowFolder(folder, disk_limit)
-            disk.find(rows, _keys(chosen[:1]))
+            disk.find(rows, made_up_entries(chosen[:1]))
             opened.append(1000 * (time.perf_counter() - begun))
-            first.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
-            again.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
-            one = _keys(chosen[:1])
-            single.append(_us_per_row(lambda disk=disk, one=one: disk.find(rows, one), 1))
+            first.append(
+                time_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, made_up_entries(chosen)), args.batch)
+            )
+            again.append(
+                time_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, made_up_entries(chosen)), args.batch)
+            )
+            one = made_up_entries(chosen[:1])
+            single.append(time_us_per_row(lambda disk=disk, one=one: disk.find(rows, one), 1))
             disk.close()
             count()
     return {
@@ -89,63 +96,61 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "batch": args.batch,
         "disk_bytes": sum_file_sizes(list_row_files(folder)),
         "fill_us_per_row": round(fill_s / args.rows * 1e6, 3),
-        "open_ms": summary(opened),
-        "lookup_first_us_per_row": summary(first),
-        "lookup_us_per_row": summary(again),
-        "lookup_of_one_us": summary(single),
-        **_through_store(folder, args, disk_limit, wanted),
+        "open_ms": summarize_samples(opened),
+        "lookup_first_us_per_row": summarize_samples(first),
+        "lookup_us_per_row": summarize_samples(again),
+        "lookup_of_one_us": summarize_samples(single),
+        **time_model_lookups(folder, args, disk_limit, wanted),
     }
 
 
-def _through_store(folder: Path, args: argparse.Namespace, disk_limit: int, wanted: list[np.ndarray]) -> dict[str, Any]:
+def time_model_lookups(
+    folder: Path, args: argparse.Namespace, disk_limit: int, wanted: list[np.ndarray]
+) -> dict[str, Any]:
     """Times look-ups as a model makes them: rows as arrays on the device, from disk and then from memory.
 
     wanted: the numbers of the rows [batch] to look up in each trial. The memory that the store costs is measured too.
     """
     kind = RowKind(RowSet(bytes(32), MERGE_SIZE, 4 * args.width), mx.float32, True)
     lengths = np.full(args.batch, MERGE_SIZE)
-    from_disk, from_memory, before = [], [], rss_bytes()
+    from_disk, from_memory, before = [], [], resident_bytes()
     with RowStore(folder, memory_bytes=args.memory_bytes, folder_bytes=disk_limit) as store:
         for chosen in wanted:
-            keys = _keys(chosen)
-            take: Callable[[], Any] = lambda keys=keys: mx.eval(store.rows(kind, keys, lengths, _no_encoder))
-            from_disk.append(_us_per_row(take, args.batch))
-            from_memory.append(_us_per_row(take, args.batch))
+            keys = made_up_entries(chosen)
+            take: Callable[[], Any] = lambda keys=keys: mx.eval(store.rows(kind, keys, lengths, refuse_to_encode))
+            from_disk.append(time_us_per_row(take, args.batch))
+            from_memory.append(time_us_per_row(take, args.batch))
         return {
-            "store_from_disk_us_per_row": summary(from_disk),
-            "store_from_memory_us_per_row": summary(from_memory),
+            "store_from_disk_us_per_row": summarize_samples(from_disk),
+            "store_from_memory_us_per_row": summarize_samples(from_memory),
             "store_memory_bytes": store.nbytes,
             "store_memory_bound_bytes": args.memory_bytes,
-            "rss_growth_bytes": rss_bytes() - before,  # includes mapped pages of the files that were read
+            "rss_growth_bytes": resident_bytes() - before,  # includes mapped pages of the files that were read
         }
 
 
-def _fill(folder: Path, rows: RowSet, args: argparse.Namespace, disk_limit: int) -> float:
-    """Stores all rows, with random bytes, and returns the seconds that took."""
+def fill_store(folder: Path, rows: RowSet, args: argparse.Namespace, disk_limit: int) -> float:
     data = np.random.default_rng(0).integers(0, 256, (CHUNK, rows.row_bytes), np.uint8)
     disk, begun = RowFolder(folder, disk_limit), time.perf_counter()
     with ProgressBar(args.rows, "row", "Storing") as count:
         for first in range(0, args.rows, CHUNK):
-            keys = _keys(np.arange(first, min(first + CHUNK, args.rows)))
+            keys = made_up_entries(np.arange(first, min(first + CHUNK, args.rows)))
             disk.add(rows, keys, data[: len(keys)])
             count(len(keys))
         disk.close()
     return time.perf_counter() - begun
 
 
-def _keys(numbers: np.ndarray) -> np.ndarray:
-    """Returns a made-up entry for each row number: [N, MERGE_SIZE] uint32, all different."""
+def made_up_entries(numbers: np.ndarray) -> np.ndarray:
     n = numbers.astype(np.uint32)
     return np.stack([n % 50_021, n // 50_021, n * np.uint32(2_654_435_761) >> 16, n % 7], axis=1).astype(np.uint32)
 
 
-def _us_per_row(act: Callable[[], Any], count: int) -> float:
-    """Calls the function once and returns us per row; `count` rows are looked up in it."""
+def time_us_per_row(act: Callable[[], Any], count: int) -> float:
     begun = time.perf_counter()
     act()
     return (time.perf_counter() - begun) / count * 1e6
 
 
-def _no_encoder(base_ids: Any, lengths: Any) -> mx.array:
-    """Stands where a model encodes rows that are not stored; here all are, so a call is an error."""
+def refuse_to_encode(base_ids: Any, lengths: Any) -> mx.array:
     raise AssertionError("a stored row was not found")

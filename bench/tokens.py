@@ -27,7 +27,7 @@ from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
-from .recording import surroundings
+from .recording import environment_fields
 
 WHOLE = "document"  # value of --windows: a document is one window
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # of each row of `counts`
@@ -92,22 +92,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` for wrong flags before any text is read."""
-    windows = _checked(args)
-    upstream = _upstream() if args.check else None
+    windows = check_flags(args)
+    upstream = import_upstream() if args.check else None
     corpora = read_domains(args.text, args.limit_bytes)
     vocabularies = [read_vocabulary(path) for path in args.tokenizers]
     for vocabulary in vocabularies:
         disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
         for domain, corpus in corpora.items():
-            settings = list(_settings(windows, args.merge_sizes, args.codebook_sizes))
-            line = measure(vocabulary, corpus, settings, disabled, upstream, args.policy)
+            settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
+            line = count_corpus(vocabulary, corpus, settings, disabled, upstream, args.policy)
             line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled, "policy": args.policy}
-            print(json.dumps({**line, **surroundings("zip2zip_compression", vocabulary.library)}), flush=True)
+            print(json.dumps({**line, **environment_fields("zip2zip_compression", vocabulary.library)}), flush=True)
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
     return 0
 
 
-def _checked(args: argparse.Namespace) -> list[int | None]:
+def check_flags(args: argparse.Namespace) -> list[int | None]:
     """Checks the flags and returns the windows of --windows, None for whole documents. Raises `MlxZipError`."""
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
@@ -123,7 +123,7 @@ def _checked(args: argparse.Namespace) -> list[int | None]:
     return [None if w == WHOLE else int(w) for w in dict.fromkeys(args.windows)]
 
 
-def _settings(
+def distinct_settings(
     windows: Sequence[int | None], merge_sizes: Sequence[int], codebook_sizes: Sequence[int]
 ) -> Iterator[Any]:
     """Yields (window, merge size, codebook size), with only the smallest of the sizes that a window cannot fill."""
@@ -152,13 +152,12 @@ def read_domains(
         if not (domain and equals and name):
             raise DataError(f"--text {text!r} is not of the form DOMAIN=FILE or DOMAIN=FILE:FIELD+FIELD")
         files.setdefault(domain, []).append(name)
-        if columns.setdefault(domain, _columns(text, fields)) != _columns(text, fields):
+        if columns.setdefault(domain, parse_columns(text, fields)) != parse_columns(text, fields):
             raise DataError(f"--text {text!r}: the files of a domain have the same fields; give it a domain of its own")
     return {domain: read_corpus(names, separator, limit_bytes, columns[domain]) for domain, names in files.items()}
 
 
-def _columns(argument: str, fields: str) -> dict[str, str]:
-    """Parses `FIELD` or `PROMPT+COMPLETION` to a map of column -> field. argument: all of --text, for the error."""
+def parse_columns(argument: str, fields: str) -> dict[str, str]:
     names = fields.split("+") if fields else []
     if len(names) > 2 or not all(names):
         raise DataError(f"--text {argument!r}: one field or two with + between")
@@ -169,7 +168,7 @@ def _columns(argument: str, fields: str) -> dict[str, str]:
 # ---- counts
 
 
-def measure(
+def count_corpus(
     vocabulary: Vocabulary,
     corpus: Corpus,
     settings: Sequence[Any],
@@ -193,10 +192,10 @@ def measure(
         pieces = documents if window is None else [stream[i : i + window] for i in range(0, len(stream), window)]
         # the vocabulary has one id more than the tokenizer: a pad id that no text has
         params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, vocabulary.size, policy=policy)
-        counted = count(params, pieces)
+        counted = count_pieces(params, pieces)
         counts.append([window or WHOLE, merge_size, codebook_size, *counted])
         if upstream is not None:
-            check(params, pieces, upstream)
+            check_against_upstream(params, pieces, upstream)
     base = len(stream)
     return {
         "tokenizer": {"name": vocabulary.name, "size": vocabulary.size, "library": vocabulary.library},
@@ -210,8 +209,7 @@ def measure(
     }
 
 
-def count(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, int, int]:
-    """Compresses pieces with a codebook each; returns numbers of ids, of entries installed and of those emitted."""
+def count_pieces(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, int, int]:
     ids = entries = used = 0
     for piece in pieces:
         emitted, installed = compress(params, piece)
@@ -234,8 +232,7 @@ def _count_with_eviction(params: CodecParams, emitted: Uint32s) -> tuple[int, in
     return n_installed, len(np.unique(rows[lengths > 1], axis=0))
 
 
-def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:
-    """Raises `MlxZipError` for the first piece that zip2zip-compression does not compress to the same ids."""
+def check_against_upstream(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:
     sizes = params.vocab_size, params.codebook_size, params.merge_size
     theirs = upstream.LZWCompressor(*sizes, params.pad_id, list(params.disabled_ids))
     for n, piece in enumerate(pieces):
@@ -243,7 +240,7 @@ def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None
             raise MlxZipError(f"window {n} of {len(pieces)} at {params}: zip2zip-compression gives other ids")
 
 
-def _upstream() -> Any:
+def import_upstream() -> Any:
     try:
         import zip2zip_compression
     except ImportError as error:

@@ -26,7 +26,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
 from .codec import synthetic_ids
-from .recording import summary, surroundings
+from .recording import environment_fields, summarize_samples
 
 PARTS = ("step", "prepare", "memory", "torch")
 BY_DEFAULT = PARTS[:3]  # the others need PyTorch
@@ -121,16 +121,16 @@ def run(args: argparse.Namespace) -> int:
     if (args.model is None) != (args.data is None):
         raise MlxZipError("--model and --data go together: the data are prepared with the model's tokenizer")
     with tempfile.TemporaryDirectory(prefix="mlx_zip-bench-") as folder:
-        bench = Bench(args, Path(folder))
+        bench = TrainingBench(args, Path(folder))
         if args.memory_of:
-            print(json.dumps(bench.memory_of(args.memory_of)))
+            print(json.dumps(bench.measure_peak_memory(args.memory_of)))
             return 0
         for name in args.only:
             record = {"step": bench.step, "prepare": bench.prepare, "memory": bench.memory, "torch": bench.torch}[
                 name
             ]()
             line = {"bench": "training", "what": name, **record, "setting": bench.setting, "data": bench.data_name}
-            print(json.dumps({**line, **surroundings("mlx", "mlx-lm")}), flush=True)
+            print(json.dumps({**line, **environment_fields("mlx", "mlx-lm")}), flush=True)
     return 0
 
 
@@ -171,7 +171,6 @@ def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -
 
 
 def write_prepared(folder: Path, documents: Documents) -> Path:
-    """Writes a prepared folder of one shard and returns it."""
     from mlx_zip.training.prepare.shards import codec_record, write_index
 
     write_shard(folder, documents)
@@ -181,23 +180,23 @@ def write_prepared(folder: Path, documents: Documents) -> Path:
     return folder
 
 
-def read_back(data: Path) -> Documents:
-    """Returns the samples of a prepared folder as base ids."""
+def read_prepared_samples(data: Path) -> Documents:
     from mlx_zip.training.prepare.shards import Shards
 
     shards = Shards(data)
-    return Documents(list(expanded(shards, range(len(shards)))), replace(shards.params, start=None), shards.context)
+    return Documents(
+        list(expand_samples(shards, range(len(shards)))), replace(shards.params, start=None), shards.context
+    )
 
 
-def expanded(shards: Any, indices: Sequence[int]) -> Iterator[Uint32s]:
-    """Yields the base ids of some samples. shards: `Shards`. indices: the samples' numbers."""
+def expand_samples(shards: Any, indices: Sequence[int]) -> Iterator[Uint32s]:
     for i in indices:
         book = Codebook(shards[i].params(shards.params))
         book.push(shards[i].ids)
         yield book.expand(shards[i].ids)
 
 
-class Bench:
+class TrainingBench:
     """The three measurements, on one base model and its samples. folder: where temporary data are written."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
@@ -288,7 +287,6 @@ class Bench:
         return start_model(self.base, None if self.base else SMALL, params, encoder)[0]
 
     def _settings(self, fine_tune_type: str) -> Any:
-        """Returns training settings from the flags."""
         from mlx_zip.training.settings import TrainSettings
 
         args = self.args
@@ -309,18 +307,18 @@ class Bench:
         if self.args.data is None:
             documents = synthetic_documents(self.args.prepare_ids, self.shards.context, self.shards.params.merge_size)
         else:
-            documents = read_back(self.data)
+            documents = read_prepared_samples(self.data)
         n, rates, stages = sum(map(len, documents.ids)), [], []
         for trial in range(-1, self.args.trials):
             seconds = write_shard(self.folder, documents, "shard-prepare")
             if trial >= 0:
                 rates.append(n / sum(seconds.values()) / 1e6)
                 stages.append({name: 1e9 * value / n for name, value in seconds.items()})
-        ns = {name: summary([stage[name] for stage in stages]) for name in stages[0]}
+        ns = {name: summarize_samples([stage[name] for stage in stages]) for name in stages[0]}
         return {
             "unit": "million base ids/s, one core, after tokenization",
             "base_ids": n,
-            "rate": summary(rates),
+            "rate": summarize_samples(rates),
             "target": 1.0,
             "ns_per_base_id": ns,
         }
@@ -332,7 +330,7 @@ class Bench:
 
         mlx-lm reads the base ids of the same texts; "same ids" cuts each sample to as many ids as it has compressed.
         """
-        peaks = {trainer: self._in_a_process(trainer) for trainer in TRAINERS}
+        peaks = {trainer: self._memory_in_new_process(trainer) for trainer in TRAINERS}
         ours, same_text, same_ids = (peaks[trainer]["peak_bytes"] for trainer in TRAINERS)
         return {
             "unit": "bytes",
@@ -342,8 +340,7 @@ class Bench:
             "ratio_same_ids": round(ours / same_ids, 3),
         }
 
-    def _in_a_process(self, trainer: str) -> dict[str, Any]:
-        """Returns what `memory_of` measures in a new process."""
+    def _memory_in_new_process(self, trainer: str) -> dict[str, Any]:
         args = self.args
         flags = ["--memory-of", trainer]
         for name in (
@@ -369,21 +366,21 @@ class Bench:
             raise MlxZipError(f"the trainer {trainer} failed: {' '.join(done.stderr.split())[-500:]}")
         return json.loads(done.stdout.splitlines()[-1])
 
-    def memory_of(self, trainer: str) -> dict[str, Any]:
+    def measure_peak_memory(self, trainer: str) -> dict[str, Any]:
         """Trains some steps in this process; returns its peak memory, weights included, and its longest sample."""
         import mlx.core as mx
 
         mx.random.seed(0)
         train: Callable[[], int] = {
-            "mlx_zip": self._ours,
-            "mlx-lm": self._mlx_lm,
-            "mlx-lm same ids": lambda: self._mlx_lm(same_ids=True),
+            "mlx_zip": self._train_with_mlx_zip,
+            "mlx-lm": self._train_with_mlx_lm,
+            "mlx-lm same ids": lambda: self._train_with_mlx_lm(same_ids=True),
         }[trainer]
         with contextlib.redirect_stdout(sys.stderr):
             longest = train()
         return {"peak_bytes": mx.get_peak_memory(), "longest_ids": longest}
 
-    def _ours(self) -> int:
+    def _train_with_mlx_zip(self) -> int:
         """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
         from mlx_zip.training.run_data import Joined
         from mlx_zip.training.starting_model import freeze
@@ -395,7 +392,7 @@ class Bench:
         Trainer(Trainee(model, LossWeights()), Joined([self.data]), settings, self.folder, "", quiet=True).train()
         return int(self.shards.lengths.max())
 
-    def _mlx_lm(self, same_ids: bool = False) -> int:
+    def _train_with_mlx_lm(self, same_ids: bool = False) -> int:
         """Trains with mlx-lm's trainer on the samples' base ids, in our dtype; returns the longest sample's ids.
 
         same_ids: cut each sample to as many base ids as it has compressed ids.
@@ -407,7 +404,7 @@ class Bench:
 
         model = self._model(self._plain())
         freeze(model, self._settings("lora"))
-        ids = list(expanded(self.shards, range(len(self.shards))))
+        ids = list(expand_samples(self.shards, range(len(self.shards))))
         if same_ids:
             ids = [row[:n] for row, n in zip(ids, self.shards.lengths.tolist(), strict=True)]
         longest = max(map(len, ids))

@@ -31,11 +31,11 @@ from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats, s
 from mlx_zip.training.steps.stepping import LOW, Stepper, clip, is_compiled, make_optimizer, to_device
 from mlx_zip.training.steps.whole import NoCache, Samples
 
-from .recording import summary
+from .recording import summarize_samples
 
 
 @dataclass
-class Measured:
+class StepMeasurements:
     """Results: seconds of each part, one value per trial, and the batches that were measured."""
 
     seconds: dict[str, list[float]]
@@ -43,7 +43,7 @@ class Measured:
 
     def record(self) -> dict[str, Any]:
         """Returns the record: times in ms, their ratio to what is unavoidable, and what sharing entries saves."""
-        parts = {name: summary([1e3 * s for s in samples]) for name, samples in self.seconds.items()}
+        parts = {name: summarize_samples([1e3 * s for s in samples]) for name, samples in self.seconds.items()}
         least = np.add(self.seconds["plain step"], self.seconds["encoders"])
         ratios = np.divide(self.seconds["zip step"], least)
         distinct, installed = (sum(getattr(b, name) for b in self.batches) for name in ("distinct", "installed"))
@@ -51,7 +51,7 @@ class Measured:
         return {
             "unit": "ms",
             "parts": parts,
-            "ratio": summary(ratios.tolist()),
+            "ratio": summarize_samples(ratios.tolist()),
             "target": 1.3,
             "ids": ids,
             "base_ids": base_ids,
@@ -59,7 +59,7 @@ class Measured:
             "installed_entries": installed,
             "distinct_of_installed": round(distinct / installed, 3) if installed else None,
             "installed_per_id": round(installed / ids, 3),
-            "entries_read": sum(map(_entries_read, self.batches)),
+            "entries_read": sum(map(entries_read_as_inputs, self.batches)),
         }
 
 
@@ -70,28 +70,27 @@ def measure_steps(
     params: CodecParams,
     settings: TrainSettings,
     trials: int,
-) -> Measured:
+) -> StepMeasurements:
     """Times every part `trials` times, on one batch after the other, after one warm-up of every part per batch.
 
     samples: those of each batch. params: their codec.
     """
     batches = [make_batch(some, params) for some in samples]
     whole, plain = TrainedModel(zip_model, settings), TrainedModel(plain_model, settings)
-    calls = [_calls(whole, plain, some, batch, params) for some, batch in zip(samples, batches, strict=True)]
+    calls = [parts_to_time(whole, plain, some, batch, params) for some, batch in zip(samples, batches, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in calls[0]}
     for trial in range(-len(batches), trials):
         for name, call in calls[trial % len(batches)].items():
-            took = _seconds(call)
+            took = time_call(call)
             if trial >= 0:
                 seconds[name].append(took)
-    return Measured(seconds, batches)
+    return StepMeasurements(seconds, batches)
 
 
-def _calls(
+def parts_to_time(
     whole: TrainedModel, plain: TrainedModel, samples: list[Sample], batch: Batch, params: CodecParams
 ) -> dict[str, Callable[[], Any]]:
-    """Returns the parts to time, by name. whole, plain: with and without hypertokens. samples: the batch's."""
-    parts, without = Parts(whole, batch), without_hypertokens(batch, params.vocab_size)
+    parts, without = StepParts(whole, batch), plain_batch_of_same_size(batch, params.vocab_size)
     return {
         "zip step": lambda: whole.step(batch),
         "plain step": lambda: plain.step(without),
@@ -103,7 +102,7 @@ def _calls(
     }
 
 
-def without_hypertokens(batch: Batch, vocab_size: int) -> Batch:
+def plain_batch_of_same_size(batch: Batch, vocab_size: int) -> Batch:
     """Returns a batch of as many ids and targets for the plain decoder, with base id 0 in place of hypertokens."""
     targets = batch.arrays["targets"]
     arrays = {**batch.arrays, "targets": np.where(targets < vocab_size, targets, 0)}
@@ -111,12 +110,12 @@ def without_hypertokens(batch: Batch, vocab_size: int) -> Batch:
     return replace(batch, arrays={name: arrays[name] for name in kept}, distinct=0, installed=0)
 
 
-def _entries_read(batch: Batch) -> int:
+def entries_read_as_inputs(batch: Batch) -> int:
     rows = batch.arrays["input_rows"]
     return len(np.unique(rows[rows >= 0]))
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def time_call(call: Callable[[], Any]) -> float:
     mx.synchronize()
     began = time.perf_counter()
     mx.eval(call())
@@ -142,7 +141,7 @@ class TrainedModel:
         return []
 
 
-def rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
+def encode_rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
     """Returns what `mlx_zip.training.steps.whole.encode_rows` does, in one forward pass that keeps its activations.
 
     That is the least that the encoders can cost.
@@ -154,7 +153,7 @@ def rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
     return [model.input_encoder(matrix_rows(model.model.embed_tokens, entries), lengths), output]
 
 
-class Part(nn.Module):
+class TrainablePart(nn.Module):
     """What a part's gradients are for: modules of the model, and arrays that other parts would give it."""
 
     def __init__(self, **parts: Any) -> None:
@@ -163,7 +162,7 @@ class Part(nn.Module):
             setattr(self, name, part)
 
 
-class Parts:
+class StepParts:
     """The parts of a step on one batch; each method returns a call that computes the part's value and gradients."""
 
     def __init__(self, whole: TrainedModel, batch: Batch) -> None:
@@ -180,35 +179,35 @@ class Parts:
     def encoders(self) -> Callable[[], Any]:
         """Makes rows of the distinct entries: input rows of those that inputs use, output rows of all."""
         names = ("input_encoder", "output_encoder")
-        part = Part(**{name: self.model[name] for name in names if name in self.model})
+        part = TrainablePart(**{name: self.model[name] for name in names if name in self.model})
 
         def loss() -> mx.array:
-            rows = rows_at_once(self.model, self.samples)
+            rows = encode_rows_at_once(self.model, self.samples)
             return sum((r.astype(mx.float32).square().sum() for r in rows), mx.array(0.0))
 
-        return self._call(part, loss)
+        return self._compiled_gradient_call(part, loss)
 
     def body(self) -> Callable[[], Any]:
         """Runs the decoder's blocks on random embeddings."""
         model = self.model
-        h = self._normal(*self.samples.inputs.shape, model.config.encoder.model_size)
-        part: Any = Part(layers=model.model.layers, norm=model.model.norm, h=h)
+        h = self._random_normal(*self.samples.inputs.shape, model.config.encoder.model_size)
+        part: Any = TrainablePart(layers=model.model.layers, norm=model.model.norm, h=h)
         positions = Positions(index=self.samples.index)
 
         def loss() -> mx.array:
             out = model.run_layers(part.h, [NoCache()] * len(model.layers), positions)
             return out.astype(mx.float32).square().sum()
 
-        return self._call(part, loss)
+        return self._compiled_gradient_call(part, loss)
 
     def head(self) -> Callable[[], Any]:
         """Computes logits of base ids and entries, and the cross entropy, from random hidden states and rows."""
         model, width = self.model, self.model.config.encoder.model_size
         tied = model.traits.tied
-        part: Any = Part(
+        part: Any = TrainablePart(
             matrix=model.model.embed_tokens if tied else model.lm_head,
-            h=self._normal(*self.samples.inputs.shape, width),
-            rows=self._normal(len(self.samples.entries), width),
+            h=self._random_normal(*self.samples.inputs.shape, width),
+            rows=self._random_normal(len(self.samples.entries), width),
         )
 
         def loss() -> mx.array:
@@ -217,7 +216,7 @@ class Parts:
             hyper = model.cap(part.h @ rows.swapaxes(-1, -2))
             return joint_nats(base[..., : model.layout.vocab_size], hyper, self.arrays)["nats"]
 
-        return self._call(part, loss)
+        return self._compiled_gradient_call(part, loss)
 
     def optimizer(self) -> Callable[[], Any]:
         """Clips constant gradients and updates the weights with them."""
@@ -232,7 +231,7 @@ class Parts:
 
         return call
 
-    def _call(self, part: nn.Module, loss: Callable[[], mx.array]) -> Callable[[], Any]:
+    def _compiled_gradient_call(self, part: nn.Module, loss: Callable[[], mx.array]) -> Callable[[], Any]:
         """Returns a call for value and gradients of a part's loss, in the step's dtype, compiled if the step is."""
         settings = self.whole.settings
 
@@ -246,7 +245,7 @@ class Parts:
         compute = nn.value_and_grad(part, loss if self.dtype == mx.float32 else lowered)
         return mx.compile(compute, inputs=[part.state], outputs=[part.state]) if is_compiled(settings) else compute
 
-    def _normal(self, *shape: int) -> mx.array:
+    def _random_normal(self, *shape: int) -> mx.array:
         values = mx.random.normal(shape).astype(self.dtype)
         mx.eval(values)
         return values
@@ -274,16 +273,16 @@ def measure_engines(
     batches = [make_batch(some, params) for some in samples]
     single = make_batch(samples[0][:1], params)
     model, config = make()
-    weights = _weights(model)
-    torch_step = _stepper("torch", model, config, settings)
-    mlx_step = _stepper("mlx", *make(), settings)
+    weights = count_matrix_weights(model)
+    torch_step = make_trained_stepper("torch", model, config, settings)
+    mlx_step = make_trained_stepper("mlx", *make(), settings)
     rates: dict[str, list[float]] = {"torch": [], "mlx": [], "float32": [], "bfloat16": []}
     ids_per_s = []
     for trial in range(-1, trials):
         batch = batches[trial % len(batches)]
-        seconds = _step_seconds(torch_step, batch)
-        slow = _step_seconds(mlx_step, single) if trial < 2 else None  # once to warm up, and twice
-        products = {name: product_rate(name) for name in ("float32", "bfloat16")}
+        seconds = time_step(torch_step, batch)
+        slow = time_step(mlx_step, single) if trial < 2 else None  # once to warm up, and twice
+        products = {name: matrix_product_gflops(name) for name in ("float32", "bfloat16")}
         if trial < 0:
             continue
         rates["torch"].append(batch.base_ids / seconds)
@@ -296,10 +295,10 @@ def measure_engines(
     medians = {name: float(np.median(values)) for name, values in rates.items()}
     return {
         "unit": "base tokens/s; GFLOP/s of products",
-        "base_tokens_per_s": {name: summary(rates[name]) for name in ("torch", "mlx")},
+        "base_tokens_per_s": {name: summarize_samples(rates[name]) for name in ("torch", "mlx")},
         "torch_over_mlx": round(medians["torch"] / medians["mlx"], 1),
         "target_over_mlx": 50,
-        "product_gflops": {name: summary(rates[name]) for name in ("float32", "bfloat16")},
+        "product_gflops": {name: summarize_samples(rates[name]) for name in ("float32", "bfloat16")},
         "step_gflops": round(reached, 1),
         "share_of_bfloat16": round(reached / medians["bfloat16"], 3),
         "share_of_float32": round(reached / medians["float32"], 3),
@@ -309,8 +308,7 @@ def measure_engines(
     }
 
 
-def product_rate(dtype: str, trials: int = 2) -> float:
-    """Returns the rate of PyTorch's product of two square matrices on this machine's processor or card, GFLOP/s."""
+def matrix_product_gflops(dtype: str, trials: int = 2) -> float:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -326,7 +324,7 @@ def product_rate(dtype: str, trials: int = 2) -> float:
     return 2 * PRODUCT**3 * trials / (time.perf_counter() - began) / 1e9
 
 
-def _stepper(engine: str, model: Any, config: dict[str, Any], settings: TrainSettings) -> Any:
+def make_trained_stepper(engine: str, model: Any, config: dict[str, Any], settings: TrainSettings) -> Any:
     freeze(model, settings)
     trainee = Trainee(model, LossWeights())
     optimizer = make_optimizer(settings)
@@ -334,7 +332,7 @@ def _stepper(engine: str, model: Any, config: dict[str, Any], settings: TrainSet
     return make_stepper(engine, config)(trainee, optimizer, settings, mx.distributed.init())
 
 
-def _weights(model: Any) -> int:
+def count_matrix_weights(model: Any) -> int:
     """Returns the number of weights that the decoder multiplies by for each id: its matrices, the head included."""
     named: Any = tree_flatten(model.parameters())
     matrices = {name: value.size for name, value in named if value.ndim == 2 and "encoder" not in name}
@@ -342,7 +340,7 @@ def _weights(model: Any) -> int:
     return sum(matrices.values()) - (embedding if "lm_head.weight" in matrices else 0)
 
 
-def _step_seconds(stepper: Any, batch: Batch) -> float:
+def time_step(stepper: Any, batch: Batch) -> float:
     began = time.perf_counter()
     stepper.step([batch], [False])
     return time.perf_counter() - began

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError, missing_library
 
-from .runs import ENGINES, Engine
+from .interface import ENGINES, Engine
 from .shape_table import Models
 
 LIBRARIES = {
@@ -24,7 +24,7 @@ ON_MLX_CUDA = {"mlx-cuda-zip": "mlx-zip", "mlx-cuda-base": "mlx-lm"}  # name: th
 ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
 
 
-def check_engines(names: Sequence[str]) -> None:
+def check_engine_names(names: Sequence[str]) -> None:
     """Raises `MlxZipError` for an unknown engine or one named twice, `InstallationError` if libraries are missing."""
     for at, name in enumerate(names):
         if name not in ENGINES:
@@ -35,10 +35,10 @@ def check_engines(names: Sequence[str]) -> None:
         if missing:
             raise missing_library(f"engine {name}", *missing)
         if name in ON_MLX_CUDA:
-            _check_mlx_cuda(name)
+            check_mlx_runs_on_cuda(name)
 
 
-def needs_mlx(names: Sequence[str]) -> bool:
+def engines_need_mlx(names: Sequence[str]) -> bool:
     """Returns whether one of these engines, or what it shares with others, needs MLX.
 
     transformers and the published package take the model from MLX where it is installed, and do without elsewhere.
@@ -48,8 +48,7 @@ def needs_mlx(names: Sequence[str]) -> bool:
     return any(not name.startswith("torch-") for name in names)
 
 
-def _check_mlx_cuda(name: str) -> None:
-    """Raises `MlxZipError` unless MLX runs on a CUDA card here."""
+def check_mlx_runs_on_cuda(name: str) -> None:
     import mlx.core as mx
 
     if not mx.cuda.is_available():
@@ -57,7 +56,7 @@ def _check_mlx_cuda(name: str) -> None:
 
 
 def make_engine(name: str, models: Models, options: Any) -> Engine:
-    """Makes the engine called `name`, a name that `check_engines` accepts. options: the flags `draft` and `published`.
+    """Makes the engine called `name`, which `check_engine_names` accepts. options: the flags `draft` and `published`.
 
     Raises `MlxZipError` if the engine cannot run these models.
     """
@@ -66,14 +65,13 @@ def make_engine(name: str, models: Models, options: Any) -> Engine:
 
         return TorchEngine(name, models)
     if name.startswith("mlx-"):
-        return _mlx_engine(name, models, options.draft)
+        return make_mlx_engine(name, models, options.draft)
     from .torch_engines import make_torch_engine
 
     return make_torch_engine(name, models, options.published)
 
 
-def _mlx_engine(name: str, models: Models, draft: int) -> Engine:
-    """Makes an engine on MLX. draft: as in the flags."""
+def make_mlx_engine(name: str, models: Models, draft: int) -> Engine:
     from .mlx_engines import MlxLm, MlxZip, PlainLookup, ZipLookup
 
     if "zip" in name and models.zipped is None:

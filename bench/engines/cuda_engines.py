@@ -21,11 +21,11 @@ from mlx_zip.layout import MODEL_TYPE, Layout
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .device_clock import read_bandwidth, torch_device, wait, yardstick
+from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick, wait_for_device
+from .interface import Engine, Run, compress_prompt_and_text
 from .random_folder import random_folder
-from .runs import Engine, Run, zip_ids
-from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, zip_config
-from .torch_steps import Steps, read_prompt
+from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, config_with_hypertokens
+from .torch_steps import GreedySteps, prefill_in_chunks
 
 NAMES = ("torch-zip", "torch-base")
 CHUNK = 2048  # ids of a prompt that are read at once
@@ -34,7 +34,7 @@ CHUNK = 2048  # ids of a prompt that are read at once
 # ---- models
 
 
-def models_of(
+def torch_models_from_flags(
     shape: str | None, precision: str, model: str | None, base: str | None, tokenizer: str, options: Any
 ) -> Models:
     """Returns what `from_shape` and `from_folders` return, without models in MLX.
@@ -42,7 +42,7 @@ def models_of(
     Raises `MlxZipError` for an unknown shape, folders that cannot be read, and a tokenizer that is too wide.
     """
     if shape is not None:
-        return _of_shape(shape, precision, load_tokenizer(tokenizer), options)
+        return torch_models_of_shape(shape, precision, load_tokenizer(tokenizer), options)
     folders = [None if one is None else find_model_folder(one) for one in (model, base)]
     first = next((one for one in folders if one is not None), None)
     if first is None:
@@ -50,7 +50,7 @@ def models_of(
     config = read_model_config(first)
     if folders[0] is not None and config["model_type"] != MODEL_TYPE:
         raise MlxZipError(f"--model {model} has no hypertokens; a plain model is named with --base")
-    made = {"plain": _needs_mlx, "zipped": _needs_mlx if folders[0] else None}
+    made = {"plain": raise_mlx_needed, "zipped": raise_mlx_needed if folders[0] else None}
     return Models(
         first.name,
         "as stored",
@@ -63,33 +63,30 @@ def models_of(
     )
 
 
-def _of_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions) -> Models:
-    """Returns a shape's models, whose weights are made when an engine is."""
+def torch_models_of_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions) -> Models:
     config = SHAPES[name]
     Layout(config["vocab_size"], 0, config["vocab_size"]).check_tokenizer(len(tokenizer))
-    return Models(name, precision, "random", config, tokenizer, _needs_mlx, _needs_mlx, options=options)
+    return Models(name, precision, "random", config, tokenizer, raise_mlx_needed, raise_mlx_needed, options=options)
 
 
-def _needs_mlx() -> Any:
+def raise_mlx_needed() -> Any:
     raise MlxZipError("these models were described for the engines on PyTorch only")
 
 
-def opened(models: Models) -> CudaModel:
-    """Returns the model on PyTorch, which all engines of these models share."""
+def shared_cuda_model(models: Models) -> CudaModel:
     if "cuda" not in models.opened:
-        models.opened["cuda"] = _open(models)
+        models.opened["cuda"] = load_cuda_model(models)
     return models.opened["cuda"]
 
 
-def _open(models: Models) -> CudaModel:
-    """Loads the model, or makes it with random weights. Raises `MlxZipError`."""
+def load_cuda_model(models: Models) -> CudaModel:
     folder = models.zip_folder or models.folder
     if folder is not None:
         return open_model(folder)
     if models.options is None:
         raise MlxZipError("torch-zip and torch-base need the model as a folder (--model, --base), or a shape (--shape)")
     device = find_device(None)
-    config = zip_config(models.base_config, models.options)
+    config = config_with_hypertokens(models.base_config, models.options)
     bits = int(models.precision) if models.precision in ("8", "4") else None
     dtype = torch.float32 if models.precision == "float32" else torch.bfloat16
     made = random_folder(config, device, dtype, bits, GROUP_SIZE, kernels=device.type == "cuda")
@@ -104,48 +101,48 @@ class TorchEngine(Engine):
 
     def __init__(self, name: str, models: Models) -> None:
         """Raises `MlxZipError` if these models cannot run so."""
-        whole = opened(models)
+        whole = shared_cuda_model(models)
         if name == "torch-zip" and not whole.hypertokens:
             raise MlxZipError("torch-zip needs a model with hypertokens: --model or --shape")
         self.name, self.tokenizer = name, models.tokenizer
         self.model = whole if name == "torch-zip" else whole.without_hypertokens()
         if name == "torch-base" and models.folder is not None and models.zip_folder is not None:
             self.model = open_model(models.folder, hypertokens=False)
-        self.weight_bytes, self.kv_bytes = self.model.step_weight_bytes, id_bytes(self.model)
+        self.weight_bytes, self.kv_bytes = self.model.step_weight_bytes, kv_bytes_per_id(self.model)
         self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self.batch: Batch | None = None
 
     @property
     def device(self) -> dict[str, Any]:
         """The device that torch runs on."""
-        return torch_device(self.model.device)
+        return describe_torch_device(self.model.device)
 
     @property
     def yardstick(self) -> str:
         """See `Engine.yardstick`."""
-        return yardstick(self.model.device)
+        return torch_yardstick(self.model.device)
 
     def bandwidth(self) -> float:
         """See `Engine.bandwidth`."""
-        return read_bandwidth(self.model.device)
+        return measure_read_bandwidth(self.model.device)
 
-    def fresh(self) -> None:
+    def forget_encoded_rows(self) -> None:
         """Empties the store of rows."""
         if self.model.store is not None:
             self.model.store.forget()
 
-    def start(self) -> list[Batch]:
+    def start_conversation(self) -> list[Batch]:
         """Returns the state of a new conversation: a list that holds its batch, once it has one."""
         return []
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """See `Engine.run`. Waits for the device to be idle before the clock starts and after the run."""
-        batch = self.ready(len(prompt) + tokens + 1) if held is None else _of_conversation(self.model, held)
-        wait(self.model.device)
-        before = _reset_peak(self.model.device)
+        batch = self.ready(len(prompt) + tokens + 1) if held is None else conversation_batch(self.model, held)
+        wait_for_device(self.model.device)
+        before = reset_peak_memory(self.model.device)
         run = self._run(batch, prompt, tokens, replay)
-        wait(self.model.device)
-        run.peak_bytes = _peak(self.model, before)
+        wait_for_device(self.model.device)
+        run.peak_bytes = peak_memory_bytes(self.model, before)
         return run
 
     def ready(self, capacity: int) -> Batch:
@@ -159,27 +156,26 @@ class TorchEngine(Engine):
         return self.batch
 
     def _run(self, batch: Batch, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None) -> Run:
-        """Runs a request over the only sequence of `batch`."""
-        forced = None if replay is None else zip_ids(batch.book(0), prompt, replay)[1]
+        forced = None if replay is None else compress_prompt_and_text(batch.book(0), prompt, replay)[1]
         detokenizer, ends = self.tokenizer.detokenizer, frozenset(self.tokenizer.eos_token_ids)
         begun = time.perf_counter()
         ids = compress_next(batch.book(0), prompt_array(prompt))
         run = Run(len(ids))
-        read_prompt(batch, 0, ids, CHUNK)
-        steps = Steps(batch, tokens, ends) if forced is None else Replay(batch, tokens, forced)
+        prefill_in_chunks(batch, 0, ids, CHUNK)
+        steps = GreedySteps(batch, tokens, ends) if forced is None else ReplayedSteps(batch, tokens, forced)
         for emitted, expanded in steps:
-            base_ids = until_end(expanded, tokens - len(run.base_ids), ends)
+            base_ids = cut_after_eos(expanded, tokens - len(run.base_ids), ends)
             for one in base_ids:
                 if one not in ends:
                     detokenizer.add_token(one)
             run.step(time.perf_counter() - begun, [emitted], base_ids)
         detokenizer.finalize()
         run.text_bytes = len(detokenizer.text.encode())
-        run.kv_ids, run.row_bytes = batch.book(0).mark(), installed_bytes(batch)
+        run.kv_ids, run.row_bytes = batch.book(0).mark(), installed_row_bytes(batch)
         return run
 
 
-class Replay(Steps):
+class ReplayedSteps(GreedySteps):
     """Emits given ids in order, each after the model's own choice has been computed. ids [n]: compressed."""
 
     def __init__(self, batch: Batch, tokens: int, ids: Any) -> None:
@@ -187,12 +183,12 @@ class Replay(Steps):
         self.forced = torch.from_numpy(ids.astype("int64")).to(batch.model.device)
         self.at = 0
 
-    def _choose(self) -> None:
+    def _choose_id(self) -> None:
         at = self.at = min(self.at + 1, len(self.forced))
         self._batch.choose(lambda head: self.forced[at - 1 : at], logits=False)
 
 
-def _of_conversation(model: CudaModel, held: list[Batch]) -> Batch:
+def conversation_batch(model: CudaModel, held: list[Batch]) -> Batch:
     """Returns a conversation's batch, which has room for as many ids as the model has positions, or 4096."""
     if not held:
         held.append(Batch(model, 1, min(model.folder.decoder.positions, 4096)))
@@ -205,7 +201,7 @@ def prompt_array(prompt: Sequence[int]) -> Any:
     return np.asarray(prompt, np.uint32)
 
 
-def until_end(ids: Sequence[int], limit: int, ends: Collection[int]) -> list[int]:
+def cut_after_eos(ids: Sequence[int], limit: int, ends: Collection[int]) -> list[int]:
     """Returns the first `limit` ids, up to and with the first that ends a text."""
     found = next((at for at, one in enumerate(ids) if one in ends), len(ids))
     return list(ids[: min(limit, found + 1)])
@@ -214,19 +210,19 @@ def until_end(ids: Sequence[int], limit: int, ends: Collection[int]) -> list[int
 # ---- bytes and devices
 
 
-def id_bytes(model: CudaModel) -> int:
+def kv_bytes_per_id(model: CudaModel) -> int:
     """Returns the bytes of one id's keys and values in all layers."""
     decoder = model.folder.decoder
     return 2 * decoder.layers * decoder.key_columns * model.dtype.itemsize
 
 
-def installed_bytes(batch: Batch) -> int:
+def installed_row_bytes(batch: Batch) -> int:
     """Returns the bytes of the output rows of all installed entries of a batch of one."""
     model = batch.model
     return len(batch.book(0)) * model.width * model.dtype.itemsize if model.hypertokens else 0
 
 
-def _reset_peak(device: torch.device) -> int:
+def reset_peak_memory(device: torch.device) -> int:
     """Begins to watch the peak of a GPU's memory and returns the bytes in use; 0 for a CPU."""
     if device.type != "cuda":
         return 0
@@ -234,7 +230,7 @@ def _reset_peak(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _peak(model: CudaModel, before: int) -> int | None:
+def peak_memory_bytes(model: CudaModel, before: int) -> int | None:
     """Returns the model's bytes and the most that a run took beside what was in use before; None on a CPU."""
     if model.device.type != "cuda":
         return None

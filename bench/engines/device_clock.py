@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from mlx_zip.bench import machine
-from mlx_zip.bench.recording import processor, summary
+from mlx_zip.bench.recording import processor_name, summarize_samples
 from mlx_zip.cuda.memory import read_speed
 
 CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache
 
 
 @dataclass
-class Clock:
+class DeviceClock:
     """Marks moments on a device and on the host. device_ms, host_ms: times between marks, one per `lap`.
 
     On a CPU both are the host's. Ask for the times after `stop`.
@@ -38,7 +38,7 @@ class Clock:
             event.record(torch.cuda.current_stream(self.device))
             self._marks.append(event)
 
-    def stop(self) -> Clock:
+    def stop(self) -> DeviceClock:
         """Waits for the device and computes the times."""
         self.host_ms += [1e3 * (b - a) for a, b in zip(self._host, self._host[1:], strict=False)]
         if self.device.type == "cuda":
@@ -51,18 +51,18 @@ class Clock:
     def record(self) -> dict[str, Any]:
         """Returns both times in ms, with medians and spread, and how the device's were taken."""
         clock = "cuda events" if self.device.type == "cuda" else "host"
-        return {"clock": clock, "device_ms": precise(self.device_ms), "host_ms": precise(self.host_ms)}
+        return {"clock": clock, "device_ms": summarize_ms(self.device_ms), "host_ms": summarize_ms(self.host_ms)}
 
 
-def precise(samples: list[float]) -> dict[str, Any]:
-    """Returns samples in ms as `summary` does, rounded to ns."""
-    scaled = summary([1e3 * one for one in samples])
+def summarize_ms(samples: list[float]) -> dict[str, Any]:
+    """Returns samples in ms as `summarize_samples` does, rounded to ns."""
+    scaled = summarize_samples([1e3 * one for one in samples])
     return {
         name: [v / 1e3 for v in value] if isinstance(value, list) else value / 1e3 for name, value in scaled.items()
     }
 
 
-def timed(work: Callable[[int], object], device: torch.device, trials: int, warmup: int) -> Clock:
+def time_calls_on_device(work: Callable[[int], object], device: torch.device, trials: int, warmup: int) -> DeviceClock:
     """Times `work(trial)`, `trials` times one after the other, after `warmup` calls that do not count.
 
     The device is idle when the first begins. On a GPU the calls follow each other without waiting, and a call's
@@ -70,8 +70,8 @@ def timed(work: Callable[[int], object], device: torch.device, trials: int, warm
     """
     for trial in range(warmup):
         work(trial)
-    wait(device)
-    clock = Clock(device)
+    wait_for_device(device)
+    clock = DeviceClock(device)
     clock.lap()
     for trial in range(trials):
         work(trial)
@@ -79,29 +79,29 @@ def timed(work: Callable[[int], object], device: torch.device, trials: int, warm
     return clock.stop()
 
 
-def wait(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Waits until a device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def read_side(device: torch.device) -> int:
+def bandwidth_matrix_side(device: torch.device) -> int:
     """Returns the side of the matrix that is read to measure a device's bandwidth; on a CPU it is that of MLX."""
     return CARD_SIDE if device.type == "cuda" else machine.BANDWIDTH_SIDE
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Measures how many bytes per second matrix-vector products read on a device; see `yardstick`."""
-    return read_speed(device, read_side(device))
+def measure_read_bandwidth(device: torch.device) -> float:
+    """Measures how many bytes per second matrix-vector products read on a device; see `torch_yardstick`."""
+    return read_speed(device, bandwidth_matrix_side(device))
 
 
-def yardstick(device: torch.device) -> str:
-    """Returns the name of what `read_bandwidth` measures."""
-    return machine.yardstick("PyTorch", read_side(device))
+def torch_yardstick(device: torch.device) -> str:
+    """Returns the name of what `measure_read_bandwidth` measures."""
+    return machine.yardstick_name("PyTorch", bandwidth_matrix_side(device))
 
 
-def torch_device(device: torch.device) -> dict[str, Any]:
+def describe_torch_device(device: torch.device) -> dict[str, Any]:
     """Returns a device of torch as the records' section `device`."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     threads = {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ}
     return {"device": device.type, "chip": chip, "threads": threads}

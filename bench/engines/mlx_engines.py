@@ -17,11 +17,11 @@ import numpy as np
 from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 
-from .runs import DRAFT, Engine, Run, kv_bytes, zip_ids
+from .interface import DRAFT, Engine, Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
 
 
-class Forced:
+class ForcedIdSampler:
     """A sampler that returns given ids in order, each after the model's own choice has been computed."""
 
     def __init__(self, ids: Sequence[int]) -> None:
@@ -45,14 +45,14 @@ class MlxEngine(Engine):
         self.make, self.tokenizer = make, models.tokenizer
         self.model = make()
         self.weight_bytes = weight_bytes(self.model)
-        self.kv_bytes = kv_bytes(models.base_config, activation_dtype(self.model).size)
+        self.kv_bytes = kv_bytes_per_id(models.base_config, activation_dtype(self.model).size)
         self.kv_dtype = str(activation_dtype(self.model)).removeprefix("mlx.core.")
 
-    def fresh(self) -> None:
+    def forget_encoded_rows(self) -> None:
         """Makes a new model object over the same weights, so that nothing of earlier requests is left."""
         self.model = self.make()
 
-    def start(self) -> Any:
+    def start_conversation(self) -> Any:
         """Returns the caches of a new conversation."""
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -63,13 +63,13 @@ class MlxEngine(Engine):
 
         peak_bytes: peak memory of this engine and its weights, without other engines' weights in memory.
         """
-        held = self.start() if held is None else held
-        settle()
+        held = self.start_conversation() if held is None else held
+        wait_and_free_memory()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         run = self._run(prompt, tokens, replay, held)
-        settle()
-        own = sum(value.nbytes for _, value in parameters(self.model))
+        wait_and_free_memory()
+        own = sum(value.nbytes for _, value in named_weights(self.model))
         run.peak_bytes = own + max(0, mx.get_peak_memory() - before)
         return run
 
@@ -87,7 +87,7 @@ class MlxLm(MlxEngine):
         """See `MlxEngine._run`. held: the conversation's KV caches."""
         from mlx_lm import stream_generate
 
-        sampler = Forced(replay) if replay is not None else None
+        sampler = ForcedIdSampler(replay) if replay is not None else None
         run, begun = Run(len(prompt)), time.perf_counter()
         for response in stream_generate(
             self.model, self.tokenizer, list(prompt), max_tokens=tokens, sampler=sampler, prompt_cache=held
@@ -107,41 +107,40 @@ class MlxZip(MlxEngine):
     name = "mlx-zip"
 
     def __init__(self, models: Models, make: Callable[[], Any]) -> None:
-        super().__init__(models, lambda: _with_store(make()))
+        super().__init__(models, lambda: with_memory_row_store(make()))
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. held: the conversation's KV caches, and its `ZipState` last."""
         from mlx_zip.engine.mlx.generate import stream_generate
 
         book, bodies_before = held[-1].books[0], held[-1].second_bodies
-        prompt_ids, ids = zip_ids(book, prompt, replay or ())
-        sampler = Forced(ids.tolist()) if replay is not None else None
+        prompt_ids, ids = compress_prompt_and_text(book, prompt, replay or ())
+        sampler = ForcedIdSampler(ids.tolist()) if replay is not None else None
         run, begun = Run(len(prompt_ids)), time.perf_counter()
         for response in stream_generate(
             self.model, self.tokenizer, list(prompt), max_tokens=tokens, sampler=sampler, prompt_cache=held
         ):
             run.step(time.perf_counter() - begun, [response.token], response.base_ids)
             run.text_bytes += len(response.text.encode())
-        run.kv_ids, run.row_bytes = held[-1].offset, installed_bytes(held[-1])
+        run.kv_ids, run.row_bytes = held[-1].offset, installed_row_bytes(held[-1])
         run.second_bodies = held[-1].second_bodies - bodies_before
         return run
 
 
-def _with_store(model: Any) -> Any:
-    """Gives a model a row store in memory if it has none, as `mlx_zip.load` does, and returns the model."""
+def with_memory_row_store(model: Any) -> Any:
     from mlx_zip.models.rows.row_store import RowStore
 
     model.row_source.store = model.row_source.store or RowStore()
     return model
 
 
-def installed_bytes(state: Any) -> int:
+def installed_row_bytes(state: Any) -> int:
     """Returns the bytes of the output rows of all installed entries. state: a request's `ZipState`."""
     rows = state.outputs.rows
     return 0 if rows is None else rows[0, 0].nbytes * len(state.books[0])
 
 
-def parameters(model: Any) -> list[tuple[str, Any]]:
+def named_weights(model: Any) -> list[tuple[str, Any]]:
     """Returns (name, array) of every weight of an MLX model."""
     from mlx.utils import tree_flatten
 
@@ -154,7 +153,7 @@ def weight_bytes(model: Any) -> int:
     These are all weights but the hyper-encoders' and, unless it is also the head, the embedding, of which a step reads
     only one row.
     """
-    weights = parameters(model)
+    weights = named_weights(model)
     untied = any(name.startswith("lm_head.") for name, _ in weights)
     skipped = (*SIDES, "model.embed_tokens.") if untied else SIDES
     return sum(value.nbytes for name, value in weights if not name.startswith(skipped))
@@ -162,10 +161,10 @@ def weight_bytes(model: Any) -> int:
 
 def activation_dtype(model: Any) -> mx.Dtype:
     """Returns the dtype of a model's activations, which is that of its norms: they are never quantized."""
-    return next(value for name, value in parameters(model) if name.endswith("norm.weight")).dtype
+    return next(value for name, value in named_weights(model) if name.endswith("norm.weight")).dtype
 
 
-def settle() -> None:
+def wait_and_free_memory() -> None:
     """Waits until the device is idle, then frees the memory that MLX keeps for reuse."""
     from mlx_lm.generate import generation_stream
 
@@ -185,7 +184,7 @@ def settle() -> None:
 GRAMS = (3, 2)  # lengths of the runs of ids that are looked up, longest first
 
 
-class Lookup:
+class PromptLookupIndex:
     """Index of a growing text: where each run of 3 or 2 ids occurred last."""
 
     def __init__(self, ids: Sequence[int]) -> None:
@@ -212,7 +211,7 @@ class Lookup:
         return []
 
 
-def verify(draft: Sequence[int], chosen: Sequence[int]) -> list[int]:
+def accepted_draft_ids(draft: Sequence[int], chosen: Sequence[int]) -> list[int]:
     """Returns the ids to emit for draft [k]: the model's choices up to and including the first unlike the draft.
 
     chosen: the model's choices [k + 1] after the last id and after each draft id.
@@ -221,7 +220,7 @@ def verify(draft: Sequence[int], chosen: Sequence[int]) -> list[int]:
     return list(chosen[: agreed + 1])
 
 
-def until_end(pieces: Sequence[Sequence[int]], room: int, eos: Container[int]) -> tuple[int, list[int]]:
+def cut_at_eos_or_limit(pieces: Sequence[Sequence[int]], room: int, eos: Container[int]) -> tuple[int, list[int]]:
     """Returns how many of the emitted ids count, and their base ids, cut after an eos or after `room` base ids.
 
     pieces: the base ids of each emitted id. eos: the ids that end a text.
@@ -235,24 +234,24 @@ def until_end(pieces: Sequence[Sequence[int]], room: int, eos: Container[int]) -
     return len(pieces), base_ids
 
 
-class _LookupEngine(MlxEngine):
-    """The decoding loop of `PlainLookup` and `ZipLookup`. `held`: (caches, `Lookup` of the conversation's base ids)."""
+class _PromptLookupEngine(MlxEngine):
+    """The decoding loop of `PlainLookup` and `ZipLookup`. `held`: (caches, index of the conversation's base ids)."""
 
     def __init__(self, models: Models, make: Any, draft: int = DRAFT) -> None:
         super().__init__(models, make)
         self.draft = draft
 
-    def start(self) -> tuple[list[Any], Lookup]:
-        """Returns the caches of a new conversation and an empty `Lookup`.
+    def start_conversation(self) -> tuple[list[Any], PromptLookupIndex]:
+        """Returns the caches of a new conversation and an empty `PromptLookupIndex`.
 
         Raises `MlxZipError` for caches that cannot be trimmed, because rejected drafts must be removed.
         """
         from mlx_lm.models.cache import can_trim_prompt_cache
 
-        cache = super().start()
+        cache = super().start_conversation()
         if not can_trim_prompt_cache(cache):
             raise MlxZipError(f"{self.name}: this model's caches cannot be trimmed, so no draft could be rejected")
-        return cache, Lookup([])
+        return cache, PromptLookupIndex([])
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. `last` is the id that the caches still lack, `done` counts the forced ids emitted."""
@@ -261,17 +260,17 @@ class _LookupEngine(MlxEngine):
         begun = time.perf_counter()
         cache, lookup = held
         detokenizer, eos = self.tokenizer.detokenizer, self.tokenizer.eos_token_ids
-        ids, forced = self._to_ids(cache, prompt, replay)
+        ids, forced = self._compress_prompt_and_replay(cache, prompt, replay)
         run, done, last = Run(len(ids)), 0, ids[-1]
         lookup.add(prompt)
         self._prefill(cache, ids[:-1])
         while len(run.base_ids) < tokens and (replay is None or done < len(forced)):
             left = tokens - len(run.base_ids) if replay is None else len(forced) - done
-            draft = self._to_draft(cache, last, lookup.propose(min(self.draft, left - 1)))[: left - 1]
-            chosen = self._choose(cache, [last, *draft])
-            emitted = verify(draft, chosen if replay is None else forced[done : done + len(draft) + 1])
+            draft = self._compress_draft(cache, last, lookup.propose(min(self.draft, left - 1)))[: left - 1]
+            chosen = self._greedy_ids(cache, [last, *draft])
+            emitted = accepted_draft_ids(draft, chosen if replay is None else forced[done : done + len(draft) + 1])
             pieces = self._base_ids_of(cache, emitted)
-            counted, base_ids = until_end(pieces, tokens - len(run.base_ids), eos)
+            counted, base_ids = cut_at_eos_or_limit(pieces, tokens - len(run.base_ids), eos)
             trim_prompt_cache(cache, 1 + len(draft) - counted)
             ended = base_ids[-1] in eos
             for one in base_ids[:-1] if ended else base_ids:
@@ -284,39 +283,37 @@ class _LookupEngine(MlxEngine):
         self._prefill(cache, [last])  # the caches then hold every emitted id, as in the other engines
         detokenizer.finalize()
         run.text_bytes = len(detokenizer.text.encode())
-        return self._with_sizes(run, cache)
+        return self._with_cache_sizes(run, cache)
 
     def _prefill(self, cache: list[Any], ids: Sequence[int]) -> None:
-        """Reads ids into the caches, 2,048 per call."""
         for begin in range(0, len(ids), 2048):
             self.model(mx.array([ids[begin : begin + 2048]]), cache=cache)
             mx.eval([entry.state for entry in cache])
 
-    def _choose(self, cache: list[Any], ids: list[int]) -> list[int]:
-        """Returns the model's greedy choice after each of these ids."""
+    def _greedy_ids(self, cache: list[Any], ids: list[int]) -> list[int]:
         return mx.argmax(self._logits(cache, mx.array([ids]))[0], axis=-1).tolist()  # type: ignore[return-value]
 
-    def _to_ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
-        """Returns the ids of the prompt and of the base ids to replay, as this engine reads and emits them."""
+    def _compress_prompt_and_replay(
+        self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None
+    ) -> tuple[list, list]:
         return list(prompt), list(replay or ())
 
     def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
         """Returns logits [1, n, W] of the model after each of ids [1, n]."""
         return self.model(ids, cache=cache)
 
-    def _to_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+    def _compress_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
         return base_ids
 
     def _base_ids_of(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
         return [[one] for one in emitted]
 
-    def _with_sizes(self, run: Run, cache: list[Any]) -> Run:
-        """Fills in the run's number of KV ids, and bytes of hyper rows if there are any, and returns it."""
+    def _with_cache_sizes(self, run: Run, cache: list[Any]) -> Run:
         run.kv_ids = cache[0].offset
         return run
 
 
-class PlainLookup(_LookupEngine):
+class PlainLookup(_PromptLookupEngine):
     """Prompt lookup over base ids, with any plain model whose caches can be trimmed."""
 
     name = "mlx-lm+lookup"
@@ -325,7 +322,7 @@ class PlainLookup(_LookupEngine):
         super().__init__(models, models.plain, draft)
 
 
-class ZipLookup(_LookupEngine):
+class ZipLookup(_PromptLookupEngine):
     """Prompt lookup over hypertokens: base ids are looked up, and the draft is compressed with the current codebook."""
 
     name = "mlx-zip+lookup"
@@ -337,14 +334,16 @@ class ZipLookup(_LookupEngine):
         if self.model.config.policy != "freeze":
             raise MlxZipError(f"{self.name}: it needs a codebook of policy freeze")
 
-    def _to_ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
-        prompt_ids, forced = zip_ids(cache[-1].books[0], prompt, replay or ())
+    def _compress_prompt_and_replay(
+        self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None
+    ) -> tuple[list, list]:
+        prompt_ids, forced = compress_prompt_and_text(cache[-1].books[0], prompt, replay or ())
         return prompt_ids.tolist(), forced.tolist()
 
     def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
         return self.model(ids, cache=cache, causal=True)  # at each id only the entries that are installed by then count
 
-    def _to_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+    def _compress_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
         """See the base class. The draft is what the codebook writes for these base ids once `last` is pushed."""
         book = cache[-1].books[0]
         mark = book.mark()
@@ -357,6 +356,6 @@ class ZipLookup(_LookupEngine):
         """See the base class. An entry never changes (policy freeze), so entries of rejected drafts may be there."""
         return [cache[-1].books[0].expand([one]).tolist() for one in emitted]
 
-    def _with_sizes(self, run: Run, cache: list[Any]) -> Run:
-        run.kv_ids, run.row_bytes = cache[-1].offset, installed_bytes(cache[-1])
+    def _with_cache_sizes(self, run: Run, cache: list[Any]) -> Run:
+        run.kv_ids, run.row_bytes = cache[-1].offset, installed_row_bytes(cache[-1])
         return run

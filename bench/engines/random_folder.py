@@ -38,9 +38,9 @@ class RandomFolder(Folder):
             kind = self.stored or self.dtype
             numbers = torch.randn(shape, generator=self.generator, dtype=kind, device=self.generator.device)
             return numbers.mul_(shape[1] ** -0.5).to(self.device)
-        return self._packed(self.bits, *shape)
+        return self._random_packed_weight(self.bits, *shape)
 
-    def _packed(self, bits: int, rows: int, columns: int) -> Packed:
+    def _random_packed_weight(self, bits: int, rows: int, columns: int) -> Packed:
         size = rows, columns * bits // 32
         kind = {"dtype": torch.int32, "device": self.generator.device}
         words = torch.randint(-(2**31), 2**31, size, generator=self.generator, **kind).to(self.device)
@@ -55,7 +55,6 @@ def random_folder(
     dtype: torch.dtype = torch.bfloat16,
     bits: int | None = None,
     group: int = 64,
-    seed: int = 0,
     made_on: str | torch.device | None = None,
     kernels: bool = True,
 ) -> RandomFolder:
@@ -69,15 +68,14 @@ def random_folder(
     check_dtype(dtype, where)
     section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
-    check_room("random weights of the decoder", decoder_bytes(decoder, dtype, bits, group), where)
-    numbers = torch.Generator(where if made_on is None else made_on).manual_seed(seed)
+    check_room("random weights of the decoder", decoder_matrix_bytes(decoder, dtype, bits, group), where)
+    numbers = torch.Generator(where if made_on is None else made_on).manual_seed(0)
     computed = dtype if kernels else torch.float32
     whole = (Path("random"), config, section, decoder, computed, where, {}, {}, bits, group, numbers, dtype)
     return RandomFolder(*whole, kernels=kernels)
 
 
-def decoder_bytes(decoder: DecoderConfig, dtype: torch.dtype, bits: int | None, group: int) -> int:
-    """Returns the bytes of a decoder's matrices, embedding and head included. bits, group: packing, None for none."""
+def decoder_matrix_bytes(decoder: DecoderConfig, dtype: torch.dtype, bits: int | None, group: int) -> int:
     attention = (2 * decoder.heads + 2 * decoder.kv_heads) * decoder.head_width * decoder.width
     layer = attention + 3 * decoder.width * decoder.inner
     numbers = decoder.layers * layer + decoder.rows * decoder.width * (1 if decoder.tied else 2)

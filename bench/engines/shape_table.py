@@ -117,7 +117,7 @@ class ZipOptions:
     encoder_bits: int | None = None
 
 
-def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
+def narrow_shape_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a shape's config.json with few and narrow layers and a small vocabulary, for rehearsals."""
     return {**config, **SMALL, **NARROW[config["model_type"]]}
 
@@ -151,8 +151,7 @@ class Models:
         return self.base_config.get("max_position_embeddings")
 
 
-def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
-    """Returns the section `zip2zip` of a config.json. config: the decoder's."""
+def zip2zip_config_section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
     width, heads = config["hidden_size"], config["num_attention_heads"]
     encoder: dict[str, Any] = {"hidden_size": width, "tie_encoders": False}
     if options.encoder != "averaging":
@@ -172,6 +171,6 @@ def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
     }
 
 
-def zip_config(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
+def config_with_hypertokens(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
     """Returns the config.json of a model with hypertokens. config: the decoder's."""
-    return {**config, "model_type": MODEL_TYPE, "zip2zip": _section(config, options)}
+    return {**config, "model_type": MODEL_TYPE, "zip2zip": zip2zip_config_section(config, options)}

@@ -24,8 +24,8 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.model_folder import read_model_config
 
-from .device_clock import read_bandwidth, torch_device, yardstick
-from .runs import Engine, Run, kv_bytes, zip_ids
+from .device_clock import describe_torch_device, measure_read_bandwidth, torch_yardstick
+from .interface import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
 
 HAS_MLX = find_spec("mlx") is not None
@@ -41,33 +41,35 @@ def make_torch_engine(name: str, models: Models, published: str | None) -> Engin
     if name == "zip2zip":
         if published is None:
             raise MlxZipError("zip2zip needs --published, a checkpoint as `mlx_zip export` writes it")
-        return Published(models, published)
-    return Transformers(models, name)
+        return PublishedZip2zipEngine(models, published)
+    return TransformersEngine(models, name)
 
 
-class _TorchEngine(Engine):
+class _GenerateEngine(Engine):
     """What these engines share: they time the ids that a model's `generate` emits."""
 
     def __init__(self, models: Models, model: Any, decoder: Any) -> None:
         """model: whose `generate` is called. decoder: the plain model in it, whose weights a step reads."""
         self.tokenizer, self.model, self.torch_device = models.tokenizer, model.eval(), decoder.device
-        self.weight_bytes = _weight_bytes(decoder)
-        self.kv_bytes = kv_bytes(models.base_config, next(decoder.parameters()).element_size())
+        self.weight_bytes = weight_bytes_per_step(decoder)
+        self.kv_bytes = kv_bytes_per_id(models.base_config, next(decoder.parameters()).element_size())
         self.kv_dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
 
     @property
     def device(self) -> dict[str, Any]:
         gpu = self.torch_device.type == "cuda"
-        return torch_device(self.torch_device) if gpu or not HAS_MLX else super().device
+        return describe_torch_device(self.torch_device) if gpu or not HAS_MLX else super().device
 
     @property
     def yardstick(self) -> str:
-        return yardstick(self.torch_device)
+        return torch_yardstick(self.torch_device)
 
     def bandwidth(self) -> float:
-        return read_bandwidth(self.torch_device)
+        return measure_read_bandwidth(self.torch_device)
 
-    def _generate(self, run: Run, begun: float, ids: Sequence[int], steps: int, watch: _Watch, **options: Any) -> Run:
+    def _generate(
+        self, run: Run, begun: float, ids: Sequence[int], steps: int, watch: _StepRecorder, **options: Any
+    ) -> Run:
         """Runs `generate` for at most `steps` ids, fills `run` and returns it.
 
         begun: when the request began. ids: the conversation so far and the new prompt. watch: receives the
@@ -88,8 +90,8 @@ class _TorchEngine(Engine):
                 eos_token_id=sorted(self.tokenizer.eos_token_ids) or None,
                 pad_token_id=0,
                 streamer=watch,
-                stopping_criteria=StoppingCriteriaList([watch.is_full]),
-                logits_processor=LogitsProcessorList([watch.force] if watch.forced is not None else []),
+                stopping_criteria=StoppingCriteriaList([watch.has_enough_base_ids]),
+                logits_processor=LogitsProcessorList([watch.force_next_id] if watch.forced is not None else []),
                 **options,
             )
         run.text_bytes = len(watch.text().encode())
@@ -100,8 +102,8 @@ class _TorchEngine(Engine):
 
 
 @dataclass
-class _Watch:
-    """The streamer of `generate`; its methods are the logits processor (`force`) and stopping criterion (`is_full`).
+class _StepRecorder:
+    """The streamer of `generate`, its logits processor (`force_next_id`) and stop criterion (`has_enough_base_ids`).
 
     expand: returns the base ids of an emitted id; called once per id, in order. tokens: most base ids to emit. forced:
     ids to replay, None for free generation. read: number of ids before the first emitted one.
@@ -124,14 +126,13 @@ class _Watch:
             self._seen_prompt = True
             return
         emitted, at = int(ids.flatten()[0]), len(self.run.ids)
-        base_ids = list(self._piece(at, emitted))[: self.tokens - len(self.run.base_ids)]
+        base_ids = list(self._expand_emitted(at, emitted))[: self.tokens - len(self.run.base_ids)]
         for one in base_ids:
             if one not in self.eos:
                 self.detokenizer.add_token(one)
         self.run.step(time.perf_counter() - self.begun, [emitted], base_ids)
 
-    def _piece(self, at: int, emitted: int) -> Sequence[int]:
-        """Returns the base ids of the emitted id number `at`, expanding it when asked for the first time."""
+    def _expand_emitted(self, at: int, emitted: int) -> Sequence[int]:
         if at == len(self._pieces):
             self._pieces.append(self.expand(emitted))
         return self._pieces[at]
@@ -142,19 +143,19 @@ class _Watch:
     def text(self) -> str:
         return self.detokenizer.text
 
-    def force(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def force_next_id(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Returns scores [1, W] with that of the next forced id raised above all others. ids: [1, n] so far."""
         assert self.forced is not None
         scores[:, self.forced[min(ids.shape[1] - self.read, len(self.forced) - 1)]] = torch.inf
         return scores
 
-    def is_full(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def has_enough_base_ids(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Returns whether ids [1, n] stand for as many base ids as were asked for, as bool [1]."""
-        self._piece(ids.shape[1] - self.read - 1, int(ids[0, -1]))
+        self._expand_emitted(ids.shape[1] - self.read - 1, int(ids[0, -1]))
         return torch.full((1,), sum(map(len, self._pieces)) >= self.tokens, device=ids.device)
 
 
-class Transformers(_TorchEngine):
+class TransformersEngine(_GenerateEngine):
     """Runs the plain model through transformers' `generate`.
 
     name: "hf-compiled" has a static cache and a forward pass by torch.compile; the others are eager.
@@ -162,7 +163,7 @@ class Transformers(_TorchEngine):
 
     def __init__(self, models: Models, name: str) -> None:
         self.name = name
-        model = _plain_model(models, name)
+        model = load_transformers_model(models, name)
         super().__init__(models, model, model)
         self.options: dict[str, Any] = {}
         if name == "hf-compiled":
@@ -172,7 +173,7 @@ class Transformers(_TorchEngine):
             config._compile_all_devices = True
             self.options = {"cache_implementation": "static", "compile_config": config}
 
-    def start(self) -> dict[str, Any]:
+    def start_conversation(self) -> dict[str, Any]:
         """Returns the state of a new conversation: its ids so far, and transformers' cache of them."""
         return {"ids": [], "cache": None}
 
@@ -180,8 +181,10 @@ class Transformers(_TorchEngine):
         """See `Engine.run`."""
         from transformers import DynamicCache
 
-        held = self.start() if held is None else held
-        watch = _Watch(self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, lambda one: (one,), tokens, replay)
+        held = self.start_conversation() if held is None else held
+        watch = _StepRecorder(
+            self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, lambda one: (one,), tokens, replay
+        )
         options, begun = dict(self.options), time.perf_counter()
         if not options:
             held["cache"] = held["cache"] or DynamicCache()
@@ -192,7 +195,7 @@ class Transformers(_TorchEngine):
         return run
 
 
-class Published(_TorchEngine):
+class PublishedZip2zipEngine(_GenerateEngine):
     """Runs the published zip2zip package.
 
     Our codec compresses the prompts, which is timed; the package's own gives the same ids.
@@ -205,9 +208,11 @@ class Published(_TorchEngine):
 
         if not Path(folder).is_dir():
             raise MlxZipError(f"--published {folder}: no such folder")
-        model: Any = Zip2ZipModel.from_pretrained(folder, dtype="auto", attn_implementation="eager").to(_device())
+        model: Any = Zip2ZipModel.from_pretrained(folder, dtype="auto", attn_implementation="eager").to(
+            default_torch_device()
+        )
         super().__init__(models, model, model.base_model)
-        _check_sizes(folder, model.base_model.config, models.base_config)
+        check_checkpoint_sizes(folder, model.base_model.config, models.base_config)
         manager, sizes = model.codebook_manager, model.zip2zip_config.compression
         self.params = CodecParams(
             sizes.initial_vocab_size,
@@ -223,7 +228,7 @@ class Published(_TorchEngine):
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """See `Engine.run`. It cannot continue a conversation: `held` is ignored."""
         book = Codebook(self.params)
-        forced = None if replay is None else zip_ids(book, prompt, replay)[1].tolist()
+        forced = None if replay is None else compress_prompt_and_text(book, prompt, replay)[1].tolist()
         begun = time.perf_counter()
         ids, _ = compress(self.params, np.asarray(prompt, np.uint32))
         book.push(ids)
@@ -232,20 +237,18 @@ class Published(_TorchEngine):
             book.push(one)
             return book.expand([one]).tolist()
 
-        watch = _Watch(self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, expand, tokens, forced)
+        watch = _StepRecorder(self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, expand, tokens, forced)
         return self._generate(Run(len(ids)), begun, ids.tolist(), tokens, watch, suppress_tokens=self.barred or None)
 
 
-def _check_sizes(folder: str, config: Any, wanted: Mapping[str, Any]) -> None:
-    """Raises `MlxZipError` if a checkpoint's sizes are not those of the model that the records name."""
+def check_checkpoint_sizes(folder: str, config: Any, wanted: Mapping[str, Any]) -> None:
     for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
         found, asked = getattr(config, name, None), wanted.get(name)
         if None not in (found, asked) and found != asked:
             raise MlxZipError(f"--published {folder} is another model: its {name} is {found}, not {asked}")
 
 
-def _plain_model(models: Models, name: str) -> Any:
-    """Loads the plain model in transformers, or makes it with random weights. name: the engine's, for errors."""
+def load_transformers_model(models: Models, name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     if name not in OWN_DTYPES and models.precision not in DTYPES:
@@ -253,17 +256,17 @@ def _plain_model(models: Models, name: str) -> Any:
     dtype: Any = OWN_DTYPES.get(name) or DTYPES[models.precision]
     folder = models.folder or models.zip_folder
     if folder is None:
-        return random_decoder(models.base_config, torch.float32 if dtype == "auto" else dtype)
+        return make_random_decoder(models.base_config, torch.float32 if dtype == "auto" else dtype)
     config = read_model_config(folder)
     if config["model_type"] != MODEL_TYPE and "quantization" not in config:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        return loaded.to(_device())
+        return loaded.to(default_torch_device())
     if dtype == "auto":
         raise MlxZipError(f"{name} cannot read {folder}, which is packed or has hypertokens: name hf-float32")
-    return unpacked_decoder(folder, dtype)
+    return load_unpacked_decoder(folder, dtype)
 
 
-def unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
+def load_unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
     """Returns the decoder in an mlx_zip or mlx-lm folder as a model of transformers, unpacked, on the CPU.
 
     Raises `MlxZipError` naming tensors that the two have not both.
@@ -285,21 +288,21 @@ def unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def make_random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Returns a decoder of transformers with random weights, on the GPU if torch finds one. config: its config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in config.items() if key != "model_type"}
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults may be beyond the vocabulary
-    with torch.device(_device()):
+    with torch.device(default_torch_device()):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=dtype)
 
 
-def _device() -> torch.device:
+def default_torch_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _weight_bytes(decoder: Any) -> int:
+def weight_bytes_per_step(decoder: Any) -> int:
     """Returns the bytes of weights that a step reads: all but those of an embedding that is not also the head."""
     embedding = decoder.get_input_embeddings()
     tied = decoder.get_output_embeddings().weight is getattr(embedding, "weight", None)

@@ -19,7 +19,7 @@ CHUNK = 512  # ids of a prompt that are read at once
 Emitted = tuple[int, tuple[int, ...]]  # an id, and the base ids that it stands for
 
 
-def generate(
+def generate_greedily(
     model: CudaModel,
     base_ids: Sequence[int],
     max_tokens: int,
@@ -46,20 +46,20 @@ def generate(
         raise ModelError("the batch holds a sequence, or is another model's")
     row = batch.add(pack)
     try:
-        read_prompt(batch, row, compress_next(batch.book(row), np.asarray(base_ids)), chunk)
-        yield from Steps(batch, max_tokens, eos_ids)
+        prefill_in_chunks(batch, row, compress_next(batch.book(row), np.asarray(base_ids)), chunk)
+        yield from GreedySteps(batch, max_tokens, eos_ids)
     finally:
         batch.remove(row)
 
 
-def read_prompt(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUNK) -> None:
+def prefill_in_chunks(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUNK) -> None:
     """Reads a prompt's ids into a sequence, `chunk` at once."""
     for begin in range(0, len(ids), chunk):
         batch.read(row, ids[begin : begin + chunk], more=begin + chunk < len(ids))
 
 
-class Steps:
-    """Iterates over the ids that the only sequence of a batch emits, greedily. max_tokens, eos_ids: as in `generate`.
+class GreedySteps:
+    """Iterates over the ids that the only sequence of a batch emits. max_tokens, eos_ids: as in `generate_greedily`.
 
     While the caller has an id, the device runs the body over the next one. When the iteration ends by itself, the batch
     has read every id that was emitted.
@@ -72,25 +72,25 @@ class Steps:
         self._pad = 0 if config is None else config.pad_id
 
     def __iter__(self) -> Iterator[Emitted]:
-        going = self._begin()
+        going = self._begin_step()
         while going:
             [emitted] = self._batch.ids()
             for error in self._batch.follow([emitted]).values():
                 raise error
             base_ids = tuple(self._batch.book(0).base_ids(self._batch.book(0).mark() - 1).tolist())
             self._left -= len(base_ids) if self._ends.isdisjoint(base_ids) else self._left
-            going = self._begin()
+            going = self._begin_step()
             yield emitted, base_ids
 
-    def _begin(self) -> bool:
+    def _begin_step(self) -> bool:
         """Begins the next step and returns True, or False if there is none: the text has ended or fills the caches."""
         if self._left <= 0 or not self._batch.room(0):
             return False
-        self._choose()
+        self._choose_id()
         self._batch.begin()
         return True
 
-    def _choose(self) -> None:
+    def _choose_id(self) -> None:
         """Chooses the best id, or the best canonical one where decoding is canonical."""
         excluded = [] if self._canonical is None else self._canonical.excluded()
         chooser = partial(best_canonical, excluded=[excluded], never=self._pad) if excluded else None

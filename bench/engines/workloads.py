@@ -89,7 +89,6 @@ def read_tokenizer(where: str | Path) -> Any:
 
 
 def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
-    """Returns the detokenizer class that mlx-lm would choose for this tokenizer's decoder."""
     from mlx_lm import tokenizer_utils as utils
 
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -104,7 +103,7 @@ def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
 # ---- texts
 
 
-def sources(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> dict[str, list[Path]]:
+def domain_files(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> dict[str, list[Path]]:
     """Returns the files of each domain: from DOMAIN=FILE items, else from data/DOMAIN, else none (made-up text).
 
     Raises `MlxZipError` for an item of another form, and for a domain without files.
@@ -119,10 +118,10 @@ def sources(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> 
         return found
     if data is None:
         return {SYNTHETIC: []}
-    return {domain: _files_of(data, domain) for domain in domains}
+    return {domain: files_in_domain_folder(data, domain) for domain in domains}
 
 
-def _files_of(data: Path, domain: str) -> list[Path]:
+def files_in_domain_folder(data: Path, domain: str) -> list[Path]:
     """Returns the files in data/domain, only those with `.test.` in their names if there are any."""
     files = [path for path in sorted((data / domain).glob("*")) if path.is_file()]
     if not files:
@@ -130,7 +129,7 @@ def _files_of(data: Path, domain: str) -> list[Path]:
     return [path for path in files if ".test." in path.name] or files
 
 
-def cut(
+def cut_text_into_workloads(
     domain: str, files: Sequence[Path], tokenizer: Any, prompt: int, tokens: int, windows: int, mode: str
 ) -> list[Workload]:
     """Cuts the start of a text into `windows` workloads: each `prompt` base ids to read, then `tokens` to write.
@@ -138,7 +137,7 @@ def cut(
     Raises `MlxZipError` for a text that is too short or holds an eos.
     """
     need = windows * (prompt + tokens)
-    ids = _first_ids(_text(files), tokenizer, need)
+    ids = tokenize_first_ids(read_text_pieces(files), tokenizer, need)
     if ends := set(ids) & set(tokenizer.eos_token_ids):
         raise MlxZipError(f"the text of {domain} holds the end of a text (id {min(ends)}), where engines stop")
     if len(ids) < need:
@@ -149,7 +148,9 @@ def cut(
     return [Workload(domain, mode, data, (turn,), window) for window, turn in enumerate(made)]
 
 
-def chats(tokenizer: Any, requests: Sequence[str], conversations: int, turns: int, tokens: int) -> list[Workload]:
+def make_conversations(
+    tokenizer: Any, requests: Sequence[str], conversations: int, turns: int, tokens: int
+) -> list[Workload]:
     """Makes conversations of `turns` requests each, in the order of the requests; `tokens`: most base ids of an answer.
 
     Raises `MlxZipError` for too few requests.
@@ -158,11 +159,10 @@ def chats(tokenizer: Any, requests: Sequence[str], conversations: int, turns: in
         wanted = f"{conversations} conversation(s) of {turns} turn(s)"
         raise MlxZipError(f"{wanted} need {turns * conversations} requests, there are {len(requests)}: --requests FILE")
     cuts = [requests[at : at + turns] for at in range(0, turns * conversations, turns)]
-    return [_chat(tokenizer, asked, tokens, window) for window, asked in enumerate(cuts)]
+    return [make_conversation(tokenizer, asked, tokens, window) for window, asked in enumerate(cuts)]
 
 
-def _chat(tokenizer: Any, requests: Sequence[str], tokens: int, window: int) -> Workload:
-    """Makes one conversation of these requests, with the tokenizer's chat template. window: its number, from 0."""
+def make_conversation(tokenizer: Any, requests: Sequence[str], tokens: int, window: int) -> Workload:
     from mlx_zip.text.prompts import encode_prompt
 
     prompts = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in requests]
@@ -183,7 +183,7 @@ def read_requests(file: Path | None) -> list[str]:
     return [line for line in lines if line]
 
 
-def _first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
+def tokenize_first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
     """Returns the first `count` base ids of the text in these pieces, tokenizing little more of it than needed."""
     text, enough = "", count * CHARACTERS_PER_ID
     while True:
@@ -195,22 +195,21 @@ def _first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
         enough *= 2
 
 
-def _text(files: Sequence[Path]) -> Iterator[str]:
+def read_text_pieces(files: Sequence[Path]) -> Iterator[str]:
     if not files:
-        yield from _synthetic()
+        yield from synthetic_sentences()
         return
-    for documents in zip_longest(*map(_documents, files)):
+    for documents in zip_longest(*map(read_documents, files)):
         yield from (f"{document}\n\n" for document in documents if document)
 
 
-def _documents(file: Path) -> Iterator[str]:
+def read_documents(file: Path) -> Iterator[str]:
     for item in Reader(Source((str(file),))):
-        text = _text_of(item)
+        text = item_text(item)
         yield from text.split("\n\n") if item.kind == "text" else [text]
 
 
-def _text_of(item: Item) -> str:
-    """Returns the text of a record, its two texts on lines of their own, or "". Raises `MlxZipError` for a fault."""
+def item_text(item: Item) -> str:
     found = [parse(item, columns) for columns in COLUMNS]
     record = next((one for one in found if isinstance(one, Record)), parse(item))
     if isinstance(record, Skipped):
@@ -222,7 +221,7 @@ def _text_of(item: Item) -> str:
     return record.text if record.prompt is None else f"{record.prompt}\n{record.text}"
 
 
-def _synthetic() -> Iterator[str]:
+def synthetic_sentences() -> Iterator[str]:
     """Yields sentences of made-up words without end; about half of them repeat an earlier sentence."""
     rng = np.random.default_rng(0)
     letters = np.array(list("etaoinsrhldcumfpgwyb"))

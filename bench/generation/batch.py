@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, settle
+from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
+from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.bench.engines.shapes import from_folders
-from mlx_zip.bench.engines.workloads import chats, read_requests
-from mlx_zip.bench.recording import header, load_before, summary, surroundings
+from mlx_zip.bench.engines.workloads import make_conversations, read_requests
+from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 from mlx_zip.progress import ProgressBar
 
-from .ratios import of_samples
+from .ratios import median_with_interval
 
 PACKAGES = ("mlx", "mlx-lm")
 WAYS = ("one_stream", "batch")
@@ -56,16 +56,16 @@ def run(args: argparse.Namespace) -> int:
     """Times both models in both ways and prints one JSON line. Raises `MlxZipError` for what cannot be run."""
     check_at_least(args, 1, "rows", "trials")
     check_at_least(args, 2, "max_tokens")
-    load_before()
-    models = from_folders(args.model, args.base)
-    asked = chats(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)
+    load_before_bench()
+    models = models_from_folders(args.model, args.base)
+    asked = make_conversations(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)
     prompts = [list(one.turns[0].prompt) for one in asked]
-    engines = {"base": MlxLm(models, models.plain), "zip": _zip_engine(models)}
+    engines = {"base": MlxLm(models, models.plain), "zip": load_zip_engine(models)}
     device = engines["zip"].device
-    header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
+    print_header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
     record = {
         "bench": "batch",
-        "model": {"zip": models.name, "base": _base_name(args), "precision": models.precision},
+        "model": {"zip": models.name, "base": base_model_name(args), "precision": models.precision},
         "setting": {
             "requests": args.rows,
             "max_tokens": args.max_tokens,
@@ -73,21 +73,21 @@ def run(args: argparse.Namespace) -> int:
             "warmup": 1,
             "rows": "cold" if args.cold else "warm",
         },
-        **measured(engines, prompts, args),
+        **measure_batch_gain(engines, prompts, args),
         "device": device,
-        **surroundings(*PACKAGES),
+        **environment_fields(*PACKAGES),
     }
     print(json.dumps(record), flush=True)
     print(batch_table([record]), file=sys.stderr)
     return 0
 
 
-def _zip_engine(models: Models) -> MlxZip:
+def load_zip_engine(models: Models) -> MlxZip:
     assert models.zipped is not None
     return MlxZip(models, models.zipped)
 
 
-def _base_name(args: argparse.Namespace) -> str:
+def base_model_name(args: argparse.Namespace) -> str:
     return Path(args.base).name if args.base else f"decoder of {Path(args.model).name}"
 
 
@@ -95,7 +95,7 @@ def _base_name(args: argparse.Namespace) -> str:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRun:
     """What one way to run took.
 
     base_tokens, seconds: of whole requests, prompts included. open_tokens, open_seconds: base tokens and seconds of the
@@ -108,45 +108,48 @@ class Timed:
     open_tokens: int = 0
     open_seconds: float = 0.0
 
-    def __add__(self, other: Timed) -> Timed:
-        """Returns the sum of two runs, one after the other."""
-        return Timed(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: TimedRun) -> TimedRun:
+        return TimedRun(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def measured(engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace) -> dict:
+def measure_batch_gain(
+    engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace
+) -> dict:
     """Returns the record's `counts` (of one run; all are equal) and `figures`. engines: "base" and "zip"."""
     pairs = list(product(KINDS, WAYS))
-    runs: dict[tuple[str, str], list[Timed]] = {pair: [] for pair in pairs}
+    runs: dict[tuple[str, str], list[TimedRun]] = {pair: [] for pair in pairs}
     with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
         for trial in range(-1, args.trials):
             first = trial % len(pairs)
             for kind, way in (*pairs[first:], *pairs[:first]):
                 if args.cold:
-                    engines[kind].fresh()
-                found = _run(engines[kind], way, prompts, args.max_tokens)
+                    engines[kind].forget_encoded_rows()
+                found = answer_all_prompts(engines[kind], way, prompts, args.max_tokens)
                 if trial >= 0:
                     runs[kind, way].append(found)
                 count()
     whole = {pair: [run.base_tokens / run.seconds for run in found] for pair, found in runs.items()}
-    return {"counts": _counts(runs), "figures": {"whole": figures(whole), "all_open": _all_open(runs)}}
+    return {
+        "counts": emitted_counts(runs),
+        "figures": {"whole": throughput_figures(whole), "all_open": figures_while_all_rows_open(runs)},
+    }
 
 
-def _run(engine: MlxEngine, way: str, prompts: Sequence[list[int]], max_tokens: int) -> Timed:
-    """Answers all prompts (base ids), one after the other or in a batch, and returns what it took."""
-    settle()
+def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]], max_tokens: int) -> TimedRun:
+    wait_and_free_memory()
     model, tokenizer = engine.model, engine.tokenizer
     if way == "batch":
         begun = time.perf_counter()
         responses = stream_batch(model, tokenizer, prompts, max_tokens)
-        return timed((response for _, response in responses), begun, len(prompts))
-    total = Timed()
+        return time_responses((response for _, response in responses), begun, len(prompts))
+    total = TimedRun()
     for prompt in prompts:
         begun = time.perf_counter()
-        total += timed(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens), begun, 1)
+        total += time_responses(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens), begun, 1)
     return total
 
 
-def timed(responses: Iterable[Any], begun: float, rows: int) -> Timed:
+def time_responses(responses: Iterable[Any], begun: float, rows: int) -> TimedRun:
     """Reads the responses of `rows` sequences that run together and returns what they took.
 
     responses: in each step one per open sequence. begun: when the request began, by `time.perf_counter`.
@@ -160,13 +163,13 @@ def timed(responses: Iterable[Any], begun: float, rows: int) -> Timed:
             now = time.perf_counter()
             first = first or (now, tokens)
             open_seconds, open_tokens, all_open = now - first[0], tokens - first[1], not ended
-    return Timed(ids, tokens, time.perf_counter() - begun, open_tokens, open_seconds)
+    return TimedRun(ids, tokens, time.perf_counter() - begun, open_tokens, open_seconds)
 
 
 # ---- the record
 
 
-def figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any]:
+def throughput_figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any]:
     """Returns base tokens/s of each model and way, gains of batching per model, and the quotient of the two gains.
 
     samples: (kind, way) -> base tokens/s of each trial. Gains are taken trial by trial.
@@ -176,26 +179,26 @@ def figures(samples: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any
     for kind in KINDS:
         one, batch = (samples[kind, way] for way in WAYS)
         gains[kind] = [b / a for a, b in zip(one, batch, strict=True)]
-        found[kind] = {way: _figure(samples[kind, way], "base tokens/s") for way in WAYS}
-        found[kind]["gain"] = _figure(gains[kind], "x")
-    found["quotient"] = _figure([b / a for a, b in zip(gains["base"], gains["zip"], strict=True)], "x")
+        found[kind] = {way: figure_with_interval(samples[kind, way], "base tokens/s") for way in WAYS}
+        found[kind]["gain"] = figure_with_interval(gains[kind], "x")
+    found["quotient"] = figure_with_interval([b / a for a, b in zip(gains["base"], gains["zip"], strict=True)], "x")
     return found
 
 
-def _figure(samples: Sequence[float], unit: str) -> dict[str, Any]:
-    ratio = of_samples(samples)
-    return {"unit": unit, **summary(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
+def figure_with_interval(samples: Sequence[float], unit: str) -> dict[str, Any]:
+    ratio = median_with_interval(samples)
+    return {"unit": unit, **summarize_samples(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
 
 
-def _all_open(runs: Mapping[tuple[str, str], Sequence[Timed]]) -> dict[str, Any] | None:
-    """Returns the figures over the steps in which all sequences are open; None if a run has no such step."""
+def figures_while_all_rows_open(runs: Mapping[tuple[str, str], Sequence[TimedRun]]) -> dict[str, Any] | None:
     if not all(run.open_tokens for run in chain(*runs.values())):
         return None
-    return figures({pair: [run.open_tokens / run.open_seconds for run in found] for pair, found in runs.items()})
+    return throughput_figures(
+        {pair: [run.open_tokens / run.open_seconds for run in found] for pair, found in runs.items()}
+    )
 
 
-def _counts(runs: Mapping[tuple[str, str], Sequence[Timed]]) -> dict[str, Any]:
-    """Returns for each model and way the base tokens and ids that the first trial emitted."""
+def emitted_counts(runs: Mapping[tuple[str, str], Sequence[TimedRun]]) -> dict[str, Any]:
     first = {pair: found[0] for pair, found in runs.items()}
     return {
         kind: {

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.records import FORMATS, table
 from mlx_zip.errors import MlxZipError
 
-from .generate_record import FIGURES, key, read_records
-from .ratios import Ratio, groups_of, paired_ratio, unpaired_ratio
+from .generate_record import FIGURES, read_records, record_key
+from .ratios import Ratio, conversation_count, paired_ratio, unpaired_ratio
 
 LOWER_IS_BETTER = ("ttft_ms", "step_ms", "total_s", "peak_bytes", "joules", "joules_per_token")
 NOT_COMPARED = ("base_tokens_per_step", "bytes_per_token")  # neither better nor worse
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         if name not in ENGINES:
             raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
     check_at_least(args, 0, "seed")
-    pairs = matched(read_records([args.a]), read_records([args.b]), args.engines)
-    tried = [compared(name, a, b, args.seed) for a, b in pairs for name in args.measures]
+    pairs = match_records(read_records([args.a]), read_records([args.b]), args.engines)
+    tried = [compare_figure(name, a, b, args.seed) for a, b in pairs for name in args.measures]
     ratios = [found for found in tried if found is not None]
     if not ratios:
         raise MlxZipError(f"{args.a} and {args.b} have no figure of --measures in common")
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return REGRESSION if worse else 0
 
 
-def matched(
+def match_records(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], engines: Sequence[str] | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns pairs (A's record, B's record) of equal model, text, mode and rows; of several equal records the last.
@@ -104,8 +104,8 @@ def matched(
     printed on standard error.
     Raises `MlxZipError` if there is no pair.
     """
-    of_a = {key(r, engines is None): r for r in first if engines is None or r["engine"] == engines[0]}
-    of_b = {key(r, engines is None): r for r in second if engines is None or r["engine"] == engines[1]}
+    of_a = {record_key(r, engines is None): r for r in first if engines is None or r["engine"] == engines[0]}
+    of_b = {record_key(r, engines is None): r for r in second if engines is None or r["engine"] == engines[1]}
     shared = [name for name in of_a if name in of_b]
     if not shared:
         raise MlxZipError("the two files have no record of the same engine, model, text and settings")
@@ -116,7 +116,7 @@ def matched(
     return [(of_a[name], of_b[name]) for name in shared]
 
 
-def compared(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -> Comparison | None:
+def compare_figure(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -> Comparison | None:
     """Returns the ratio of figure `name` in b to that in a; None if either record lacks it or a's median is 0.
 
     seed: of the bootstrap's draws.
@@ -125,7 +125,7 @@ def compared(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -> Comp
     if of_a is None or of_b is None or of_a["median"] == 0:
         return None
     if a["run"] == b["run"] and len(of_a["samples"]) == len(of_b["samples"]):
-        return Comparison(name, a, b, paired_ratio(of_a["samples"], of_b["samples"], groups_of(b), seed))
+        return Comparison(name, a, b, paired_ratio(of_a["samples"], of_b["samples"], conversation_count(b), seed))
     return Comparison(name, a, b, unpaired_ratio(of_a["samples"], of_b["samples"], seed))
 
 

@@ -17,17 +17,25 @@ from statistics import mean
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engines, make_engine, needs_mlx
-from mlx_zip.bench.engines.runs import DRAFT, ENGINES, Engine, Run
+from mlx_zip.bench.engines.choice import ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
+from mlx_zip.bench.engines.interface import DRAFT, ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
-from mlx_zip.bench.engines.workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
-from mlx_zip.bench.machine import EnergyMeter, used
-from mlx_zip.bench.recording import header, load_before, surroundings
+from mlx_zip.bench.engines.workloads import (
+    DOMAINS,
+    Workload,
+    cut_text_into_workloads,
+    domain_files,
+    make_conversations,
+    read_requests,
+    read_tokenizer,
+)
+from mlx_zip.bench.machine import EnergyMeter, joules_between
+from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
-from .report import short_table
+from .generate_record import SCHEMA, bandwidth_ceiling, ceiling_record, sum_counts, summarize_figures
+from .report import summary_table
 
 MODES = ("replay", "free", "chat")
 SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # of the paper's table 6
@@ -172,30 +180,28 @@ def run(args: argparse.Namespace) -> int:
     args.rows = list(dict.fromkeys(args.rows))
     check_at_least(args, 1, "trials", "windows", "draft", "turns", "conversations")
     check_at_least(args, 0, "warmup")
-    check_engines(args.engines)
-    load_before()
-    models, workloads = prepare(args)
-    check_fit(args.engines, workloads)
+    check_engine_names(args.engines)
+    load_before_bench()
+    models, workloads = prepare_models_and_workloads(args)
+    check_engines_continue_conversations(args.engines, workloads)
     engines = [(make_engine(name, models, args), rows) for rows in args.rows for name in args.engines]
     comparison = EngineComparison(args, engines, models)
-    header("generate", models.name, comparison.devices[args.engines[0]], _plan(args, workloads))
-    for conversations in together(workloads):
+    print_header("generate", models.name, comparison.devices[args.engines[0]], describe_plan(args, workloads))
+    for conversations in group_workloads_by_record(workloads):
         records = []
         for record in comparison.measure(conversations):
             records.append(record)
             print(json.dumps(record), flush=True)
-        print(short_table(records), file=sys.stderr)
+        print(summary_table(records), file=sys.stderr)
     return 0
 
 
-def _plan(args: argparse.Namespace, workloads: Sequence[Workload]) -> str:
-    """Returns one line for standard error on what will be run: engines, number of workloads, trials and rows."""
+def describe_plan(args: argparse.Namespace, workloads: Sequence[Workload]) -> str:
     trials = f"{args.trials} trials after {args.warmup} warm-up, rows {' and '.join(args.rows)}"
     return f"{', '.join(args.engines)}: {len(workloads)} {args.mode} x {trials}"
 
 
-def together(workloads: Sequence[Workload]) -> list[list[Workload]]:
-    """Groups the workloads that share a record: all conversations of a chat, and every other workload alone."""
+def group_workloads_by_record(workloads: Sequence[Workload]) -> list[list[Workload]]:
     chats = [one for one in workloads if one.mode == "chat"]
     return [[one] for one in workloads if one.mode != "chat"] + ([chats] if chats else [])
 
@@ -203,7 +209,7 @@ def together(workloads: Sequence[Workload]) -> list[list[Workload]]:
 # ---- what is run
 
 
-def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
+def prepare_models_and_workloads(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
     """Returns the models and workloads that the flags ask for; random weights are made last, after all checks.
 
     Raises `MlxZipError` for flags, models and texts that cannot be used.
@@ -212,40 +218,45 @@ def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
         raise MlxZipError("name a model with --model (and --base), or random weights with --shape")
     if args.shape is not None and args.mode != "replay":
         raise MlxZipError(f"--shape has random weights, which write no text: --mode replay, not {args.mode}")
-    if not needs_mlx(args.engines):
-        from mlx_zip.bench.engines.cuda_engines import models_of  # torch is an extra
+    if not engines_need_mlx(args.engines):
+        from mlx_zip.bench.engines.cuda_engines import torch_models_from_flags  # torch is an extra
 
-        models = models_of(args.shape, args.precision, args.model, args.base, args.tokenizer, _zip_options(args))
-        return models, workloads_of(args, models.tokenizer, models.context)
-    from mlx_zip.bench.engines.shapes import from_folders, from_shape  # MLX is not needed by every engine
+        models = torch_models_from_flags(
+            args.shape, args.precision, args.model, args.base, args.tokenizer, zip_options_from_flags(args)
+        )
+        return models, workloads_from_flags(args, models.tokenizer, models.context)
+    from mlx_zip.bench.engines.model_making import (  # MLX is not needed by every engine
+        models_from_folders,
+        models_from_shape,
+    )
 
     if args.shape is None:
-        models = from_folders(args.model, args.base)
-        return models, workloads_of(args, models.tokenizer, models.context)
+        models = models_from_folders(args.model, args.base)
+        return models, workloads_from_flags(args, models.tokenizer, models.context)
     tokenizer = read_tokenizer(args.tokenizer)
-    workloads = workloads_of(args, tokenizer, SHAPES[args.shape]["max_position_embeddings"])
-    return from_shape(args.shape, args.precision, tokenizer, _zip_options(args)), workloads
+    workloads = workloads_from_flags(args, tokenizer, SHAPES[args.shape]["max_position_embeddings"])
+    return models_from_shape(args.shape, args.precision, tokenizer, zip_options_from_flags(args)), workloads
 
 
-def _zip_options(args: argparse.Namespace) -> ZipOptions:
+def zip_options_from_flags(args: argparse.Namespace) -> ZipOptions:
     return ZipOptions(args.encoder, args.encoder_layers, args.merge_size, args.codebook_size)
 
 
-def workloads_of(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:
+def workloads_from_flags(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:
     """Returns the workloads that the flags ask for. context: the model's number of positions, None if not known.
 
     Raises `MlxZipError` for texts that cannot be used, and for a workload that is longer than the context.
     """
     sizes = [parse_size(text) for text in args.sizes]
     if args.mode == "chat":
-        found = chats(tokenizer, read_requests(args.requests), args.conversations, args.turns, sizes[0][1])
+        found = make_conversations(tokenizer, read_requests(args.requests), args.conversations, args.turns, sizes[0][1])
     else:
-        files = sources(args.text, args.data, args.domains)
+        files = domain_files(args.text, args.data, args.domains)
         found = [
             workload
             for prompt, tokens in sizes
             for domain, paths in files.items()
-            for workload in cut(domain, paths, tokenizer, prompt, tokens, args.windows, args.mode)
+            for workload in cut_text_into_workloads(domain, paths, tokenizer, prompt, tokens, args.windows, args.mode)
         ]
     for workload in found:
         if context is not None and workload.positions > context:
@@ -264,8 +275,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(head), int(rest)
 
 
-def check_fit(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
-    """Raises `MlxZipError` if a workload is a conversation and an engine cannot continue one (`ONE_REQUEST`)."""
+def check_engines_continue_conversations(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
     for name in engines:
         if name in ONE_REQUEST and any(len(workload.turns) > 1 for workload in workloads):
             raise MlxZipError(f"{name} cannot go on with a conversation: leave it out, or --turns 1")
@@ -283,7 +293,7 @@ class Trial:
 
 
 @dataclass
-class Entrant:
+class ComparedEngine:
     """An engine that is compared, with "warm" or "cold" rows, and its trials so far: [conversations][trials]."""
 
     engine: Engine
@@ -315,7 +325,7 @@ class EngineComparison:
 
         In each round all engines run a conversation one after the other; each round another engine begins.
         """
-        entrants = [Entrant(engine, rows, [[] for _ in conversations]) for engine, rows in self.engines]
+        entrants = [ComparedEngine(engine, rows, [[] for _ in conversations]) for engine, rows in self.engines]
         rounds = range(-self.args.warmup, self.args.trials)
         with ProgressBar(len(rounds) * len(conversations) * len(entrants), "trial", "Measuring") as count:
             for trial in rounds:
@@ -330,28 +340,26 @@ class EngineComparison:
             for turn in range(len(conversations[0].turns)):
                 yield self._record(entrant, conversations, turn)
 
-    def _run_conversation(self, entrant: Entrant, conversation: Workload) -> Trial:
-        """Runs all turns of a conversation once in the entrant's engine, and reads the energy meter around each."""
+    def _run_conversation(self, entrant: ComparedEngine, conversation: Workload) -> Trial:
         engine = entrant.engine
         if entrant.rows == "cold":
-            engine.fresh()
-        held = engine.start() if len(conversation.turns) > 1 else None
+            engine.forget_encoded_rows()
+        held = engine.start_conversation() if len(conversation.turns) > 1 else None
         runs, joules = [], []
         for turn in conversation.turns:
             before = self.meter.read()
             runs.append(engine.run(turn.prompt, turn.tokens, turn.text, held))
-            joules.append(used(before, self.meter.read()))
+            joules.append(joules_between(before, self.meter.read()))
         return Trial(runs, joules)
 
-    def _record(self, entrant: Entrant, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
-        """Returns the record of an entrant and a turn; samples are ordered by conversation, then by trial."""
+    def _record(self, entrant: ComparedEngine, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
         engine, first = entrant.engine, conversations[0]
         prompts = [len(one.turns[turn].prompt) for one in conversations]
         trials = [trial for of_one in entrant.trials for trial in of_one]
         runs, joules = [trial.runs[turn] for trial in trials], [trial.joules[turn] for trial in trials]
         read = [prompt for prompt in prompts for _ in range(self.args.trials)]
         bandwidth, yardstick = self.bandwidths[engine.name]
-        tops = [ceiling(bandwidth, engine.weight_bytes, engine.kv_bytes, run) for run in runs]
+        tops = [bandwidth_ceiling(bandwidth, engine.weight_bytes, engine.kv_bytes, run) for run in runs]
         several = {"conversations": len(conversations)} if len(conversations) > 1 else {}
         setting = {name: getattr(self.args, name) for name in ("trials", "warmup", "draft")}
         return {
@@ -360,7 +368,7 @@ class EngineComparison:
             "run": self.run_id,
             "engine": engine.name,
             "mode": first.mode,
-            "model": model_section(self.models, self.args),
+            "model": record_model_section(self.models, self.args),
             "workload": {
                 "domain": first.domain,
                 "data": first.data,
@@ -372,17 +380,17 @@ class EngineComparison:
                 **several,
             },
             "setting": {**setting, "rows": entrant.rows},
-            "counts": counts(prompts, [of_one[0].runs[turn] for of_one in entrant.trials]),
-            "figures": figures(read, runs, joules, tops),
+            "counts": sum_counts(prompts, [of_one[0].runs[turn] for of_one in entrant.trials]),
+            "figures": summarize_figures(read, runs, joules, tops),
             "ceiling": {**ceiling_record(tops), "yardstick": yardstick},
             "kv_dtype": engine.kv_dtype,
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
-            **surroundings(*PACKAGES),
+            **environment_fields(*PACKAGES),
         }
 
 
-def model_section(models: Models, args: argparse.Namespace) -> dict[str, Any]:
+def record_model_section(models: Models, args: argparse.Namespace) -> dict[str, Any]:
     """Returns a record's section `model`; for --shape it has the flags of the hyper-encoder and codebook too."""
     found = {"name": models.name, "precision": models.precision, "weights": models.weights}
     names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines.interface import Run
 from mlx_zip.errors import MlxZipError, reason
 
 SCHEMA = 1
@@ -62,7 +62,7 @@ class Ceiling:
     steps_per_s: float
 
 
-def ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Ceiling:
+def bandwidth_ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Ceiling:
     """Returns the upper bound on steps/s if a step only read weights, keys and values, and output rows from memory.
 
     bandwidth: measured bytes/s. weight_bytes: of a step. kv_bytes: of one id; half of the emitted ids count.
@@ -72,7 +72,7 @@ def ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Cei
     return Ceiling(bandwidth, step, bandwidth / step)
 
 
-def figures(
+def summarize_figures(
     prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], tops: Sequence[Ceiling]
 ) -> dict[str, Any]:
     """Returns each of `FIGURES` with unit, median, min, max and one sample per trial; None if it is unknown in a trial.
@@ -80,11 +80,10 @@ def figures(
     prompts: base tokens of each trial's prompt. joules: energy of each trial. tops: the ceiling of each trial.
     """
     trials = [_trial_figures(*one) for one in zip(prompts, runs, joules, tops, strict=True)]
-    return {name: _summarized(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
+    return {name: summarize_samples(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
 
 
 def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, float | None]:
-    """Returns one trial's value of every figure in `FIGURES`, None where it is unknown."""
     first, total, steps, tokens = run.times[0], run.times[-1], len(run.times), len(run.base_ids)
     later = total - first if steps > 1 else None
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
@@ -107,7 +106,7 @@ def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceil
     }
 
 
-def _summarized(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None:
+def summarize_samples(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None:
     """Returns a figure of the record: samples with median, min and max, rounded to six digits; None if one is None."""
     known = [float(f"{sample:.6g}") for sample in samples if sample is not None]
     if len(known) < len(samples):
@@ -121,7 +120,7 @@ def _summarized(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | 
     }
 
 
-def counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
+def sum_counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
     """Returns sums over runs of what they read and wrote. prompts: base tokens of each run's prompt."""
     return {
         "prompt_tokens": sum(prompts),
@@ -155,14 +154,14 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
         except (OSError, UnicodeDecodeError) as error:
             raise MlxZipError(f"{name} cannot be read: {reason(error)}") from error
         for number, line in enumerate(lines, 1):
-            if line.strip() and (record := checked(line, f"{name}, line {number}")) is not None:
+            if line.strip() and (record := parse_record(line, f"{name}, line {number}")) is not None:
                 found.append(record)
     if not found:
         raise MlxZipError(f"{', '.join(map(str, names))}: no record of `bench generate` in there")
     return found
 
 
-def checked(line: str, where: str) -> dict[str, Any] | None:
+def parse_record(line: str, where: str) -> dict[str, Any] | None:
     """Parses a line to a record; None for the record of another bench. where: file and line, for the message.
 
     Raises `MlxZipError` for a line that is not a bench's record, or a record of `bench generate` that is not complete.
@@ -207,7 +206,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def key(record: dict[str, Any], engine: bool = True) -> str:
+def record_key(record: dict[str, Any], engine: bool = True) -> str:
     """Returns a text that two records share if they have equal model, workload, mode, rows and engine.
 
     engine: False leaves the engine out.

@@ -26,7 +26,7 @@ class Ratio:
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
-    def over(self, divisor: float) -> Ratio:
+    def divided_by(self, divisor: float) -> Ratio:
         """Returns the ratio with value and interval divided by a number."""
         return Ratio(self.value / divisor, self.low / divisor, self.high / divisor, self.n)
 
@@ -38,19 +38,19 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = No
     group counts once, by its median, because its trials repeat one text. None: every pair is a group of its own.
     """
     pairs = np.divide(b, a).reshape(groups or len(a), -1)
-    return of_samples(np.median(pairs, axis=1).tolist(), seed)
+    return median_with_interval(np.median(pairs, axis=1).tolist(), seed)
 
 
-def of_samples(ratios: Sequence[float], seed: int = 0) -> Ratio:
+def median_with_interval(ratios: Sequence[float], seed: int = 0) -> Ratio:
     """Returns the median of ratios [n] and its interval by bootstrap: `DRAWS` samples of n drawn with replacement."""
     if not len(ratios):
         raise ValueError("no trials")
-    return _bootstrap(tuple(ratios), seed)
+    return bootstrap_median(tuple(ratios), seed)
 
 
 @lru_cache(maxsize=1024)
-def _bootstrap(ratios: tuple[float, ...], seed: int) -> Ratio:
-    """Returns what `of_samples` does; pages ask for the ratio of one record in several tables."""
+def bootstrap_median(ratios: tuple[float, ...], seed: int) -> Ratio:
+    """Returns what `median_with_interval` does; pages ask for the ratio of one record in several tables."""
     samples = np.asarray(ratios, float)
     drawn = samples[np.random.default_rng(seed).integers(0, len(samples), (DRAWS, len(samples)))]
     low, high = np.quantile(np.median(drawn, axis=1), QUANTILES)
@@ -80,41 +80,41 @@ PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
 TURNS = ("first", "second", "third")
 
 
-def ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
+def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
     """Returns the second record's figure over the first's, paired by trial; trials of one conversation are one pair."""
     a, b = (record["figures"][figure]["samples"] for record in pair)
-    return paired_ratio(a, b, groups_of(pair[1]))
+    return paired_ratio(a, b, conversation_count(pair[1]))
 
 
-def groups_of(record: Record) -> int | None:
+def conversation_count(record: Record) -> int | None:
     """Returns the record's number of conversations if it has several, else None: then every trial is a pair."""
     conversations = record["workload"].get("conversations", 1)
     return conversations if conversations > 1 else None
 
 
-def step_ratio(record: Record) -> Ratio:
+def step_time_ratio(record: Record) -> Ratio:
     """Returns mlx_zip's time per step over mlx-lm's at equal KV length, from a record of `bench profile`."""
-    return of_samples(record["ratio"]["samples"])
+    return median_with_interval(record["ratio"]["samples"])
 
 
-def per_step(pair: tuple[Record, Record]) -> float:
+def base_tokens_per_step(pair: tuple[Record, Record]) -> float:
     """Returns the second record's base tokens per step, the median of its trials."""
     return pair[1]["figures"]["base_tokens_per_step"]["median"]
 
 
-def pooled_per_step(pair: tuple[Record, Record]) -> float:
+def pooled_base_tokens_per_step(pair: tuple[Record, Record]) -> float:
     """Returns the second record's base tokens per step: all base tokens of its conversations over all steps."""
     counts = pair[1]["counts"]
     return counts["base_tokens"] / counts["steps"]
 
 
-def shortening(pair: tuple[Record, Record]) -> float:
+def prompt_ids_per_base_id(pair: tuple[Record, Record]) -> float:
     """Returns the length of the second record's prompt in ids, over its length in base ids."""
     counts = pair[1]["counts"]
     return counts["prompt_ids"] / counts["prompt_tokens"]
 
 
-def detokenizing(record: Record) -> float:
+def detokenizing_us_per_base_token(record: Record) -> float:
     """Returns the processor time of detokenizing in us per base token, from a record of `bench profile`."""
     counts = record["counts"]
     return record["parts"]["text"]["cpu_us"]["mean"] * counts["steps"] / counts["base_tokens"]

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.plots import FORMATS as PICTURES
-from mlx_zip.bench.plots import new_figure, save
-from mlx_zip.bench.records import FORMATS, busy, libraries, table
+from mlx_zip.bench.plots import new_figure, save_figure
+from mlx_zip.bench.records import FORMATS, libraries_cell, load_cell, table
 from mlx_zip.errors import MlxZipError
 
-from .generate_record import key, read_records
-from .ratios import ratio
+from .generate_record import read_records, record_key
+from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
 BASES = (BASE, "torch-base", "mlx-cuda-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
@@ -36,7 +36,7 @@ COLUMNS = {  # heading: (figure, divisor)
     "peak, MB": ("peak_bytes", 1e6),
     "J per base token": ("joules_per_token", 1),
 }
-SHORT_COLUMNS = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")  # of `short_table`
+SHORT_COLUMNS = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")  # of `summary_table`
 RATIOS = {  # heading: figure, as a ratio to the base engine's
     "base tokens/s, to the base": "base_tokens_per_s",
     "bytes/s, to the base": "bytes_per_s",
@@ -83,16 +83,16 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError(f"--plot {args.plot}: the name must end in .png or .svg")
     records = read_records(args.records)
     if args.plot is not None:
-        draw(args.plot, records)
+        draw_decoding_speed(args.plot, records)
         print(f"drawn: {args.plot}", file=sys.stderr)
-    print(table6(records, args.format, args.paper) if args.table == "6" else all_records(records, args.format))
+    print(table6(records, args.format, args.paper) if args.table == "6" else records_table(records, args.format))
     return 0
 
 
 # ---- every record
 
 
-def all_records(records: Records, kind: str) -> str:
+def records_table(records: Records, kind: str) -> str:
     """Returns a table with a row per record: medians with smallest and largest trial, and ratios to the base engine.
 
     kind: "markdown" or "csv".
@@ -100,40 +100,46 @@ def all_records(records: Records, kind: str) -> str:
     header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *RATIOS, "trials", *BUSY]
     rows = [
         [
-            setting(record),
+            machine_name(record),
             model_name(record),
             _workload_text(record),
             _mode_and_rows(record),
             record["engine"],
-            *(_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
-            *against_base(record, records),
-            _samples(record),
-            busy(record),
-            libraries(record),
+            *(figure_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
+            *ratios_to_base_engine(record, records),
+            sample_count_cell(record),
+            load_cell(record),
+            libraries_cell(record),
         ]
         for record in records
     ]
     return table(header, rows, kind)
 
 
-def short_table(records: Records) -> str:
+def summary_table(records: Records) -> str:
     """Returns the table that `bench generate` shows after each text: what a user notices, and ratios to the base."""
     heads = ["engine", "rows", *SHORT_COLUMNS, *RATIOS]
     rows = []
     for record in records:
         turn = record["workload"]["turn"]
         name = f"{record['engine']}, turn {turn + 1}" if record["workload"]["turns"] > 1 else record["engine"]
-        cells = [_cell(record["figures"][COLUMNS[column][0]], 1) for column in SHORT_COLUMNS]
-        rows.append([name, record["setting"]["rows"], *cells, *against_base(record, records)])
-    return f"{_workload_text(records[0])}, {records[0]['mode']}, {_samples(records[0])}\n\n{table(heads, rows)}\n"
+        cells = [figure_cell(record["figures"][COLUMNS[column][0]], 1) for column in SHORT_COLUMNS]
+        rows.append([name, record["setting"]["rows"], *cells, *ratios_to_base_engine(record, records)])
+    return (
+        f"{_workload_text(records[0])}, {records[0]['mode']}, {sample_count_cell(records[0])}\n\n{table(heads, rows)}\n"
+    )
 
 
-def against_base(record: dict[str, Any], records: Records) -> list[str]:
+def ratios_to_base_engine(record: dict[str, Any], records: Records) -> list[str]:
     """Returns the ratios in `RATIOS` of a record to the base engine that ran in turns with it.
 
     "-" for the base engine itself, without one, and for a figure that is not known.
     """
-    same_run = [r for r in records if r["run"] == record["run"] and key(r, engine=False) == key(record, engine=False)]
+    same_run = [
+        r
+        for r in records
+        if r["run"] == record["run"] and record_key(r, engine=False) == record_key(record, engine=False)
+    ]
     names = (
         OWN_BASES.get(record["engine"], record["engine"] if record["engine"] in OWN_BASES.values() else BASE),
         *BASES,
@@ -142,17 +148,16 @@ def against_base(record: dict[str, Any], records: Records) -> list[str]:
     shown = []
     for name in RATIOS.values():
         figures = [one["figures"][name] for one in (base, record)]
-        shown.append("-" if base is record or None in figures else str(ratio((base, record), name)))
+        shown.append("-" if base is record or None in figures else str(figure_ratio((base, record), name)))
     return shown
 
 
-def _samples(record: dict[str, Any]) -> str:
+def sample_count_cell(record: dict[str, Any]) -> str:
     conversations, trials = record["workload"].get("conversations", 1), record["setting"]["trials"]
     return f"{conversations} conversations x {trials}" if conversations > 1 else str(trials)
 
 
-def setting(record: dict[str, Any]) -> str:
-    """Returns the name of what the engine ran on: the GPU's or, for a CPU, the machine's."""
+def machine_name(record: dict[str, Any]) -> str:
     return record["machine"] if "cpu" in record["device"]["device"] else record["device"]["chip"]
 
 
@@ -173,14 +178,14 @@ def _workload_text(record: dict[str, Any]) -> str:
     return f"{workload['domain']} {workload['prompt_tokens']}+{workload['tokens']}{turn}"
 
 
-def _cell(figure: dict[str, Any] | None, divisor: float) -> str:
+def figure_cell(figure: dict[str, Any] | None, divisor: float) -> str:
     if figure is None:
         return "-"
-    middle, low, high = (_short(figure[name] / divisor) for name in ("median", "min", "max"))
+    middle, low, high = (short_number(figure[name] / divisor) for name in ("median", "min", "max"))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def _short(value: float) -> str:
+def short_number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -193,19 +198,22 @@ def table6(records: Records, kind: str, paper: bool = False) -> str:
     Each engine has a row, and one with its difference from the base. Domains and windows are pooled. kind: "markdown"
     or "csv". paper: add the paper's own figures.
     """
-    sizes = sorted({*map(size_of, records), *(PAPER_SIZES if paper else ())})
+    sizes = sorted({*map(workload_size, records), *(PAPER_SIZES if paper else ())})
     header = ["setting", "method", *(f"{p}+{g} {what}" for p, g in sizes for what in ("prefill", "decode"))]
     rows = []
-    for name, methods in by_setting(records).items():
-        rates = {engine: {size: rate(found) for size, found in of.items()} for engine, of in methods.items()}
-        rows += _rows6(name, rates, sizes)
+    for name, methods in group_by_setting(records).items():
+        rates = {
+            engine: {size: prefill_and_decoding_rate(found) for size, found in of.items()}
+            for engine, of in methods.items()
+        }
+        rows += table6_rows(name, rates, sizes)
     for name, methods in PAPER.items() if paper else ():
         paper_rates = {m: {s: (v[2 * i], v[2 * i + 1]) for i, s in enumerate(PAPER_SIZES)} for m, v in methods.items()}
-        rows += _rows6(name, paper_rates, sizes)
+        rows += table6_rows(name, paper_rates, sizes)
     return table(header, rows, kind)
 
 
-def _rows6(
+def table6_rows(
     name: str, rates: Mapping[str, Mapping[Size, tuple[float | None, float | None]]], sizes: Sequence[Size]
 ) -> list[list[str]]:
     """Returns the rows of the setting `name`. rates: engine -> size -> (prefill, decoding), None if not known."""
@@ -230,12 +238,12 @@ def _percent(value: float | None, base: float | None) -> str:
     return "-" if value is None or base is None else f"{value / base - 1:+.1%}"
 
 
-def size_of(record: dict[str, Any]) -> Size:
+def workload_size(record: dict[str, Any]) -> Size:
     """Returns the record's (base tokens to read, base tokens to write)."""
     return record["workload"]["prompt_tokens"], record["workload"]["tokens"]
 
 
-def by_setting(records: Records) -> dict[str, dict[str, dict[Size, list[dict[str, Any]]]]]:
+def group_by_setting(records: Records) -> dict[str, dict[str, dict[Size, list[dict[str, Any]]]]]:
     """Groups records by machine, model and mode, then by engine (in the order of `ENGINES`), then by size.
 
     Records of several days are grouped by day too.
@@ -247,20 +255,20 @@ def by_setting(records: Records) -> dict[str, dict[str, dict[Size, list[dict[str
     for record in sorted(records, key=lambda record: list(ENGINES).index(record["engine"])):
         place = _machine_and_model(record)
         name = f"{place}, {record['time'][:10]}" if len(days[place]) > 1 else place
-        found[name][record["engine"]][size_of(record)].append(record)
+        found[name][record["engine"]][workload_size(record)].append(record)
     return found
 
 
 def _machine_and_model(record: dict[str, Any]) -> str:
-    return f"{setting(record)}: {model_name(record)}, {_mode_and_rows(record)}"
+    return f"{machine_name(record)}: {model_name(record)}, {_mode_and_rows(record)}"
 
 
-def rate(records: Records) -> tuple[float | None, float | None]:
+def prefill_and_decoding_rate(records: Records) -> tuple[float | None, float | None]:
     """Returns base tokens/s of prefill and of decoding over several records: all tokens over all median times."""
-    return _pooled(records, "prefill_tokens_per_s"), _pooled(records, "base_tokens_per_s")
+    return pooled_rate(records, "prefill_tokens_per_s"), pooled_rate(records, "base_tokens_per_s")
 
 
-def _pooled(records: Records, name: str) -> float | None:
+def pooled_rate(records: Records, name: str) -> float | None:
     """Returns the rate `name` over several records: all tokens over all seconds; None if a record lacks it."""
     which = "prompt_tokens" if name.startswith("prefill") else "base_tokens"
     known = [(record["counts"][which], record["figures"][name]) for record in records]
@@ -278,26 +286,29 @@ def ceiling_rate(records: Records) -> float:
 # ---- plot
 
 
-def draw(path: Path, records: Records) -> None:
+def draw_decoding_speed(path: Path, records: Records) -> None:
     """Writes a plot of decoding speed: a panel per machine, model and mode, a bar per size and engine.
 
     A line at each bar is the upper bound by memory bandwidth. Raises `InstallationError` without matplotlib.
     """
-    found = by_setting(records)
+    found = group_by_setting(records)
     figure = new_figure(7, 3.2 * len(found))
     panels = figure.subplots(len(found), squeeze=False)[:, 0]
     for panel, (name, engines) in zip(panels, found.items(), strict=True):
         _draw_panel(panel, name, engines)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[str, Any]]]]) -> None:
-    """Draws one panel. engines: engine -> size -> its records."""
-    sizes = sorted(_flat(engines.values()))
+    sizes = sorted(distinct_sizes(engines.values()))
     width = 0.8 / len(engines)
     for i, (engine, of) in enumerate(engines.items()):
-        bars = [(sizes.index(size) + i * width, size) for size in of if rate(of[size])[1] is not None]
-        panel.bar([x for x, _ in bars], [rate(of[size])[1] for _, size in bars], width, label=engine)
+        bars = [
+            (sizes.index(size) + i * width, size) for size in of if prefill_and_decoding_rate(of[size])[1] is not None
+        ]
+        panel.bar(
+            [x for x, _ in bars], [prefill_and_decoding_rate(of[size])[1] for _, size in bars], width, label=engine
+        )
         for x, size in bars:
             panel.hlines(ceiling_rate(of[size]), x - width / 2, x + width / 2, "black", linewidth=1.2)
     panel.plot([], [], "black", linewidth=1.2, label="memory bandwidth's ceiling")
@@ -308,5 +319,5 @@ def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[s
     panel.legend(fontsize=8)
 
 
-def _flat(groups: Iterable[Iterable[Size]]) -> set[Size]:
+def distinct_sizes(groups: Iterable[Iterable[Size]]) -> set[Size]:
     return {size for group in groups for size in group}

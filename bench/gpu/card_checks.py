@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from mlx_zip.bench.engines.random_folder import random_folder
-from mlx_zip.bench.engines.shape_table import SHAPES, narrow
-from mlx_zip.bench.engines.torch_steps import generate, read_prompt
+from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
+from mlx_zip.bench.engines.torch_steps import generate_greedily, prefill_in_chunks
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.memory import find_device
@@ -35,22 +35,22 @@ Line = dict[str, Any]
 
 
 def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
-    """Returns the ids that a model emits after each of `PROMPTS`, of at most so many base tokens."""
     encode = model.tokenizer.encode
     prompts = [encode(text, add_special_tokens=False) for text in PROMPTS]
     batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # one for all, so that its graphs are captured once
-    return [[one for one, _ in generate(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts]
+    return [
+        [one for one, _ in generate_greedily(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts
+    ]
 
 
-def recorded() -> dict[str, list[list[int]]]:
-    """Returns the recorded ids by the bundled model's name. Raises `MlxZipError` if they cannot be read."""
+def read_recorded_ids() -> dict[str, list[list[int]]]:
     try:
         return json.loads(RECORDED.read_text(encoding="utf-8"))["ids"]
     except (OSError, ValueError, KeyError) as error:
         raise MlxZipError(f"{RECORDED}: the recorded ids cannot be read: {error}") from error
 
 
-def checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
+def all_card_checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Callable[[], Iterator[Line]]]]:
     """Yields the name of each check, and a function that yields lines: a name, whether it holds, what was found.
 
     tokens: base tokens that are compared; fewer than were recorded compare the beginning. Graphs need a GPU.
@@ -65,22 +65,23 @@ def checks(device: str | None, tokens: int = TOKENS) -> Iterator[tuple[str, Call
 
 def check_ids(name: str, device: str | None, tokens: int) -> Iterator[Line]:
     """Compares a bundled model's greedy ids with the recorded ones, and CUDA graphs with the same work without them."""
-    wanted, model = recorded()[name], open_model(name, device, "float32")
+    wanted, model = read_recorded_ids()[name], open_model(name, device, "float32")
     found = greedy_ids(model, tokens)
     if tokens < TOKENS:
         wanted = [ids[: len(ours)] for ids, ours in zip(wanted, found, strict=True)]
-    yield _line(f"greedy ids of {name}, float32, equal MLX's", found == wanted, _first(found, wanted))
+    yield check_line(f"greedy ids of {name}, float32, equal MLX's", found == wanted, first_difference(found, wanted))
     if model.device.type == "cuda":
-        with eagerly():
+        with without_cuda_graphs():
             eager = greedy_ids(model, tokens)
-        yield _line(f"CUDA graphs of {name} give what eager work gives", eager == found, _first(found, eager))
+        yield check_line(
+            f"CUDA graphs of {name} give what eager work gives", eager == found, first_difference(found, eager)
+        )
 
 
 def check_logits(device: str | None) -> Iterator[Line]:
-    """Compares logits in bfloat16 with those in float32. value: the relative error, at most `NO_NUMBER`."""
-    error = logits_error(open_model(LOGITS, device, "bfloat16"), open_model(LOGITS, device, "float32"))
+    error = relative_logits_error(open_model(LOGITS, device, "bfloat16"), open_model(LOGITS, device, "float32"))
     error = min(error, NO_NUMBER) if isfinite(error) else NO_NUMBER  # JSON has no other way to say so
-    line = _line(f"logits of {LOGITS}, bfloat16", error <= MOST_ERROR, f"relative error {error:.2g}")
+    line = check_line(f"logits of {LOGITS}, bfloat16", error <= MOST_ERROR, f"relative error {error:.2g}")
     yield {**line, "value": error}
 
 
@@ -90,27 +91,27 @@ def check_chunks(heads: str, dtype: str, device: str | None) -> Iterator[Line]:
     heads: one of `CHUNKED`. The second chunk's queries see the first one's keys, by another operation of PyTorch for
     each dtype and with each kind of heads.
     """
-    config, where = narrow(SHAPES[CHUNKED[heads]]), find_device(device)
+    config, where = narrow_shape_config(SHAPES[CHUNKED[heads]]), find_device(device)
     folder = random_folder(config, where, getattr(torch, dtype), kernels=where.type == "cuda")
     model, (count, first) = CudaModel(folder, None), CHUNKS
     ids = np.random.default_rng(0).integers(0, config["vocab_size"], count).astype(np.uint32)
-    whole, parts = (last_logits(model, ids, chunk) for chunk in (count, first))
-    error, bound = _apart(parts, whole), MOST_APART[dtype]
-    yield _line(f"two chunks equal one, {heads}, {dtype}", error <= bound, f"relative difference {error:.2g}")
+    whole, parts = (logits_after_prompt(model, ids, chunk) for chunk in (count, first))
+    error, bound = relative_difference(parts, whole), MOST_APART[dtype]
+    yield check_line(f"two chunks equal one, {heads}, {dtype}", error <= bound, f"relative difference {error:.2g}")
 
 
-def logits_error(model: CudaModel, exact: CudaModel) -> float:
+def relative_logits_error(model: CudaModel, exact: CudaModel) -> float:
     """Returns the norm of the difference of two models' logits after `PROMPTS`, over the norm of the second's."""
     texts = [np.asarray(model.tokenizer.encode(text, add_special_tokens=False), np.uint32) for text in PROMPTS]
-    ours, theirs = (torch.cat([last_logits(one, ids, len(ids)) for ids in texts]) for one in (model, exact))
-    return _apart(ours, theirs)
+    ours, theirs = (torch.cat([logits_after_prompt(one, ids, len(ids)) for ids in texts]) for one in (model, exact))
+    return relative_difference(ours, theirs)
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def last_logits(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.Tensor:
+def logits_after_prompt(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.Tensor:
     """Returns the logits [V] float64 of the base ids after ids [n], read `chunk` at once."""
     batch, kept = Batch(model, 1, len(ids) + 1), []
 
@@ -119,16 +120,16 @@ def last_logits(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.Tensor:
         return head.logits.argmax(-1)
 
     batch.add()
-    read_prompt(batch, 0, ids, chunk)
+    prefill_in_chunks(batch, 0, ids, chunk)
     batch.choose(keep)
     return kept[0]
 
 
-def _line(name: str, holds: bool, said: str) -> Line:
+def check_line(name: str, holds: bool, said: str) -> Line:
     return {"check": name, "holds": holds, "found": said}
 
 
-def _first(found: list[list[int]], expected: list[list[int]]) -> str:
+def first_difference(found: list[list[int]], expected: list[list[int]]) -> str:
     for text, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
             if a != b:
@@ -139,8 +140,7 @@ def _first(found: list[list[int]], expected: list[list[int]]) -> str:
 
 
 @contextmanager
-def eagerly() -> Iterator[None]:
-    """Inside, new batches run every piece of a step as it is, without CUDA graphs."""
+def without_cuda_graphs() -> Iterator[None]:
     run = Graphs.run
     Graphs.run = lambda self, key, work, keep=(): work()  # type: ignore[method-assign]
     try:

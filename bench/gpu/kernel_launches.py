@@ -42,7 +42,7 @@ FILLS |= {"fill_", "zero_", "scalar_tensor", "rand", "randn", "randint"}
 
 
 @dataclass
-class Launches:
+class LaunchCounts:
     """What was launched. names: how often each operation or kernel was. bytes: read and written by all of them."""
 
     names: Counter[str] = field(default_factory=Counter)
@@ -63,9 +63,9 @@ class Launches:
         self.names[name] += count
         self.sizes[name] += size
 
-    def minus(self, other: Launches) -> Launches:
+    def minus(self, other: LaunchCounts) -> LaunchCounts:
         """Returns what was launched here and not in `other`, by name; counts may be negative."""
-        found = Launches(Counter(self.names), Counter(self.sizes))
+        found = LaunchCounts(Counter(self.names), Counter(self.sizes))
         found.names.subtract(other.names)
         found.sizes.subtract(other.sizes)
         return found
@@ -77,31 +77,31 @@ class Launches:
         return {"launches": self.count, "bytes": self.bytes, "each": each}
 
 
-class _Mode(TorchDispatchMode):
+class _LaunchCountingMode(TorchDispatchMode):
     """Counts operations, unless it is paused."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = Launches()
+        self.found = LaunchCounts()
         self.paused = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.paused and (parts := self._parts(func, args, kwargs)) is not NotImplemented:
+        if not self.paused and (parts := self._run_decomposed(func, args, kwargs)) is not NotImplemented:
             return parts
         out = func(*args, **kwargs)
-        if not self.paused and launches(func):
+        if not self.paused and operation_launches_kernel(func):
             name = func.overloadpacket.__name__
             self.found.add(name, 1, operation_bytes(name, args, kwargs, out))
         return out
 
-    def _parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation by its parts if PyTorch knows it as one of several; else returns NotImplemented."""
         with self:
             return func.decompose(*args, **kwargs)
 
 
-def launches(func: Any) -> bool:
+def operation_launches_kernel(func: Any) -> bool:
     """Returns whether one of PyTorch's operations launches something: it is no view and no allocation."""
     if func.overloadpacket.__name__ in FREE:
         return False
@@ -127,21 +127,20 @@ def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -
 
 
 @contextmanager
-def counted() -> Iterator[Launches]:
+def counting_launches() -> Iterator[LaunchCounts]:
     """Counts what is launched inside, into the object that it yields. CUDA graphs are neither made nor replayed."""
-    mode = _Mode()
+    mode = _LaunchCountingMode()
     with ExitStack() as stack:
         stack.enter_context(patch.object(Graphs, "run", lambda graphs, key, work, keep=(): work()))
-        for place, name, function in _kernel_functions():
-            stack.enter_context(patch.object(place, name, _counting(mode, place.__name__, name, function)))
-        if (run := _triton_run()) is not None:
-            stack.enter_context(patch.object(*run[:2], _counting_triton(mode, run[2])))
+        for place, name, function in kernel_references():
+            stack.enter_context(patch.object(place, name, count_reference_calls(mode, place.__name__, name, function)))
+        if (run := find_triton_run()) is not None:
+            stack.enter_context(patch.object(*run[:2], count_triton_launches(mode, run[2])))
         stack.enter_context(mode)
         yield mode.found
 
 
-def _kernel_functions() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-    """Yields (module, name, function) of every kernel's plain reference."""
+def kernel_references() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
     for info in pkgutil.iter_modules(kernels.__path__):
         if info.ispkg:  # the Triton kernels themselves
             continue
@@ -151,8 +150,9 @@ def _kernel_functions() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
                 yield module, name, value
 
 
-def _counting(mode: _Mode, module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the reference of a kernel, which counts as the kernel's launches when it is called."""
+def count_reference_calls(
+    mode: _LaunchCountingMode, module: str, name: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
     kernel = f"{module.rpartition('.')[2]}.{name}"
     size = KERNEL_BYTES.get(kernel, lambda args, out: bytes_of(list(args.values())) + bytes_of(out))
     count = KERNEL_LAUNCHES.get(kernel, lambda args: 1)
@@ -173,8 +173,7 @@ def _counting(mode: _Mode, module: str, name: str, function: Callable[..., Any])
     return run
 
 
-def _triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
-    """Returns (class, name, function) of what every launch of a Triton kernel goes through; None without Triton."""
+def find_triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
     if "triton" not in sys.modules:
         return None
     from triton.runtime import interpreter  # type: ignore[import-not-found]
@@ -187,9 +186,7 @@ def _triton_run() -> tuple[Any, str, Callable[..., Any]] | None:
     return JITFunction, "run", JITFunction.run
 
 
-def _counting_triton(mode: _Mode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that launches a Triton kernel and counts one launch; its bytes are those of its tensors."""
-
+def count_triton_launches(mode: _LaunchCountingMode, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode.paused += 1
@@ -208,41 +205,42 @@ def _counting_triton(mode: _Mode, function: Callable[..., Any]) -> Callable[...,
 Arguments = Mapping[str, Any]
 
 
-def _rows(matrix: Matrix, count: int) -> int:
-    """Returns the bytes of this many rows of a matrix, dense or packed."""
+def matrix_row_bytes(matrix: Matrix, count: int) -> int:
     return count * bytes_of(matrix) // matrix.shape[0]
 
 
-def _embedding(args: Arguments, out: Any) -> int:
+def embedding_bytes(args: Arguments, out: Any) -> int:
     """A base id's row comes from the base table, a hypertoken's from the installed rows."""
     ids, base = args["ids"], args["base"]
     low = int((ids < args["boundary"]).sum())
     rows = (ids.numel() - low) * args["rows"].shape[2] * args["rows"].element_size()
-    return bytes_of(ids) + _rows(base, low) + rows + bytes_of(out)
+    return bytes_of(ids) + matrix_row_bytes(base, low) + rows + bytes_of(out)
 
 
-def _entry_rows(args: Arguments, out: Any) -> int:
+def entry_row_bytes(args: Arguments, out: Any) -> int:
     """A row of the matrix and one of the places for each id of each entry."""
     entries, places = args["entries"], args["places"]
-    read = _rows(args["matrix"], entries.numel()) + (0 if places is None else bytes_of(places[: entries.shape[1]]))
+    read = matrix_row_bytes(args["matrix"], entries.numel()) + (
+        0 if places is None else bytes_of(places[: entries.shape[1]])
+    )
     return bytes_of(entries) + read + bytes_of(out)
 
 
-def _head(args: Arguments, out: Any) -> int:
+def head_bytes(args: Arguments, out: Any) -> int:
     """The base matrix's rows below the boundary, and the installed rows."""
     base, rows, installed = args["base"], args["rows"], args["installed"]
     entries = int(installed.sum()) * rows.shape[2] * rows.element_size()
-    low = _rows(base, args["boundary"])
+    low = matrix_row_bytes(base, args["boundary"])
     return bytes_of(args["x"]) + low + entries + bytes_of(installed) + bytes_of(out)
 
 
-def _rope(args: Arguments, out: Any) -> int:
+def rope_bytes(args: Arguments, out: Any) -> int:
     """Queries, keys and values are read; queries go to the result, keys and values into the caches."""
     others = [args[name] for name in ("positions", "slots", "rotation")]
     return 2 * bytes_of(args["qkv"]) + bytes_of(others)
 
 
-def _attention(args: Arguments, out: Any) -> int:
+def attention_bytes(args: Arguments, out: Any) -> int:
     """The filled part of the caches; a sliding window limits it."""
     keys = args["keys"]
     lengths = args["lengths"].clamp(max=min(keys.shape[2], args["window"]))
@@ -250,13 +248,13 @@ def _attention(args: Arguments, out: Any) -> int:
     return bytes_of(args["q"]) + int(lengths.sum()) * one + bytes_of(out)
 
 
-def _attention_launches(args: Arguments) -> int:
+def attention_launch_count(args: Arguments) -> int:
     """Two where the keys are divided among programs, whose parts are combined then."""
     batch, kv_heads, places, _ = args["keys"].shape
     return 2 if part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
 
 
-def _install(args: Arguments, out: Any) -> int:
+def install_bytes(args: Arguments, out: Any) -> int:
     """A row of each side is read and written for each entry, with its flag and its span."""
     new, pool = args["new"], args["pool"]
     row = pool.shape[1] * pool.shape[2] * pool.element_size()
@@ -266,15 +264,15 @@ def _install(args: Arguments, out: Any) -> int:
 # launches of a kernel's Triton form where they are not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
     "head.reference": lambda args: 2,  # blocks of ids, and what joins their findings
-    "attention.reference": _attention_launches,
+    "attention.reference": attention_launch_count,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
-    "embedding.reference": _embedding,
-    "encoder.reference_rows": _entry_rows,
-    "head.reference": _head,
-    "rope.reference": _rope,
-    "attention.reference": _attention,
-    "install.reference": _install,
+    "embedding.reference": embedding_bytes,
+    "encoder.reference_rows": entry_row_bytes,
+    "head.reference": head_bytes,
+    "rope.reference": rope_bytes,
+    "attention.reference": attention_bytes,
+    "install.reference": install_bytes,
 }
 
 # ---- a decoding step: without hypertokens, with rows that are known, and with new ones
@@ -290,47 +288,45 @@ class StepCosts:
     Without hypertokens no step installs an entry: both are then the same.
     """
 
-    warm: Launches
-    cold: Launches
+    warm: LaunchCounts
+    cold: LaunchCounts
 
 
-def step_costs(model: CudaModel, prompt: int = PROMPT, capacity: int | None = None) -> StepCosts:
-    """Returns what a step of one sequence costs after `prompt` base ids.
+def count_step_costs(model: CudaModel) -> StepCosts:
+    """Returns what a step of one sequence costs after `PROMPT` base ids.
 
-    The codebook counts as full. capacity: ids that the caches have room for; None takes what the count needs. What the
-    steps emit means nothing: ids that install an entry are forced.
+    The codebook counts as full. What the steps emit means nothing: ids that install an entry are forced.
     """
     found = []
     for _ in range(1 + model.hypertokens):  # the second time finds the row that the first one has encoded
-        batch = Batch(model, 1, capacity or prompt + TRIES + 1)
+        batch = Batch(model, 1, PROMPT + TRIES + 1)
         batch.add()
-        batch.read(0, _distinct(model, prompt))
-        found.append(_counted_step(batch))
+        batch.read(0, distinct_base_ids(model, PROMPT))
+        found.append(count_first_installing_step(batch))
     return StepCosts(warm=found[-1], cold=found[0])
 
 
-def _distinct(model: CudaModel, count: int) -> np.ndarray:
-    """Returns `count` base ids that the codec does not disable, each at most once as far as there are enough."""
+def distinct_base_ids(model: CudaModel, count: int) -> np.ndarray:
     allowed = np.setdiff1d(np.arange(model.params.vocab_size), list(model.params.disabled_ids))
     return np.resize(allowed, count).astype(np.uint32)
 
 
-def _counted_step(batch: Batch) -> Launches:
+def count_first_installing_step(batch: Batch) -> LaunchCounts:
     """Returns the launches of the first step that installs an entry, or of the first one without hypertokens."""
-    allowed = _distinct(batch.model, TRIES)
+    allowed = distinct_base_ids(batch.model, TRIES)
     batch.tables.installed.fill_(True)
     for at in range(TRIES):
         forced = int(allowed[-1 - at])
         before = len(batch.book(0))
         ids = torch.tensor([forced], device=batch.model.device)
-        with counted() as found:
-            step(batch, ids)
+        with counting_launches() as found:
+            take_step(batch, ids)
         if not batch.model.hypertokens or len(batch.book(0)) > before:
             return found
     raise ValueError(f"no entry was installed in {TRIES} steps")
 
 
-def step(batch: Batch, ids: torch.Tensor) -> None:
+def take_step(batch: Batch, ids: torch.Tensor) -> None:
     """Takes a whole step of a batch of one, which emits `ids` [1] after the head's choice has been computed."""
     batch.choose(lambda head: ids, logits=False)
     batch.begin()
@@ -341,7 +337,7 @@ def step(batch: Batch, ids: torch.Tensor) -> None:
 # ---- shapes that are too large to be made
 
 
-class ZeroFolder(RandomFolder):
+class ZeroWeightsFolder(RandomFolder):
     """Gives zeros for each name: memory that the system hands out but need not hold, as long as it is only read."""
 
     def take(self, name: str, *shape: int) -> Weight:
@@ -353,26 +349,29 @@ class ZeroFolder(RandomFolder):
         return Packed(words, scales, torch.zeros_like(scales), self.bits, self.group)
 
 
-def shape_costs(config: dict[str, Any], dtype: torch.dtype, bits: int | None = None, group: int = 64) -> StepCosts:
+def count_shape_costs(
+    config: dict[str, Any], dtype: torch.dtype, bits: int | None = None, group: int = 64
+) -> StepCosts:
     """Returns what a step costs at the shape of a config.json, of a converted model or a plain one.
 
     It is counted at full width on the CPU with one and with two layers; their difference is a layer's, and counts for
     every further one. bits, group: packing of the weights, None for none.
     """
     layers = config["num_hidden_layers"]
-    one, two = (_few_layers(config, count, dtype, bits, group) for count in (1, 2))
-    return StepCosts(*(extrapolated(a, b, layers) for a, b in ((one.warm, two.warm), (one.cold, two.cold))))
+    one, two = (count_costs_with_layers(config, count, dtype, bits, group) for count in (1, 2))
+    return StepCosts(*(extrapolate_to_layers(a, b, layers) for a, b in ((one.warm, two.warm), (one.cold, two.cold))))
 
 
-def _few_layers(config: dict[str, Any], layers: int, dtype: torch.dtype, bits: int | None, group: int) -> StepCosts:
+def count_costs_with_layers(
+    config: dict[str, Any], layers: int, dtype: torch.dtype, bits: int | None, group: int
+) -> StepCosts:
     folder = random_folder({**config, "num_hidden_layers": layers}, "cpu", dtype, bits, group)
-    zeros = ZeroFolder(**vars(folder))
-    return step_costs(CudaModel(zeros, zeros.zip, store_bytes=0))
+    zeros = ZeroWeightsFolder(**vars(folder))
+    return count_step_costs(CudaModel(zeros, zeros.zip, store_bytes=0))
 
 
-def extrapolated(one: Launches, two: Launches, layers: int) -> Launches:
-    """Returns the launches with `layers` layers, from those with one and with two."""
-    layer, found = two.minus(one), Launches()
+def extrapolate_to_layers(one: LaunchCounts, two: LaunchCounts, layers: int) -> LaunchCounts:
+    layer, found = two.minus(one), LaunchCounts()
     for name in two.names:
         count = one.names[name] + (layers - 1) * layer.names[name]
         found.add(name, count, one.sizes[name] + (layers - 1) * layer.sizes[name])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow, zip_config
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens, narrow_shape_config
 from mlx_zip.errors import MlxZipError, missing_library, reason
 from mlx_zip.files import check_out, whole_folder, write_json
 from mlx_zip.layout import Layout
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if error.name != "torch":
             raise
         raise missing_library("bench checkpoint", "torch", extra="cuda") from error
-    config = narrow(SHAPES[args.shape]) if args.rehearse else SHAPES[args.shape]
+    config = narrow_shape_config(SHAPES[args.shape]) if args.rehearse else SHAPES[args.shape]
     tokenizer = load_tokenizer(args.tokenizer)
     Layout(config["vocab_size"], 0, config["vocab_size"]).check_tokenizer(len(tokenizer))
     if args.out.exists():
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     check_out(args.out)
     try:
         with whole_folder(args.out, replace=False) as partial:
-            _write(partial, config, ZipOptions(), tokenizer, DTYPES[args.precision])
+            write_checkpoint(partial, config, ZipOptions(), tokenizer, DTYPES[args.precision])
     except OSError as error:
         raise MlxZipError(f"--out {args.out} cannot be written: {reason(error)}") from error
     size = sum(file.stat().st_size for file in args.out.iterdir())
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(folder: Path, config: dict[str, Any], options: ZipOptions, tokenizer: Any, dtype: str) -> None:
+def write_checkpoint(folder: Path, config: dict[str, Any], options: ZipOptions, tokenizer: Any, dtype: str) -> None:
     """Writes a self-contained checkpoint in the published package's format 2: decoder, tokenizer, encoders.
 
     config: the decoder's. dtype: torch's name of the weights' number type.
@@ -72,19 +72,19 @@ def _write(folder: Path, config: dict[str, Any], options: ZipOptions, tokenizer:
     import torch
     from safetensors.torch import save_file
 
-    from mlx_zip.bench.engines.torch_engines import random_decoder
+    from mlx_zip.bench.engines.torch_engines import make_random_decoder
 
-    section = zip_config(config, options)["zip2zip"]
+    section = config_with_hypertokens(config, options)["zip2zip"]
     kind = getattr(torch, dtype)
-    random_decoder(config, kind).save_pretrained(folder, max_shard_size=SHARD)
+    make_random_decoder(config, kind).save_pretrained(folder, max_shard_size=SHARD)
     tokenizer.save_pretrained(folder)
-    save_file(dict(_encoder_weights(section, kind)), folder / "zip2zip_encoders.safetensors")
+    save_file(dict(random_encoder_weights(section, kind)), folder / "zip2zip_encoders.safetensors")
     names = ("encoder_type", "encoder", "compression")
     fields = {"format_version": 2, "base_model_name_or_path": ".", "position_mode": "compressed"}
     write_json(folder / "zip2zip_config.json", fields | {name: section[name] for name in names})
 
 
-def _encoder_weights(section: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def random_encoder_weights(section: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) of two transformer encoders. section: `zip2zip` of a config.json."""
     import torch
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mlx_zip.bench.tables.card_steps import CARDS, same_overhead
-
 Record = dict[str, Any]
 Cases = dict[str, float]  # figure by case, such as a shape or a text
 
@@ -19,52 +17,53 @@ Cases = dict[str, float]  # figure by case, such as a shape or a text
 # ---- steps
 
 
-def _steps(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
+def step_records_of(records: Sequence[Record], engine: str, rows: str = "warm") -> dict[str, Record]:
     named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
-    return {named(one): one for one in _kind(records, "nvidia-steps") if (one["engine"], one["rows"]) == (engine, rows)}
+    return {
+        named(one): one
+        for one in records_of_bench(records, "nvidia-steps")
+        if (one["engine"], one["rows"]) == (engine, rows)
+    }
 
 
-def _step_ms(record: Record) -> float:
+def median_step_ms(record: Record) -> float:
     return record["step"]["device_ms"]["median"]
 
 
-def _share(records: Sequence[Record]) -> Cases:
-    return {case: one["share_of_read"] for case, one in _steps(records, "torch-base").items()}
+def bandwidth_share_of_steps(records: Sequence[Record]) -> Cases:
+    return {case: one["share_of_read"] for case, one in step_records_of(records, "torch-base").items()}
 
 
-def _ratio(rows: str) -> Callable[[Sequence[Record]], Cases]:
+def zip_step_over_base(rows: str) -> Callable[[Sequence[Record]], Cases]:
     def values(records: Sequence[Record]) -> Cases:
-        base = _steps(records, "torch-base")
-        zipped = _steps(records, "torch-zip", rows)
-        return {case: _step_ms(zipped[case]) / _step_ms(base[case]) for case in zipped.keys() & base.keys()}
+        base = step_records_of(records, "torch-base")
+        zipped = step_records_of(records, "torch-zip", rows)
+        return {case: median_step_ms(zipped[case]) / median_step_ms(base[case]) for case in zipped.keys() & base.keys()}
 
     return values
 
 
-def _int4(records: Sequence[Record]) -> Cases:
-    """Returns torch-base's steps per second with 4-bit weights over those with 16 bits."""
-    base = _steps(records, "torch-base")
+def int4_over_16_bit_speed(records: Sequence[Record]) -> Cases:
+    base = step_records_of(records, "torch-base")
     names = [case.removesuffix(" 4") for case in base if case.endswith(" 4")]
-    return {n: _step_ms(base[f"{n} 16"]) / _step_ms(base[f"{n} 4"]) for n in names if f"{n} 16" in base}
+    return {n: median_step_ms(base[f"{n} 16"]) / median_step_ms(base[f"{n} 4"]) for n in names if f"{n} 16" in base}
 
 
 # ---- kernels
 
 
-def _reading(start: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of the share of the read bandwidth of the kernels whose names begin so."""
-    return lambda records: {case: one["share_of_read"] for case, one in _kernels(records, start)}
+def kernel_bandwidth_share(start: str) -> Callable[[Sequence[Record]], Cases]:
+    return lambda records: {case: one["share_of_read"] for case, one in kernels_named(records, start)}
 
 
-def _faster(start: str) -> Callable[[Sequence[Record]], Cases]:
-    """Returns a function of the reference's time over the kernel's, of kernels whose names begin so."""
+def kernel_speedup_over_reference(start: str) -> Callable[[Sequence[Record]], Cases]:
     return lambda records: {
-        case: one["reference_us"] / one["us"] for case, one in _kernels(records, start) if one["reference_us"]
+        case: one["reference_us"] / one["us"] for case, one in kernels_named(records, start) if one["reference_us"]
     }
 
 
-def _kernels(records: Sequence[Record], start: str) -> Iterator[tuple[str, Record]]:
-    for one in _kind(records, "nvidia-kernels"):
+def kernels_named(records: Sequence[Record], start: str) -> Iterator[tuple[str, Record]]:
+    for one in records_of_bench(records, "nvidia-kernels"):
         if one["kernel"].startswith(start):
             yield f"{one['model']['name']} {one['kernel']}", one
 
@@ -72,29 +71,35 @@ def _kernels(records: Sequence[Record], start: str) -> Iterator[tuple[str, Recor
 # ---- whole requests
 
 
-def _end_to_end(records: Sequence[Record]) -> Cases:
+def decoding_over_compression(records: Sequence[Record]) -> Cases:
     """Returns decoding in base tokens/s of torch-zip over (its base tokens per step x torch-base's)."""
     per_step = lambda one: one["figures"]["base_tokens_per_step"]["median"]
-    return _against("torch-base", "base_tokens_per_s", records, lambda zipped, base: per_step(zipped) / per_step(base))
+    return compare_with_engine(
+        "torch-base", "base_tokens_per_s", records, lambda zipped, base: per_step(zipped) / per_step(base)
+    )
 
 
-def _prefill(records: Sequence[Record]) -> Cases:
-    return _against("torch-base", "prefill_tokens_per_s", records)
+def prefill_over_base(records: Sequence[Record]) -> Cases:
+    return compare_with_engine("torch-base", "prefill_tokens_per_s", records)
 
 
-def _published(records: Sequence[Record]) -> Cases:
+def speed_over_published(records: Sequence[Record]) -> Cases:
     """Returns base tokens over the time of a whole request, of torch-zip over those of the published package."""
-    return _against("zip2zip", "end_to_end_tokens_per_s", records)
+    return compare_with_engine("zip2zip", "end_to_end_tokens_per_s", records)
 
 
-def _against(
+def compare_with_engine(
     other: str, figure: str, records: Sequence[Record], scale: Callable[[Record, Record], float] = lambda a, b: 1.0
 ) -> Cases:
     """Returns torch-zip's figure over (`scale` x another engine's) on the same workload of the same card."""
     found = {}
-    for zipped in _whole(records, "torch-zip"):
-        fields = [zipped[name] for name in ("workload", "device")] + [_weights(zipped)]
-        same = [one for one in _whole(records, other) if [one["workload"], one["device"], _weights(one)] == fields]
+    for zipped in whole_requests_of(records, "torch-zip"):
+        fields = [zipped[name] for name in ("workload", "device")] + [weights_key(zipped)]
+        same = [
+            one
+            for one in whole_requests_of(records, other)
+            if [one["workload"], one["device"], weights_key(one)] == fields
+        ]
         for one in same[:1]:
             a, b = (each["figures"][figure] for each in (zipped, one))
             if a is not None and b is not None:
@@ -105,14 +110,14 @@ def _against(
     return found
 
 
-def _weights(record: Record) -> list[Any]:
+def weights_key(record: Record) -> list[Any]:
     return [record["model"][name] for name in ("name", "precision", "weights")]
 
 
-def _whole(records: Sequence[Record], engine: str) -> list[Record]:
+def whole_requests_of(records: Sequence[Record], engine: str) -> list[Record]:
     return [
         one
-        for one in _kind(records, "generate")
+        for one in records_of_bench(records, "generate")
         if one["engine"] == engine and one["mode"] == "replay" and one["setting"]["rows"] == "warm"
     ]
 
@@ -120,20 +125,24 @@ def _whole(records: Sequence[Record], engine: str) -> list[Record]:
 # ---- agreement
 
 
-def _agreeing(start: str) -> Callable[[Sequence[Record]], Cases]:
+def checks_that_hold(start: str) -> Callable[[Sequence[Record]], Cases]:
     """Returns a function of the checks whose names begin so: 1 for one that holds, else 0."""
     return lambda records: {
-        one["check"]: float(one["holds"]) for one in _kind(records, "nvidia-checks") if one["check"].startswith(start)
+        one["check"]: float(one["holds"])
+        for one in records_of_bench(records, "nvidia-checks")
+        if one["check"].startswith(start)
     }
 
 
-def _logits_error(records: Sequence[Record]) -> Cases:
-    return {one["check"]: one["value"] for one in _kind(records, "nvidia-checks") if one.get("value") is not None}
+def bfloat16_logits_error(records: Sequence[Record]) -> Cases:
+    return {
+        one["check"]: one["value"] for one in records_of_bench(records, "nvidia-checks") if one.get("value") is not None
+    }
 
 
-def _float64(records: Sequence[Record]) -> Cases:
+def passed_float64_share(records: Sequence[Record]) -> Cases:
     """Returns the share of the kernels' tests against float64 references that passed; skipped ones do not count."""
-    found = _kind(records, "nvidia-float64")
+    found = records_of_bench(records, "nvidia-float64")
     passed, failed = (sum(one[name] for one in found) for name in ("passed", "failed"))
     return {"tests": passed / (passed + failed)} if passed + failed else {}
 
@@ -141,30 +150,30 @@ def _float64(records: Sequence[Record]) -> Cases:
 # ---- counted
 
 
-def _layer_launches(records: Sequence[Record]) -> Cases:
+def launches_per_layer(records: Sequence[Record]) -> Cases:
     """Returns the launches of a warm step over the layers, rounded down: those outside of layers are fewer."""
     return {
         f"{one['model']['name']} {one['engine']}": one["launches"]["launches"] // one["layers"]
-        for one in _kind(records, "nvidia-trace")
+        for one in records_of_bench(records, "nvidia-trace")
     }
 
 
-def _added_launches(records: Sequence[Record]) -> Cases:
-    found = {one["engine"]: one["launches"]["launches"] for one in _kind(records, "nvidia-trace")}
+def added_launch_counts(records: Sequence[Record]) -> Cases:
+    found = {one["engine"]: one["launches"]["launches"] for one in records_of_bench(records, "nvidia-trace")}
     both = {"torch-zip", "torch-base"} <= found.keys()
     return {"phi-3.5-mini": found["torch-zip"] - found["torch-base"]} if both else {}
 
 
-def _added_bytes(records: Sequence[Record]) -> Cases:
+def added_bytes_share(records: Sequence[Record]) -> Cases:
     """Returns the bytes that a warm step of torch-zip moves more than torch-base's, over those of the weights."""
-    found = {one["engine"]: one for one in _kind(records, "nvidia-trace")}
+    found = {one["engine"]: one for one in records_of_bench(records, "nvidia-trace")}
     if not {"torch-zip", "torch-base"} <= found.keys():
         return {}
     more = found["torch-zip"]["launches"]["bytes"] - found["torch-base"]["launches"]["bytes"]
     return {"phi-3.5-mini": more / found["torch-base"]["weight_bytes"]}
 
 
-def _kind(records: Iterable[Record], bench: str) -> list[Record]:
+def records_of_bench(records: Iterable[Record], bench: str) -> list[Record]:
     return [one for one in records if one["bench"] == bench]
 
 
@@ -199,11 +208,11 @@ class Target(NamedTuple):
     most: bool = False
     card: str = ""
 
-    def of(self, records: Sequence[Record]) -> Cases:
+    def values_on_card(self, records: Sequence[Record]) -> Cases:
         """Returns the figures of the records of this card, by case."""
         return self.values([one for one in records if self.card in one.get("device", {}).get("chip", "")])
 
-    def met(self, value: float) -> bool:
+    def is_met(self, value: float) -> bool:
         """Whether a value meets the target."""
         return value <= self.bound if self.most else value >= self.bound
 
@@ -213,14 +222,26 @@ STEP = "median time of a step over torch-base's, at the same shape"
 CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
 
 
-def _shares(
+CARDS = {"H100": 3.35e12, "H200": 4.8e12}  # SXM: bytes per second of the memory, from NVIDIA's data sheets
+FIRST_CARD = "H100"  # for which targets are set
+
+
+def share_with_equal_overhead(share: float, card: str) -> float:
+    """Returns the share of a card's bandwidth at which a step loses as much time as one at `share` on the first card.
+
+    The bytes are the same; faster memory reads them in less time, so the time that is lost weighs more.
+    """
+    return 1 / (1 + (1 / share - 1) * CARDS[card] / CARDS[FIRST_CARD])
+
+
+def bandwidth_share_targets(
     name: str, rule: str, values: Callable[[Sequence[Record]], Cases], bound: float, needed: Sequence[str]
 ) -> list[Target]:
     """Returns the targets of a share of the read bandwidth on each card. name: with {} for share and card.
 
     bound: on an H100.
     """
-    found = {card: round(same_overhead(bound, card), 2) for card in CARDS}
+    found = {card: round(share_with_equal_overhead(bound, card), 2) for card in CARDS}
     return [
         Target(
             name.format(f"{100 * limit:.0f} % of an {card}'s read bandwidth"), rule, values, limit, needed, card=card
@@ -230,77 +251,95 @@ def _shares(
 
 
 TARGETS = (
-    *_shares("torch-base reaches {} at phi-3.5-mini", SHARE, _share, 0.78, SHAPES[:1]),
-    *_shares("torch-base reaches {} at llama-3.2-1b", SHARE, _share, 0.55, SHAPES[1:2]),
-    Target("a warm step of torch-zip takes at most 1.05 x torch-base's", STEP, _ratio("warm"), 1.05, SHAPES, most=True),
-    Target("a cold step of torch-zip takes at most 1.15 x torch-base's", STEP, _ratio("cold"), 1.15, SHAPES, most=True),
+    *bandwidth_share_targets(
+        "torch-base reaches {} at phi-3.5-mini", SHARE, bandwidth_share_of_steps, 0.78, SHAPES[:1]
+    ),
+    *bandwidth_share_targets(
+        "torch-base reaches {} at llama-3.2-1b", SHARE, bandwidth_share_of_steps, 0.55, SHAPES[1:2]
+    ),
+    Target(
+        "a warm step of torch-zip takes at most 1.05 x torch-base's",
+        STEP,
+        zip_step_over_base("warm"),
+        1.05,
+        SHAPES,
+        most=True,
+    ),
+    Target(
+        "a cold step of torch-zip takes at most 1.15 x torch-base's",
+        STEP,
+        zip_step_over_base("cold"),
+        1.15,
+        SHAPES,
+        most=True,
+    ),
     Target(
         "end to end, torch-zip keeps 0.95 of its compression",
         "base tokens/s of decoding over (base tokens per step x torch-base's base tokens/s), same text",
-        _end_to_end,
+        decoding_over_compression,
         0.95,
         TEXTS,
     ),
     Target(
         "torch-zip is 5 x as fast as the published package",
         "base tokens over the time of the whole request, over the package's, same text and card",
-        _published,
+        speed_over_published,
         5.0,
         TEXTS[:2],
     ),
     Target(
         "prefill of torch-zip is faster than torch-base's",
         "base tokens of the prompt over the time to the first id, over torch-base's, same text",
-        _prefill,
+        prefill_over_base,
         1.0,
         TEXTS,
     ),
-    *_shares(
+    *bandwidth_share_targets(
         "the joint head reaches {}",
         CALLS,
-        _reading("joint head, dense"),
+        kernel_bandwidth_share("joint head, dense"),
         0.8,
         ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
     ),
-    *_shares(
+    *bandwidth_share_targets(
         "the hyper embedding reaches {}",
         CALLS,
-        _reading("hyper embedding"),
+        kernel_bandwidth_share("hyper embedding"),
         0.8,
         ("phi-3.5-mini hyper embedding, 2048 ids", "llama-3.2-1b hyper embedding, 2048 ids"),
     ),
     Target(
         "the encoders' pieces are 2 x as fast as eager PyTorch",
         "time of the eager reference over the kernel's",
-        _faster("encoder"),
+        kernel_speedup_over_reference("encoder"),
         2.0,
         ENCODERS,
     ),
     Target(
         "4-bit weights give 2 x the steps of 16-bit ones",
         "steps/s of torch-base with 4 bits over those with 16",
-        _int4,
+        int4_over_16_bit_speed,
         2.0,
         ("phi-3.5-mini",),
     ),
     Target(
         "greedy ids of the bundled models are MLX's, in float32",
         "1 if every id is the recorded one, else 0",
-        _agreeing("greedy ids"),
+        checks_that_hold("greedy ids"),
         1.0,
         tuple(f"greedy ids of {name}, float32, equal MLX's" for name in ("stories", "stories-base")),
     ),
     Target(
         "CUDA graphs change no id",
         "1 if graphs and eager work give the same ids, else 0",
-        _agreeing("CUDA graphs"),
+        checks_that_hold("CUDA graphs"),
         1.0,
         tuple(f"CUDA graphs of {name} give what eager work gives" for name in ("stories", "stories-base")),
     ),
     Target(
         "logits in bfloat16 are within 1e-2",
         "norm of the difference from the model in float32, over the norm of that one's",
-        _logits_error,
+        bfloat16_logits_error,
         LOGITS_ERROR,
         ("logits of stories-base, bfloat16",),
         most=True,
@@ -308,15 +347,21 @@ TARGETS = (
     Target(
         "a prompt in two chunks gives what one chunk gives",
         "1 if the logits agree within rounding, else 0",
-        _agreeing("two chunks"),
+        checks_that_hold("two chunks"),
         1.0,
         tuple(f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")),
     ),
-    Target("kernels agree with float64 references", "tests that passed over those that ran", _float64, 1.0, ("tests",)),
+    Target(
+        "kernels agree with float64 references",
+        "tests that passed over those that ran",
+        passed_float64_share,
+        1.0,
+        ("tests",),
+    ),
     Target(
         "a step launches at most 8 kernels per layer",
         "launches of a warm step over layers, rounded down",
-        _layer_launches,
+        launches_per_layer,
         8,
         ("phi-3.5-mini torch-base", "phi-3.5-mini torch-zip"),
         most=True,
@@ -324,7 +369,7 @@ TARGETS = (
     Target(
         "a warm step of torch-zip launches at most 8 more",
         "launches of a warm step, less torch-base's",
-        _added_launches,
+        added_launch_counts,
         8,
         ("phi-3.5-mini",),
         most=True,
@@ -332,7 +377,7 @@ TARGETS = (
     Target(
         "a warm step of torch-zip moves at most 1.5 % more bytes",
         "bytes of a warm step less torch-base's, over those of the weights",
-        _added_bytes,
+        added_bytes_share,
         0.015,
         ("phi-3.5-mini",),
         most=True,
@@ -340,26 +385,26 @@ TARGETS = (
 )
 
 
-def judged(records: Sequence[Record], on_gpu: bool) -> list[Record]:
+def judge_targets(records: Sequence[Record], on_gpu: bool) -> list[Record]:
     """Returns each target with its rule, its worst case's figure, and "met", "missed" or "not measured".
 
     Without a GPU none is measured. missing: cases that were not measured.
     """
     lines = []
     for target in TARGETS:
-        values = target.of(records) if on_gpu else {}
+        values = target.values_on_card(records) if on_gpu else {}
         known = {case: values[case] for case in target.needed if case in values}
         missing = [case for case in target.needed if case not in known]
         worst = (max if target.most else min)(known, key=known.__getitem__, default=None)
-        if worst is not None and missing and target.met(known[worst]):
+        if worst is not None and missing and target.is_met(known[worst]):
             worst = None  # a case that is missing may be worse
         value = None if worst is None else known[worst]
-        verdict = UNMEASURED if value is None else "met" if target.met(value) else "missed"
+        verdict = UNMEASURED if value is None else "met" if target.is_met(value) else "missed"
         limit = {"bound": target.bound, "kind": "at most" if target.most else "at least", "rule": target.rule}
-        figure = {"value": None if value is None else round(value, 4), "worst": worst, "cases": _rounded(known)}
+        figure = {"value": None if value is None else round(value, 4), "worst": worst, "cases": round_values(known)}
         lines.append({"target": target.name, **limit, **figure, "missing": missing, "verdict": verdict})
     return lines
 
 
-def _rounded(values: Cases) -> Cases:
+def round_values(values: Cases) -> Cases:
     return {case: round(value, 4) for case, value in values.items()}

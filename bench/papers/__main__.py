@@ -26,7 +26,7 @@ EXPERIMENTS = {
         "MultiTok's own experiment at small scale: a classifier of texts in words and in phrases",
     ),
     "adaptbpe": (
-        "mlx_zip.bench.papers.adaptbpe.utility",
+        "mlx_zip.bench.papers.adaptbpe.compression_utility",
         "AdaptBPE: compression utility of a shortened and adapted merge list, seconds of adapting, speed of encoding",
     ),
     "adapt_model": (

@@ -28,7 +28,7 @@ NEWS = 5600  # in the train part; the other 2,000 are the test part
 TASKS = range(11, 511)  # numbers of the test part, which is MBPP's own
 
 
-def reviews(folder: str) -> Iterator[str]:
+def review_lines(folder: str) -> Iterator[str]:
     """Yields the lines of the slice of reviews: 3,000 of 25,000, shuffled. label: 0 for `neg`, 1 for `pos`."""
     found = []
     for label, name in enumerate(("neg", "pos")):
@@ -39,7 +39,7 @@ def reviews(folder: str) -> Iterator[str]:
         yield json.dumps({"label": label, "file": file.name, "text": file.read_text(encoding="utf-8")})
 
 
-def news(file: str, part: str) -> Iterator[str]:
+def news_lines(file: str, part: str) -> Iterator[str]:
     """Yields the lines of the `train` or `test` part of the news, shuffled. label: 0 to 3."""
     with open(file, encoding="utf-8", newline="") as rows:
         found = [{"label": int(label) - 1, "text": f"{title} {about}"} for label, title, about in csv.reader(rows)]
@@ -47,37 +47,37 @@ def news(file: str, part: str) -> Iterator[str]:
     yield from map(json.dumps, found[NEWS:] if part == "test" else found[:NEWS])
 
 
-def abstracts(file: str, part: str) -> Iterator[str]:
+def abstract_lines(file: str, part: str) -> Iterator[str]:
     """Yields the lines of one part of the abstracts. test: every fifth one, by id as text; train: the others."""
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     for i, pmid in enumerate(sorted(found)):
         if (i % 5 == 4) == (part == "test"):
             one = found[pmid]
-            text = "\n".join([one["QUESTION"], *_sections(one)])
+            text = "\n".join([one["QUESTION"], *abstract_sections(one)])
             yield json.dumps({"pmid": pmid, "text": text})
 
 
-def _sections(abstract: Mapping[str, Any]) -> Iterator[str]:
+def abstract_sections(abstract: Mapping[str, Any]) -> Iterator[str]:
     for label, text in zip(abstract["LABELS"], abstract["CONTEXTS"], strict=True):
         yield f"{label}: {text}"
     yield f"CONCLUSION: {abstract['LONG_ANSWER']}"
 
 
-def tasks(file: str, part: str) -> Iterator[str]:
+def task_lines(file: str, part: str) -> Iterator[str]:
     """Yields the lines of the `train` or `test` part of the tasks."""
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         if (json.loads(line)["task_id"] in TASKS) == (part == "test"):
             yield line
 
 
-def sentences(file: str) -> Iterator[str]:
+def treebank_sentences(file: str) -> Iterator[str]:
     """Yields the sentences of a treebank's file, as they were written."""
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         if line.startswith("# text = "):
             yield line.removeprefix("# text = ")
 
 
-def paragraphs(file: str, part: str) -> Iterator[str]:
+def paragraph_lines(file: str, part: str) -> Iterator[str]:
     """Yields the paragraphs of the `train` or `test` part, one a line: every fourth one is a test."""
     articles = json.loads(Path(file).read_text(encoding="utf-8"))["data"]
     found = [one["context"] for article in articles for one in article["paragraphs"]]
@@ -87,12 +87,12 @@ def paragraphs(file: str, part: str) -> Iterator[str]:
 
 
 SLICES = {
-    "reviews": reviews,
-    "news": news,
-    "abstracts": abstracts,
-    "tasks": tasks,
-    "sentences": sentences,
-    "paragraphs": paragraphs,
+    "reviews": review_lines,
+    "news": news_lines,
+    "abstracts": abstract_lines,
+    "tasks": task_lines,
+    "sentences": treebank_sentences,
+    "paragraphs": paragraph_lines,
 }
 
 

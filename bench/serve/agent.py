@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import load_before, surroundings
+from mlx_zip.bench.recording import environment_fields, load_before_bench
 from mlx_zip.bench.records import table
 from mlx_zip.errors import MlxZipError
 
-from .client import Reply, ask
-from .own_server import Served, ours
+from .client import Reply, send_request
+from .server_process import ServerProcess, serve_command
 
 TEMPLATE = (  # for models whose own template has no tools
     "{{ bos_token }}{% if tools %}<|user|>Tools: {{ tools | tojson }}{% endif %}"
@@ -61,11 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plays the agent and prints one JSON line; returns 1 if a forced call is missing. Raises `MlxZipError`."""
     check_at_least(args, 1, "turns")
-    load_before()
+    load_before_bench()
     template = [] if args.own_template else ["--chat-template", TEMPLATE]
-    with TemporaryDirectory() as folder, Served([*ours(args.model, Path(folder)), *template]) as server:
-        turns = asyncio.run(_played(server.port, args.turns))
-    record = {"bench": "agent", "model": {"zip": args.model}, "turns": turns, **surroundings("mlx", "mlx-lm")}
+    with TemporaryDirectory() as folder, ServerProcess([*serve_command(args.model, Path(folder)), *template]) as server:
+        turns = asyncio.run(play_conversation(server.port, args.turns))
+    record = {"bench": "agent", "model": {"zip": args.model}, "turns": turns, **environment_fields("mlx", "mlx-lm")}
     print(json.dumps(record), flush=True)
     heads = ("turn", "answer", "prompt, base tokens", "cached", "share")
     rows = [
@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(turn["kind"] == "call" for turn in turns[::2]) else 1
 
 
-async def _played(port: int, count: int) -> list[dict[str, Any]]:
+async def play_conversation(port: int, count: int) -> list[dict[str, Any]]:
     """Plays the turns of one conversation. Returns for each: kind of the answer, base tokens of the prompt, cached."""
-    model = (await ask(port, "/v1/models")).body["data"][0]["id"]
+    model = (await send_request(port, "/v1/models")).body["data"][0]["id"]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Look around and tell me a story about what you see."}
     ]
@@ -87,25 +87,25 @@ async def _played(port: int, count: int) -> list[dict[str, Any]]:
         forced = number % 2 == 0
         body = {"model": model, "messages": messages, "tools": [TOOL], "max_tokens": 120 if forced else TOKENS}
         body |= {"tool_choice": "required" if forced else "auto", "temperature": 0, "seed": number}
-        reply = await ask(port, "/v1/chat/completions", body)
-        message = _message(reply)
+        reply = await send_request(port, "/v1/chat/completions", body)
+        message = assistant_message(reply)
         usage = reply.body["usage"]
         calls = message.get("tool_calls") or []
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         turns.append({"kind": "call" if calls else "text", "prompt": usage["prompt_tokens"], "cached": cached})
         messages.append({key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)})
-        messages += [{"role": "tool", "tool_call_id": call["id"], "content": _result(call)} for call in calls]
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": tool_result(call)} for call in calls]
         if not calls:
             messages.append({"role": "user", "content": "Look again."})
     return turns
 
 
-def _message(reply: Reply) -> dict[str, Any]:
+def assistant_message(reply: Reply) -> dict[str, Any]:
     if reply.status != 200:
         raise MlxZipError(f"the server answered {reply.status}: {reply.body}")
     return reply.body["choices"][0]["message"]
 
 
-def _result(call: dict[str, Any]) -> str:
+def tool_result(call: dict[str, Any]) -> str:
     asked = json.loads(call["function"]["arguments"])
     return f"The {asked['thing']} is {'far away' if asked['far'] else 'near'}."

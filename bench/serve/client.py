@@ -32,7 +32,7 @@ class Reply:
     seconds: float = 0.0
 
 
-async def ask(
+async def send_request(
     port: int,
     path: str,
     body: Any = None,
@@ -48,36 +48,40 @@ async def ask(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await _ask(port, path, body, leave_after, method or ("GET" if body is None else "POST"))
+            return await send_without_time_limit(
+                port, path, body, leave_after, method or ("GET" if body is None else "POST")
+            )
     except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise MlxZipError(f"{path} on port {port}: no whole answer ({type(error).__name__}: {error})") from error
 
 
-async def _ask(port: int, path: str, body: Any, leave_after: int | None, method: str) -> Reply:
-    """Does what `ask` does, without a limit on the time."""
+async def send_without_time_limit(port: int, path: str, body: Any, leave_after: int | None, method: str) -> Reply:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         sent = time.perf_counter()
-        writer.write(_request(port, path, body, method))
+        writer.write(request_bytes(port, path, body, method))
         await writer.drain()
-        reply = await _head(reader)
-        parts = _chunks(reader) if reply.headers.get("transfer-encoding") == "chunked" else _rest(reader, reply)
+        reply = await read_head(reader)
+        parts = (
+            read_chunks(reader)
+            if reply.headers.get("transfer-encoding") == "chunked"
+            else read_body_parts(reader, reply)
+        )
         if reply.headers.get("content-type", "").startswith("text/event-stream"):
-            async with aclosing(_data_lines(parts)) as lines:
+            async with aclosing(read_event_data(parts)) as lines:
                 async for line in lines:
                     reply.events.append((time.perf_counter() - sent, line))
                     if len(reply.events) == leave_after:
                         break
         else:
-            reply.body = _json(b"".join([part async for part in parts]))
+            reply.body = parse_json_or_text(b"".join([part async for part in parts]))
         reply.seconds = time.perf_counter() - sent
         return reply
     finally:
         writer.close()
 
 
-def _request(port: int, path: str, body: Any, method: str) -> bytes:
-    """Returns the bytes of a request."""
+def request_bytes(port: int, path: str, body: Any, method: str) -> bytes:
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     head = [
         f"{method} {path} HTTP/1.1",
@@ -89,25 +93,25 @@ def _request(port: int, path: str, body: Any, method: str) -> bytes:
     return "\r\n".join([*head, "", ""]).encode() + content
 
 
-async def _head(reader: asyncio.StreamReader) -> Reply:
+async def read_head(reader: asyncio.StreamReader) -> Reply:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (line.split(":", 1) for line in lines[1:] if line)
     return Reply(int(lines[0].split()[1]), {name.lower(): value.strip() for name, value in pairs})
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while size := int(await reader.readline(), 16):
         yield (await reader.readexactly(size + 2))[:-2]
 
 
-async def _rest(reader: asyncio.StreamReader, reply: Reply) -> AsyncIterator[bytes]:
+async def read_body_parts(reader: asyncio.StreamReader, reply: Reply) -> AsyncIterator[bytes]:
     left = int(reply.headers.get("content-length", -1))
     while left and (part := await reader.read(65536 if left < 0 else min(left, 65536))):
         left -= len(part) if left > 0 else 0
         yield part
 
 
-async def _data_lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
+async def read_event_data(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
     """Yields what the `data:` lines of an event stream hold: JSON values, or a text that is none, such as [DONE]."""
     held = b""
     async for part in parts:
@@ -115,11 +119,11 @@ async def _data_lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
         for line in lines:
             if line.startswith(b"data:"):
                 text = line[5:].strip()
-                value = _json(text)
+                value = parse_json_or_text(text)
                 yield text.decode() if value is None else value
 
 
-def _json(text: bytes) -> Any:
+def parse_json_or_text(text: bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -159,7 +163,7 @@ def _chat_text(reply: Reply) -> str:
 
 
 def _chat_usage(reply: Reply) -> tuple[int, int, int]:
-    found = reply.body["usage"] if not reply.events else _last_with(reply, "usage")["usage"]
+    found = reply.body["usage"] if not reply.events else last_event_with(reply, "usage")["usage"]
     cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return found["prompt_tokens"], cached, found["completion_tokens"]
 
@@ -174,18 +178,18 @@ def _responses_body(messages: Messages, max_tokens: int, stream: bool) -> dict[s
     }
 
 
-def _response(reply: Reply) -> dict[str, Any]:
+def final_response_object(reply: Reply) -> dict[str, Any]:
     """Returns the response object, from the last event of a streamed answer."""
-    return reply.body if not reply.events else _last_with(reply, "response")["response"]
+    return reply.body if not reply.events else last_event_with(reply, "response")["response"]
 
 
 def _responses_text(reply: Reply) -> str:
-    items = [item for item in _response(reply)["output"] if item["type"] == "message"]
+    items = [item for item in final_response_object(reply)["output"] if item["type"] == "message"]
     return "".join(part["text"] for item in items for part in item["content"])
 
 
 def _responses_usage(reply: Reply) -> tuple[int, int, int]:
-    found = _response(reply)["usage"]
+    found = final_response_object(reply)["usage"]
     return found["input_tokens"], found["input_tokens_details"]["cached_tokens"], found["output_tokens"]
 
 
@@ -214,7 +218,7 @@ def _anthropic_usage(reply: Reply) -> tuple[int, int, int]:
     return found["input_tokens"] + cached, cached, found["output_tokens"]
 
 
-def _last_with(reply: Reply, key: str) -> dict[str, Any]:
+def last_event_with(reply: Reply, key: str) -> dict[str, Any]:
     return next(event for _, event in reversed(reply.events) if isinstance(event, dict) and event.get(key))
 
 

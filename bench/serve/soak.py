@@ -22,14 +22,14 @@ from typing import Any
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import load_before, surroundings
+from mlx_zip.bench.recording import environment_fields, load_before_bench
 from mlx_zip.engine.mlx.generate import generate
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.progress import ProgressBar
 
-from .client import DIALECTS, Dialect, ask
-from .own_server import Served, ours
+from .client import DIALECTS, Dialect, send_request
+from .server_process import ServerProcess, serve_command
 
 MALFORMED: tuple[Any, ...] = (
     b"",
@@ -68,16 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the mixture and prints one JSON line; returns 1 if anything was wrong. Raises `MlxZipError`."""
     check_at_least(args, 1, "requests", "at_once", "conversations")
-    load_before()
-    expected = answers(args.model, args.conversations)
-    with TemporaryDirectory() as folder, Served(ours(args.model, Path(folder) / "sessions")) as server:
-        found = asyncio.run(_Soak(server, expected, args).run())
+    load_before_bench()
+    expected = expected_answers(args.model, args.conversations)
+    with TemporaryDirectory() as folder, ServerProcess(serve_command(args.model, Path(folder) / "sessions")) as server:
+        found = asyncio.run(SoakRun(server, expected, args).run())
     record = {
         "bench": "soak",
         "model": {"zip": args.model},
-        "setting": _setting(args),
+        "setting": record_setting(args),
         **found,
-        **surroundings("mlx", "mlx-lm"),
+        **environment_fields("mlx", "mlx-lm"),
     }
     print(json.dumps(record), flush=True)
     wrong = {name: count for name, count in found["wrong"].items() if count}
@@ -85,13 +85,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _setting(args: argparse.Namespace) -> dict[str, Any]:
+def record_setting(args: argparse.Namespace) -> dict[str, Any]:
     names = ("requests", "at_once", "conversations", "cancelled", "malformed", "seed")
     return {name: getattr(args, name) for name in names}
 
 
-def answers(model: str, count: int) -> list[tuple[list[dict[str, str]], dict[int, str]]]:
-    """Returns conversations, every second one of two turns, and for each its greedy answers by their length."""
+def expected_answers(model: str, count: int) -> list[tuple[list[dict[str, str]], dict[int, str]]]:
     loaded, tokenizer = load(model)
     found = []
     for i, content in enumerate(REQUESTS[:count]):
@@ -105,13 +104,13 @@ def answers(model: str, count: int) -> list[tuple[list[dict[str, str]], dict[int
 
 
 @dataclass
-class _Soak:
+class SoakRun:
     """One run against a server. wrong: how often each kind of fault was seen. resident: bytes, now and then.
 
     kept: the server's figures of sessions at the end, before they are purged.
     """
 
-    server: Served
+    server: ServerProcess
     expected: Sequence[tuple[list[dict[str, str]], Mapping[int, str]]]
     args: argparse.Namespace
     wrong: Counter[str] = field(default_factory=Counter)
@@ -122,7 +121,7 @@ class _Soak:
 
     async def run(self) -> dict[str, Any]:
         """Sends all requests and returns what was seen."""
-        self.model = (await ask(self.server.port, "/v1/models")).body["data"][0]["id"]
+        self.model = (await send_request(self.server.port, "/v1/models")).body["data"][0]["id"]
         self.rng = random.Random(self.args.seed)
         kinds = self.rng.choices(
             ("malformed", "cancelled", "whole"),
@@ -131,49 +130,48 @@ class _Soak:
         )
         left = iter(kinds)
         with ProgressBar(self.args.requests, "request", "Asking") as self.count:
-            await asyncio.gather(*(self._work(left) for _ in range(self.args.at_once)))
+            await asyncio.gather(*(self._send_requests(left) for _ in range(self.args.at_once)))
         await self._check_end()
         return {
             "done": dict(self.done),
             "wrong": {name: self.wrong[name] for name in KINDS},
             "examples": self.examples[:5],
-            "memory": self._memory(),
+            "memory": self._memory_growth(),
             "kept": self.kept,
         }
 
-    async def _work(self, left: Any) -> None:
-        """Sends one request after the other until none are left."""
+    async def _send_requests(self, left: Any) -> None:
         for kind in left:
             try:
                 await getattr(self, f"_{kind}")()
             except MlxZipError as error:
-                self._note("hung", str(error))
+                self._count_fault("hung", str(error))
             self.done[kind] += 1
             self.count()
             if sum(self.done.values()) % 50 == 0:
                 self.resident.append(self.server.resident_bytes() or 0)
 
-    def _chosen(self, stream: bool) -> tuple[Dialect, dict[str, Any], str]:
+    def _choose_request(self, stream: bool) -> tuple[Dialect, dict[str, Any], str]:
         dialect, n = self.rng.choice(DIALECTS), self.rng.choice(LENGTHS)
         messages, texts = self.rng.choice(self.expected)
         return dialect, dialect.body(messages, n, stream) | {"model": self.model}, texts[n]
 
     async def _whole(self) -> None:
-        dialect, body, expected = self._chosen(self.rng.random() < 0.5)
-        reply = await ask(self.server.port, dialect.path, body)
+        dialect, body, expected = self._choose_request(self.rng.random() < 0.5)
+        reply = await send_request(self.server.port, dialect.path, body)
         if reply.status != 200:
-            self._note("status", f"{dialect.name}: {reply.status} {reply.body}")
+            self._count_fault("status", f"{dialect.name}: {reply.status} {reply.body}")
         elif (text := dialect.text(reply)) != expected:
-            self._note("answer", f"{dialect.name}: {text!r} is not {expected!r}")
+            self._count_fault("answer", f"{dialect.name}: {text!r} is not {expected!r}")
 
     async def _cancelled(self) -> None:
         """Sends a request and leaves: a streamed one after an event or two, another one after a moment."""
         stream = self.rng.random() < 0.5
-        dialect, body, _ = self._chosen(stream)
+        dialect, body, _ = self._choose_request(stream)
         if stream:
-            await ask(self.server.port, dialect.path, body, leave_after=self.rng.randint(1, 3))
+            await send_request(self.server.port, dialect.path, body, leave_after=self.rng.randint(1, 3))
             return
-        asking = asyncio.create_task(ask(self.server.port, dialect.path, body))
+        asking = asyncio.create_task(send_request(self.server.port, dialect.path, body))
         await asyncio.wait([asking], timeout=self.rng.random() / 10)
         asking.cancel()
         await asyncio.wait([asking])
@@ -181,36 +179,37 @@ class _Soak:
     async def _malformed(self) -> None:
         """Sends a malformed body; the answer must be an error in JSON with a status from 400 to 499."""
         dialect, body = self.rng.choice(DIALECTS), self.rng.choice(MALFORMED)
-        reply = await ask(self.server.port, dialect.path, body)
+        reply = await send_request(self.server.port, dialect.path, body)
         if not 400 <= reply.status < 500 or not isinstance(reply.body, dict) or "error" not in reply.body:
-            self._note("status", f"{dialect.name}, malformed {str(body)[:60]}: {reply.status} {reply.body}")
+            self._count_fault("status", f"{dialect.name}, malformed {str(body)[:60]}: {reply.status} {reply.body}")
 
-    def _note(self, kind: str, example: str) -> None:
+    def _count_fault(self, kind: str, example: str) -> None:
         self.wrong[kind] += 1
         self.examples.append(f"{kind}: {example:.300}")
 
     async def _check_end(self) -> None:
-        """Checks that nothing is under way any more, that no session is left after a purge, and the memory."""
         until = time.monotonic() + QUIET_S
-        while any((under_way := await self._figures("running", "waiting")).values()) and time.monotonic() < until:
+        while (
+            any((under_way := await self._server_metrics("running", "waiting")).values()) and time.monotonic() < until
+        ):
             await asyncio.sleep(0.1)
         for name, count in under_way.items():
             self.wrong[name] += int(count)
-        memory = self._memory()
+        memory = self._memory_growth()
         if memory and memory["growth"] > MOST_GROWTH:
-            self._note("growth", f"memory grew by {memory['growth']:.1%}")
-        self.kept = await self._figures("sessions", "session_bytes", "disk_bytes")
-        await ask(self.server.port, "/v1/mlx_zip/sessions", method="DELETE")
-        left = await self._figures("sessions", "session_bytes", "disk_bytes")
+            self._count_fault("growth", f"memory grew by {memory['growth']:.1%}")
+        self.kept = await self._server_metrics("sessions", "session_bytes", "disk_bytes")
+        await send_request(self.server.port, "/v1/mlx_zip/sessions", method="DELETE")
+        left = await self._server_metrics("sessions", "session_bytes", "disk_bytes")
         if any(left.values()):
-            self._note("sessions", f"after a purge: {left}")
+            self._count_fault("sessions", f"after a purge: {left}")
 
-    async def _figures(self, *names: str) -> dict[str, float]:
-        text = (await self._metrics()).decode()
+    async def _server_metrics(self, *names: str) -> dict[str, float]:
+        text = (await self._metrics_page()).decode()
         found = dict(re.findall(r"^mlx_zip_(\w+) ([0-9.e+]+)$", text, re.MULTILINE))
         return {name: float(found[name]) for name in names}
 
-    async def _metrics(self) -> bytes:
+    async def _metrics_page(self) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
         try:
             host = f"127.0.0.1:{self.server.port}"
@@ -219,8 +218,7 @@ class _Soak:
         finally:
             writer.close()
 
-    def _memory(self) -> dict[str, Any]:
-        """Returns the resident memory after a quarter of the requests and at the end (medians of five), and growth."""
+    def _memory_growth(self) -> dict[str, Any]:
         if len(self.resident) < 20:
             return {}
         quarter = len(self.resident) // 4

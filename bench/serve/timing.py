@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.engines.mlx_engines import MlxLm, settle
-from mlx_zip.bench.engines.shapes import from_folders
+from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
+from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import header, load_before, summary, surroundings
+from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.errors import MlxZipError
@@ -31,8 +31,8 @@ from mlx_zip.models.loading import load
 from mlx_zip.named import here_or_bundled
 from mlx_zip.progress import ProgressBar
 
-from .client import CHAT, DIALECTS, Dialect, Reply, ask
-from .own_server import Served, ours
+from .client import CHAT, DIALECTS, Dialect, Reply, send_request
+from .server_process import ServerProcess, serve_command
 
 PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
 
@@ -52,32 +52,36 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints one JSON line. Raises `MlxZipError` for what cannot be run."""
     check_at_least(args, 1, "trials", "prompt_words")
     check_at_least(args, 2, "streams", "max_tokens")
-    load_before()
-    models = from_folders(args.model, args.base)
+    load_before_bench()
+    models = models_from_folders(args.model, args.base)
     device = MlxLm(models, models.plain).device
-    header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
+    print_header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         servers = {
-            "zip": stack.enter_context(Served(ours(args.model, folder / "zip"))),
-            "base": stack.enter_context(Served(ours(args.base, folder / "base"))),
-            "mlx-lm": stack.enter_context(Served(["mlx_lm", "server", "--model", str(here_or_bundled(args.base))])),
+            "zip": stack.enter_context(ServerProcess(serve_command(args.model, folder / "zip"))),
+            "base": stack.enter_context(ServerProcess(serve_command(args.base, folder / "base"))),
+            "mlx-lm": stack.enter_context(
+                ServerProcess(["mlx_lm", "server", "--model", str(here_or_bundled(args.base))])
+            ),
         }
-        asked = {name: Asked(server.port, model_name(name, server.port)) for name, server in servers.items()}
+        asked = {
+            name: AskedServer(server.port, served_model_name(name, server.port)) for name, server in servers.items()
+        }
         figures = {
-            "one_stream": one_stream(asked["zip"], *load(args.model), args),
-            "streams": streams(asked, args),
-            "two_prompts": two_prompts(asked["zip"], args),
-            "huge_prompts": _huge_prompts(servers["zip"], asked["zip"].model, args.trials),
+            "one_stream": measure_one_stream(asked["zip"], *load(args.model), args),
+            "streams": measure_many_streams(asked, args),
+            "two_prompts": measure_two_prompts(asked["zip"], args),
+            "huge_prompts": measure_huge_prompts(servers["zip"], asked["zip"].model, args.trials),
         }
-    figures["second_turn"] = _turns(args.model)
+    figures["second_turn"] = cached_shares_of_later_turns(args.model)
     record = {
         "bench": "serve",
         "model": {"zip": models.name, "base": Path(args.base).name, "precision": models.precision},
         "setting": {"streams": args.streams, "max_tokens": args.max_tokens, "trials": args.trials, "warmup": 1},
         "figures": figures,
         "device": device,
-        **surroundings(*PACKAGES),
+        **environment_fields(*PACKAGES),
     }
     print(json.dumps(record), flush=True)
     print(serving_table(record), file=sys.stderr)
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedServer:
     """A server that is asked. model: the name that it has for its model."""
 
     port: int
@@ -94,20 +98,19 @@ class Asked:
     async def answer(self, content: str, max_tokens: int, dialect: Any = CHAT) -> Reply:
         """Returns the streamed answer to one message."""
         body = dialect.body([{"role": "user", "content": content}], max_tokens, True) | {"model": self.model}
-        return await ask(self.port, dialect.path, body)
+        return await send_request(self.port, dialect.path, body)
 
 
-def model_name(server: str, port: int) -> str:
-    """Returns the name that a server has for its model."""
+def served_model_name(server: str, port: int) -> str:
     if server == "mlx-lm":
         return "default_model"
-    return asyncio.run(ask(port, "/v1/models")).body["data"][0]["id"]
+    return asyncio.run(send_request(port, "/v1/models")).body["data"][0]["id"]
 
 
 # ---- one stream
 
 
-def one_stream(asked: Asked, model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Returns base tokens/s from the server and from `stream_generate` here, and how late the first byte comes.
 
     overhead: the share of time that the server adds. first_byte_ms: from the first id in the engine to its text here.
@@ -115,10 +118,10 @@ def one_stream(asked: Asked, model: Any, tokenizer: Any, args: argparse.Namespac
     served, here, late = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "One stream") as count:
         for trial, content in zip(range(-1, args.trials), REQUESTS, strict=False):
-            settle()
+            wait_and_free_memory()
             reply = asyncio.run(asked.answer(content, args.max_tokens))
             count()
-            settle()
+            wait_and_free_memory()
             begun = time.perf_counter()
             chat = [{"role": "user", "content": content}]
             last = list(stream_generate(model, tokenizer, chat, max_tokens=args.max_tokens))[-1]
@@ -127,13 +130,13 @@ def one_stream(asked: Asked, model: Any, tokenizer: Any, args: argparse.Namespac
             if trial >= 0:
                 served.append(CHAT.usage(reply)[2] / reply.seconds)
                 here.append(last.generation_tokens / seconds)
-                late.append(1000 * (first_text_s(reply) - own_figures(reply)["first_id_s"]))
+                late.append(1000 * (first_text_s(reply) - server_reported_figures(reply)["first_id_s"]))
     overhead = [b / a - 1 for a, b in zip(served, here, strict=True)]
     return {
-        "served": {"unit": "base tokens/s", **summary(served)},
-        "generate": {"unit": "base tokens/s", **summary(here)},
-        "overhead": {"unit": "share of generate's time", **summary(overhead)},
-        "first_byte_ms": summary(late),
+        "served": {"unit": "base tokens/s", **summarize_samples(served)},
+        "generate": {"unit": "base tokens/s", **summarize_samples(here)},
+        "overhead": {"unit": "share of generate's time", **summarize_samples(overhead)},
+        "first_byte_ms": summarize_samples(late),
     }
 
 
@@ -146,8 +149,7 @@ def first_text_s(reply: Reply) -> float:
     return reply.seconds
 
 
-def own_figures(reply: Reply) -> dict[str, Any]:
-    """Returns the server's own figures of a streamed chat completion, from its field `mlx_zip`."""
+def server_reported_figures(reply: Reply) -> dict[str, Any]:
     return next(
         event["mlx_zip"] for _, event in reversed(reply.events) if isinstance(event, dict) and "mlx_zip" in event
     )
@@ -156,7 +158,7 @@ def own_figures(reply: Reply) -> dict[str, Any]:
 # ---- many streams
 
 
-def streams(asked: Mapping[str, Asked], args: argparse.Namespace) -> dict[str, Any]:
+def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namespace) -> dict[str, Any]:
     """Returns for each server base tokens/s one request after the other and all at once, and the gain of that.
 
     unfairness: in each trial, the most text that a stream had when the first one ended over the least.
@@ -170,27 +172,28 @@ def streams(asked: Mapping[str, Asked], args: argparse.Namespace) -> dict[str, A
             texts = list(islice(contents, args.streams))
             first = trial % len(pairs)
             for name, way in (*pairs[first:], *pairs[:first]):
-                settle()
-                replies, seconds = asyncio.run(_ask_all(asked[name], texts, args.max_tokens, way == "streams"))
+                wait_and_free_memory()
+                replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
                 if trial >= 0:
                     rates[name, way].append(sum(CHAT.usage(reply)[2] for reply in replies) / seconds)
                     if way == "streams":
-                        unfair[name].append(unfairness(replies))
+                        unfair[name].append(unfairness_ratio(replies))
                 count()
     found = {}
     for name in asked:
         one, many = rates[name, "one_stream"], rates[name, "streams"]
         found[name] = {
-            "one_stream": {"unit": "base tokens/s", **summary(one)},
-            "streams": {"unit": "base tokens/s", **summary(many)},
-            "gain": summary([b / a for a, b in zip(one, many, strict=True)]),
-            "unfairness": summary(unfair[name]),
+            "one_stream": {"unit": "base tokens/s", **summarize_samples(one)},
+            "streams": {"unit": "base tokens/s", **summarize_samples(many)},
+            "gain": summarize_samples([b / a for a, b in zip(one, many, strict=True)]),
+            "unfairness": summarize_samples(unfair[name]),
         }
     return found
 
 
-async def _ask_all(asked: Asked, texts: Sequence[str], max_tokens: int, together: bool) -> tuple[list[Reply], float]:
-    """Asks one request per text, together or one after the other; returns the replies and the seconds."""
+async def ask_all(
+    asked: AskedServer, texts: Sequence[str], max_tokens: int, together: bool
+) -> tuple[list[Reply], float]:
     begun = time.perf_counter()
     if together:
         replies = list(await asyncio.gather(*(asked.answer(text, max_tokens) for text in texts)))
@@ -199,7 +202,7 @@ async def _ask_all(asked: Asked, texts: Sequence[str], max_tokens: int, together
     return replies, time.perf_counter() - begun
 
 
-def unfairness(replies: Sequence[Reply]) -> float:
+def unfairness_ratio(replies: Sequence[Reply]) -> float:
     """Returns the most characters that a stream had when the first stream ended, over the least."""
     ended = min(reply.seconds for reply in replies)
     lengths = []
@@ -212,21 +215,25 @@ def unfairness(replies: Sequence[Reply]) -> float:
 # ---- two prompts
 
 
-def two_prompts(asked: Asked, args: argparse.Namespace) -> dict[str, Any]:
+def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the time to the first text of a long prompt alone, and the longer of two that are sent together."""
     alone, together, ratio = [], [], []
     with ProgressBar(2 * (args.trials + 1), "run", "Two prompts") as count:
         for trial in range(-1, args.trials):
             texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in range(3)]
-            one = asyncio.run(_ask_all(asked, texts[:1], 4, True))[0]
+            one = asyncio.run(ask_all(asked, texts[:1], 4, True))[0]
             count()
-            two = asyncio.run(_ask_all(asked, texts[1:], 4, True))[0]
+            two = asyncio.run(ask_all(asked, texts[1:], 4, True))[0]
             count()
             if trial >= 0:
                 alone.append(first_text_s(one[0]))
                 together.append(max(map(first_text_s, two)))
                 ratio.append(together[-1] / alone[-1])
-    return {"alone_s": summary(alone), "together_s": summary(together), "ratio": summary(ratio)}
+    return {
+        "alone_s": summarize_samples(alone),
+        "together_s": summarize_samples(together),
+        "ratio": summarize_samples(ratio),
+    }
 
 
 # ---- later turns of long chats
@@ -241,26 +248,26 @@ MOMENTS = (  # and the signal that ends the server afterwards
 )
 
 
-def _turns(model: str) -> dict[str, dict[str, float]]:
+def cached_shares_of_later_turns(model: str) -> dict[str, dict[str, float]]:
     """Returns, for each moment and dialect, the share of the prompt's base tokens that was cached.
 
     The moments: the second turn of a chat, the third after the server was ended and started again, and the fourth after
     it was killed by SIGKILL and started again.
     """
     found: dict[str, dict[str, float]] = {}
-    chats = [_Chat(dialect, number) for number, dialect in enumerate(DIALECTS)]
+    chats = [Conversation(dialect, number) for number, dialect in enumerate(DIALECTS)]
     with TemporaryDirectory() as folder:
         for moment, by in MOMENTS:
-            with Served(ours(model, Path(folder) / "sessions")) as server:
+            with ServerProcess(serve_command(model, Path(folder) / "sessions")) as server:
                 if moment == "second turn":
                     for chat in chats:
                         asyncio.run(chat.ask(server.port))
                 found[moment] = {chat.dialect.name: asyncio.run(chat.ask(server.port)) for chat in chats}
-                server.end(by)
+                server.stop_with(by)
     return found
 
 
-class _Chat:
+class Conversation:
     """A conversation in one dialect that begins with a long message."""
 
     def __init__(self, dialect: Dialect, number: int) -> None:
@@ -268,9 +275,9 @@ class _Chat:
         self.messages: list[dict[str, str]] = [{"role": "user", "content": long_prompt(WORDS, 1000 + number)}]
 
     async def ask(self, port: int) -> float:
-        name = (await ask(port, "/v1/models")).body["data"][0]["id"]
+        name = (await send_request(port, "/v1/models")).body["data"][0]["id"]
         body: dict[str, Any] = self.dialect.body(self.messages, TOKENS, True) | {"model": name}
-        reply: Reply = await ask(port, self.dialect.path, body)
+        reply: Reply = await send_request(port, self.dialect.path, body)
         prompt, cached, _ = self.dialect.usage(reply)
         self.messages.append({"role": "assistant", "content": self.dialect.text(reply)})
         self.messages.append({"role": "user", "content": "Tell me more."})
@@ -278,7 +285,6 @@ class _Chat:
 
 
 def long_prompt(words: int, number: int) -> str:
-    """Returns a made-up text of so many words; texts of different numbers differ from the beginning on."""
     begin = f"Here are {number + 100} stories. "
     names = ("dog", "cat", "girl", "boy", "bird", "bear", "fox", "frog")
     pieces = (STORY.format(names[(i + number) % 8], THINGS[(i // 8 + i * number) % 8]) for i in range(words))
@@ -292,7 +298,7 @@ SENTENCE = "Once upon a time there was a boat that wanted to see the sea. "
 SMALL = "Tell me a story about a frog."
 
 
-def _huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
+def measure_huge_prompts(server: ServerProcess, model: str, trials: int) -> dict[str, Any]:
     """Returns the time to refuse a huge prompt, the growth of memory, and the delay of a small chat by large prompts.
 
     refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of resident memory over
@@ -300,13 +306,13 @@ def _huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
     minus its time alone. The first trial is a warm-up.
     """
     refused, delays = [], []
-    huge, large = _body(model, HUGE_BYTES), _body(model, LARGE_BYTES)
+    huge, large = huge_prompt_body(model, HUGE_BYTES), huge_prompt_body(model, LARGE_BYTES)
     before = after = server.resident_bytes()
     with ProgressBar(trials + 1, "run", "Huge prompts") as count:
         for trial in range(-1, trials):
-            refused_s = asyncio.run(_refused(server.port, huge))
-            alone_s = asyncio.run(_small(server.port, model, None))
-            loaded_s = asyncio.run(_small(server.port, model, large))
+            refused_s = asyncio.run(time_refusal(server.port, huge))
+            alone_s = asyncio.run(time_small_chat(server.port, model, None))
+            loaded_s = asyncio.run(time_small_chat(server.port, model, large))
             if trial < 0:
                 before = server.resident_bytes()
             else:
@@ -315,29 +321,29 @@ def _huge_prompts(server: Served, model: str, trials: int) -> dict[str, Any]:
             after = server.resident_bytes()
             count()
     growth = None if before is None or after is None else after - before
-    return {"refused_ms": summary(refused), "growth_bytes": growth, "delay_ms": summary(delays)}
+    return {"refused_ms": summarize_samples(refused), "growth_bytes": growth, "delay_ms": summarize_samples(delays)}
 
 
-def _body(model: str, size: int) -> bytes:
+def huge_prompt_body(model: str, size: int) -> bytes:
     text = (SENTENCE * (size // len(SENTENCE) + 1))[:size]
     return f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
 
 
-async def _refused(port: int, body: bytes) -> float:
+async def time_refusal(port: int, body: bytes) -> float:
     """Returns the seconds until a prompt is refused. Raises `MlxZipError` if it is answered otherwise."""
-    reply = await ask(port, CHAT.path, body)
+    reply = await send_request(port, CHAT.path, body)
     if reply.status != 400 or reply.body["error"]["code"] != "context_length_exceeded":
         raise MlxZipError(f"a prompt of {len(body)} bytes was answered with status {reply.status}, not refused")
     return reply.seconds
 
 
-async def _small(port: int, model: str, load: bytes | None) -> float:
+async def time_small_chat(port: int, model: str, load: bytes | None) -> float:
     """Returns the seconds of a small chat. load: body of large requests that begin right before it, None for none."""
-    others = [asyncio.ensure_future(_refused(port, load)) for _ in range(AT_ONCE)] if load else []
+    others = [asyncio.ensure_future(time_refusal(port, load)) for _ in range(AT_ONCE)] if load else []
     await asyncio.sleep(0)  # lets them begin
     body = CHAT.body([{"role": "user", "content": SMALL}], 16, False) | {"model": model}
     begun = time.perf_counter()
-    await ask(port, CHAT.path, body)
+    await send_request(port, CHAT.path, body)
     seconds = time.perf_counter() - begun
     await asyncio.gather(*others)
     return seconds

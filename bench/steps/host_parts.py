@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
-from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
+from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.device import fastest
 from mlx_zip.engine.interface import Failed, Finished, Submission
@@ -27,7 +27,7 @@ from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 
-from .profile import running_ahead
+from .profile import forced_run_ahead
 from .tracer import AHEAD, CPU, MODEL, Hook, Seconds, Tracer
 
 PARTS = {  # name: what the host does; in a step's order
@@ -65,43 +65,41 @@ ROUNDS, TOKENS = 3, 64  # timed runs of each way at most; base tokens that a run
 # ---- parts
 
 
-def part_figures(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
+def summarize_parts(runs: Iterable[Sequence[Seconds]]) -> dict[str, Any]:
     """Returns the figures of the steps of runs: `step_ms` and `parts_ms` (p50, p90, p99), `stalls`, and all samples.
 
     runs: the tracer's marks of each run. samples_us, cpu_us: of every step the time of each part, and the part of it
     in which the thread worked; the rest of it, it waited.
     """
-    steps = [_step(before, after) for marks in runs for before, after in pairwise(marks)]
+    steps = [step_part_seconds(before, after) for marks in runs for before, after in pairwise(marks)]
     whole = [sum(wall.values()) for wall, _ in steps]
     wall, cpu = ({part: [step[i][part] for step in steps] for part in PARTS} for i in (0, 1))
     return {
         "steps": len(steps),
-        "step_ms": quantiles(whole),
-        "parts_ms": {part: quantiles(values) for part, values in wall.items()},
-        "stalls": stalls(wall, cpu),
-        "samples_us": {part: _us(values) for part, values in wall.items()},
-        "cpu_us": {part: _us(values) for part, values in cpu.items()},
+        "step_ms": quantiles_ms(whole),
+        "parts_ms": {part: quantiles_ms(values) for part, values in wall.items()},
+        "stalls": find_stalls(wall, cpu),
+        "samples_us": {part: rounded_us(values) for part, values in wall.items()},
+        "cpu_us": {part: rounded_us(values) for part, values in cpu.items()},
     }
 
 
-def _step(before: Seconds, after: Seconds) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the seconds of each part of a step: by the wall's clock, and of the thread's own work."""
+def step_part_seconds(before: Seconds, after: Seconds) -> tuple[dict[str, float], dict[str, float]]:
     wall, cpu = ({part: after[part + end] - before[part + end] for part in PARTS} for end in ("", CPU))
     for found, clock in ((wall, "at"), (cpu, "at" + CPU)):
         found["rest"] = max(0.0, after[clock] - before[clock] - sum(found.values()) + found["rest"])
     return wall, cpu
 
 
-def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Returns the 50th, 90th and 99th percentile in ms."""
+def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {name: float(f"{1e3 * np.quantile(seconds, share):.4g}") for name, share in QUANTILES.items()}
 
 
-def _us(seconds: Iterable[float]) -> list[float]:
+def rounded_us(seconds: Iterable[float]) -> list[float]:
     return [round(1e6 * value, 1) for value in seconds]
 
 
-def stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+def find_stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Returns the parts besides "id" in which the host waits, the one that costs most first.
 
     wall, cpu: by part, the seconds that each step took and those that the thread worked. share: of the steps that
@@ -118,14 +116,16 @@ def stalls(wall: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float
     return found
 
 
-def loop_marks(zipped: MlxZip, prompt: Sequence[int], tokens: int, text: Sequence[int] | None) -> list[Seconds]:
+def trace_stream_generate(
+    zipped: MlxZip, prompt: Sequence[int], tokens: int, text: Sequence[int] | None
+) -> list[Seconds]:
     """Runs a request in `stream_generate` with bodies that run ahead; returns the clocks at every emitted id."""
-    with running_ahead(True), Tracer(HOOKS) as tracer:
+    with forced_run_ahead(True), Tracer(HOOKS) as tracer:
         zipped.run(prompt, tokens, text)
     return tracer.marks
 
 
-def engine_marks(
+def trace_engine(
     make: Callable[[], Any], models: Models, prompt: Sequence[int], tokens: int, **sampling: Any
 ) -> list[Seconds]:
     """Runs a request in an engine of its own, by the scheduler; returns the clocks at every delivered id.
@@ -148,7 +148,7 @@ def engine_marks(
 # ---- a plain model
 
 
-def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int) -> dict[str, Any]:
+def measure_plain_model(models: Models, prompt: Sequence[int], steps: int, rounds: int) -> dict[str, Any]:
     """Returns steps of the plain model: `step_ms`, the median of each of `rounds` runs, and `over`, the median ratio.
 
     generate_step: mlx-lm's own, which the ratios are over. stream_generate: mlx_zip's, with its text. engine: the
@@ -161,13 +161,13 @@ def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int
     model, ids = models.plain(), list(prompt)
 
     def times_of(steps_of_one: Iterable[Any]) -> list[float]:
-        settle()
+        wait_and_free_memory()
         return [time.perf_counter() for _ in steps_of_one]
 
     ways: dict[str, Callable[[], list[float]]] = {
         "generate_step": lambda: times_of(generate_step(mx.array(ids), model, max_tokens=steps)),
         "stream_generate": lambda: times_of(stream_generate(model, models.tokenizer, ids, max_tokens=steps)),
-        "engine": lambda: [mark["at"] for mark in engine_marks(models.plain, models, prompt, steps)],
+        "engine": lambda: [mark["at"] for mark in trace_engine(models.plain, models, prompt, steps)],
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
@@ -181,7 +181,7 @@ def plain_figures(models: Models, prompt: Sequence[int], steps: int, rounds: int
 # ---- copies
 
 
-def copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -> dict[str, Any]:
+def count_buffer_copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -> dict[str, Any]:
     """Returns how often a request's buffers have moved, which means that they were copied: KV caches and row tables.
 
     prompt, text: base ids to read and to write. Every few steps (`WINDOWS`) the buffers' addresses are compared with
@@ -189,19 +189,19 @@ def copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -
     count. windows: looks. moved: by group of buffers, the looks that found one elsewhere, and the bytes of those.
     """
     cache = model.make_cache()
-    prompt_ids, ids = zip_ids(cache[-1].books[0], prompt, text)
-    sampler: Any = Forced(ids.tolist())
+    prompt_ids, ids = compress_prompt_and_text(cache[-1].books[0], prompt, text)
+    sampler: Any = ForcedIdSampler(ids.tolist())
     count = min(steps, len(ids))
     run = RunOptions(ahead=True)
     made = islice(emit(model, prompt_ids, cache, sampler=sampler, run=run), count)
     next(made)
-    before, lengths, windows = _places(cache), cycle(WINDOWS), 0
+    before, lengths, windows = buffer_places(cache), cycle(WINDOWS), 0
     found = {name: {"windows": 0, "bytes": 0} for name in before}
     left = next(lengths)
     for _ in made:
         left -= 1
         if left == 0:
-            after = _places(cache)
+            after = buffer_places(cache)
             for name, group in found.items():
                 pairs = zip(before[name], after[name], strict=False)  # a table may have come meanwhile
                 moved = [now.bytes for then, now in pairs if now.shape == then.shape and now.address != then.address]
@@ -211,7 +211,7 @@ def copies(model: Any, prompt: Sequence[int], text: Sequence[int], steps: int) -
     return {"windows": windows, "moved": found}
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """Where a buffer is."""
 
     shape: tuple[int, ...]
@@ -219,7 +219,7 @@ class Place(NamedTuple):
     address: int
 
 
-def _places(cache: Sequence[Any]) -> dict[str, list[Place]]:
+def buffer_places(cache: Sequence[Any]) -> dict[str, list[BufferPlace]]:
     """Returns where the arrays are that steps write to, by group; waits until they are computed."""
     state = cache[-1]
     groups = {
@@ -227,30 +227,30 @@ def _places(cache: Sequence[Any]) -> dict[str, list[Place]]:
         "input rows": [state.inputs.array],
         "output rows": [state.outputs.array],
     }
-    return {name: [_place(array) for array in arrays if array is not None] for name, arrays in groups.items()}
+    return {name: [place_of_array(array) for array in arrays if array is not None] for name, arrays in groups.items()}
 
 
-def _place(array: mx.array) -> Place:
+def place_of_array(array: mx.array) -> BufferPlace:
     """Returns where an array is. Nothing of it is held afterwards: MLX copies what somebody else holds."""
     view: Any = memoryview(array.view(mx.uint8))  # type: ignore[arg-type]
-    return Place(tuple(array.shape), array.nbytes, np.asarray(view).__array_interface__["data"][0])
+    return BufferPlace(tuple(array.shape), array.nbytes, np.asarray(view).__array_interface__["data"][0])
 
 
 # ---- the device
 
 
-def first_ids(zipped: MlxZip, prompt: Sequence[int], rests: Sequence[float]) -> dict[str, float]:
+def time_first_id_after_rests(zipped: MlxZip, prompt: Sequence[int], rests: Sequence[float]) -> dict[str, float]:
     """Returns by seconds of rest how many ms the first id takes after it: a device that had nothing to do is slower."""
     zipped.run(prompt, 2)
     found = {}
-    with running_ahead(True):
+    with forced_run_ahead(True):
         for rest in rests:
             time.sleep(rest)
             found[f"{rest:g}"] = 1e3 * zipped.run(prompt, 2).times[0]
     return found
 
 
-def kernels(count: int = CHAIN) -> dict[str, float]:
+def time_tiny_kernels() -> dict[str, float]:
     """Returns the cost in us of a kernel in a chain of tiny ones: `launch_us` where all are handed over together.
 
     buffer_us: what it costs more where each is handed over alone, on Metal in a command buffer of its own. Both hold
@@ -265,15 +265,15 @@ def kernels(count: int = CHAIN) -> dict[str, float]:
                 mx.async_eval(y)
         mx.eval(y)
 
-    short, long, alone = (fastest(partial(chain, *args)) for args in ((count // 10,), (count,), (count, True)))
-    launch_us = 1e6 * max(0.0, long - short) / (count - count // 10)
-    return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / count - launch_us)}
+    short, long, alone = (fastest(partial(chain, *args)) for args in ((CHAIN // 10,), (CHAIN,), (CHAIN, True)))
+    launch_us = 1e6 * max(0.0, long - short) / (CHAIN - CHAIN // 10)
+    return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / CHAIN - launch_us)}
 
 
 # ---- all of it
 
 
-def host_figures(
+def measure_host_parts(
     models: Models, prompt: Sequence[int], text: Sequence[int], forced: bool, rests: Sequence[float], limit_s: float
 ) -> dict[str, Any]:
     """Measures all that this file can, with bodies that run ahead; returns the figures by what they are of.
@@ -286,30 +286,30 @@ def host_figures(
     for i in range(ROUNDS + 1):
         for rows, found in marks.items():
             if rows == "cold":
-                zipped.fresh()
-            found.append(loop_marks(zipped, prompt, TOKENS, text if forced else None))
+                zipped.forget_encoded_rows()
+            found.append(trace_stream_generate(zipped, prompt, TOKENS, text if forced else None))
         if i and time.perf_counter() - begun > limit_s / 2:
             break
-    ways = {name: part_figures(found[1:]) for name, found in marks.items()}
+    ways = {name: summarize_parts(found[1:]) for name, found in marks.items()}
     drawn = {"temp": 1.0, "seed": 0} if forced else {}  # random weights write one id over and over
-    ways["engine"] = part_figures([engine_marks(models.zipped or models.plain, models, prompt, TOKENS, **drawn)])
+    ways["engine"] = summarize_parts([trace_engine(models.zipped or models.plain, models, prompt, TOKENS, **drawn)])
     rounds = ROUNDS if time.perf_counter() - begun < limit_s / 2 else 1
     return {
         "model": models.name,
         "ways": ways,
-        "plain": plain_figures(models, prompt, TOKENS // 2, rounds),
-        "copies": copies(zipped.model, prompt, text, TOKENS),
-        "first_id_ms": first_ids(zipped, prompt, rests),
-        "kernels": kernels(),
+        "plain": measure_plain_model(models, prompt, TOKENS // 2, rounds),
+        "copies": count_buffer_copies(zipped.model, prompt, text, TOKENS),
+        "first_id_ms": time_first_id_after_rests(zipped, prompt, rests),
+        "kernels": time_tiny_kernels(),
     }
 
 
 # ---- the report
 
 
-def part_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what `host_figures` found as (name, text) lines."""
-    found = [(f"parts of a step, {name}", _way_text(way)) for name, way in figures["ways"].items()]
+def report_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what `measure_host_parts` found as (name, text) lines."""
+    found = [(f"parts of a step, {name}", way_summary(way)) for name, way in figures["ways"].items()]
     plain, copied, cost = figures["plain"], figures["copies"], figures["kernels"]
     over = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in plain["over"].items())
     found.append(("plain model", f"generate_step {median(plain['step_ms']['generate_step']):.2f} ms, {over}"))
@@ -320,7 +320,7 @@ def part_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*found, ("device", f"first id after a rest of {rests}; a tiny kernel {kernel}")]
 
 
-def _way_text(way: Mapping[str, Any]) -> str:
+def way_summary(way: Mapping[str, Any]) -> str:
     named = [f"{one['part']} ({one['share']:.0%} of steps, {one['ms']:.2f} ms)" for one in way["stalls"]]
     parts = {"step": way["step_ms"], **way["parts_ms"]}
     times = ", ".join(f"{part} " + "/".join(f"{value:.2f}" for value in one.values()) for part, one in parts.items())

@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_zip.bench.engines.mlx_engines import Forced
-from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
+from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.options import RunOptions
@@ -32,7 +32,7 @@ PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps
 SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model
 
 
-class Launches(NamedTuple):
+class StepLaunches(NamedTuple):
     """Launches of each counted step, in mlx_zip and in mlx-lm, and whether the step installs an entry."""
 
     ours: list[int]
@@ -44,29 +44,29 @@ class Launches(NamedTuple):
         return {"mlx-zip": round(mean(self.ours), 1), "mlx-lm": round(mean(self.plain), 1), "steps": len(self.ours)}
 
 
-def step_launches(models: Models, base_ids: Sequence[int], rows: str) -> Launches | None:
+def count_step_launches(models: Models, base_ids: Sequence[int], rows: str) -> StepLaunches | None:
     """Returns the launches of the steps that write `base_ids` after their first `PROMPT`; None if those are too few.
 
     models: with hypertokens; new model objects are made, so that the timed ones keep their own graphs. rows: "warm", if
     a request of the same text has filled the row store, or "cold".
     """
-    found = _prepared(models, base_ids, rows)
+    found = prepare_steps(models, base_ids, rows)
     if found is None:
         return None
     model, cache, emitted, installs = found
     with build_graphs_as_on_gpu():
         ours = count_added_launches(_zip_steps(model, cache, emitted))
         plain = count_added_launches(_plain_steps(models.plain(), base_ids))
-    return Launches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
+    return StepLaunches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
 
 
 def step_seconds(models: Models, base_ids: Sequence[int], rows: str) -> tuple[list[float], list[float], list[bool]]:
-    """Returns the processor time in which the host builds the graphs of the steps that `step_launches` counts.
+    """Returns the processor time in which the host builds the graphs of the steps that `count_step_launches` counts.
 
     In mlx_zip, in mlx-lm, and whether the step installs an entry. Text and the work of MLX's own threads are left out.
     Raises `MlxZipError` if the steps are too few.
     """
-    found = _prepared(models, base_ids, rows)
+    found = prepare_steps(models, base_ids, rows)
     if found is None:
         raise MlxZipError(f"{len(base_ids)} base ids are too few to time steps with")
     model, cache, emitted, installs = found
@@ -84,18 +84,18 @@ def _clocked(steps: Iterator[mx.array]) -> list[float]:
     return [after - before for before, after in pairwise(clocks)]
 
 
-def _prepared(
+def prepare_steps(
     models: Models, base_ids: Sequence[int], rows: str
 ) -> tuple[Any, list[Any], list[int], list[bool]] | None:
     """Returns a model, a cache that holds the prompt, the ids of the steps, and whether each installs an entry.
 
-    None if there are too few steps. models, base_ids, rows: as in `step_launches`.
+    None if there are too few steps. models, base_ids, rows: as in `count_step_launches`.
     """
     assert models.zipped is not None
     model = copy(models.zipped())
     model.eval()
     model.row_source.store = None
-    prompt, ids = zip_ids(model.make_cache()[-1].books[0], base_ids[:PROMPT], base_ids[PROMPT:])
+    prompt, ids = compress_prompt_and_text(model.make_cache()[-1].books[0], base_ids[:PROMPT], base_ids[PROMPT:])
     emitted = ids[:STEPS].tolist()
     if len(emitted) <= SKIPPED:
         return None
@@ -103,7 +103,7 @@ def _prepared(
         model.row_source.store = RowStore()
         _fill_store(model, prompt, emitted)
     cache = model.make_cache()
-    _prefill(model, prompt, cache)
+    prefill(model, prompt, cache)
     if rows == "cold":
         model = copy(model)  # without the compiled encoders of this device
     book = cache[-1].books[0].copy()
@@ -126,15 +126,14 @@ def encoder_launches(models: Models, side: str, entries: int) -> int:
 
 
 def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
-    """Generates `ids` after `prompt`, so that the model's row store holds the rows of all entries in prompt and ids."""
-    sampler: Any = Forced(ids)
+    sampler: Any = ForcedIdSampler(ids)
     run = RunOptions(prefill_step_size=PROMPT, ahead=True)
     made = emit(model, prompt, model.make_cache(), sampler=sampler, run=run)
     deque(islice(made, len(ids)), maxlen=0)
     model.row_source.store.flush()
 
 
-def _prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
+def prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
     model(mx.array([list(map(int, ids))]), cache=cache)
     mx.eval([entry.state for entry in cache if hasattr(entry, "keys")])
 
@@ -146,16 +145,16 @@ def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.
         y = mx.array([one])
         h = ahead.run(y)
         logits = model(y[None], cache=cache) if h is None else ahead.follow(h, y)
-        yield _chosen(logits[:, -1, : model.layout.hyper_id(len(cache[-1].books[0]))])
+        yield greedy_choice(logits[:, -1, : model.layout.hyper_id(len(cache[-1].books[0]))])
 
 
 def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
     cache = make_prompt_cache(model)
-    _prefill(model, base_ids[:2], cache)
+    prefill(model, base_ids[:2], cache)
     for one in base_ids[PROMPT : PROMPT + STEPS]:
-        yield _chosen(model(mx.array([[int(one)]]), cache=cache)[:, -1])
+        yield greedy_choice(model(mx.array([[int(one)]]), cache=cache)[:, -1])
 
 
-def _chosen(logits: mx.array) -> mx.array:
+def greedy_choice(logits: mx.array) -> mx.array:
     """Returns the greedy choice as both decode loops make it: log-probabilities first."""
     return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)

@@ -19,7 +19,7 @@ import numpy as np
 from mlx_zip.bench.records import Records, table
 
 
-class Kind(NamedTuple):
+class ChipKind(NamedTuple):
     """What chips of one kind have in common. ops, mb: MLX hands over a command buffer when it holds more operations
     or more than mb x 2^20 numbers (mlx/backend/metal/device.cpp). launch_us: least and most time of a launch.
     """
@@ -33,10 +33,10 @@ class Chip(NamedTuple):
     """A chip. bandwidth: GB/s, from Apple's technical specifications."""
 
     bandwidth: float
-    kind: Kind
+    kind: ChipKind
 
 
-class Behaviour(NamedTuple):
+class StepBehaviour(NamedTuple):
     """How steps run. input_rows: how many entries' input rows are encoded in one pass. waits: whether the host waits
     for the running body in each step that installs a cold entry. second_bodies: share of steps that run the body twice.
     """
@@ -46,7 +46,7 @@ class Behaviour(NamedTuple):
     second_bodies: float
 
 
-BASE, MAX = Kind((3.0, 5.0), 40, 40), Kind((2.0, 3.0), 50, 50)
+BASE, MAX = ChipKind((3.0, 5.0), 40, 40), ChipKind((2.0, 3.0), 50, 50)
 CHIPS = {
     "M1": Chip(68.25, BASE),
     "M2 Pro": Chip(200.0, BASE),
@@ -54,8 +54,8 @@ CHIPS = {
     "M4 Max": Chip(546.0, MAX),
     "M5": Chip(153.0, BASE),
 }
-BEFORE = Behaviour(input_rows=1, waits=True, second_bodies=0.0)
-NOW = Behaviour(input_rows=5, waits=False, second_bodies=0.01)  # at most so many second bodies
+BEFORE = StepBehaviour(input_rows=1, waits=True, second_bodies=0.0)
+NOW = StepBehaviour(input_rows=5, waits=False, second_bodies=0.01)  # at most so many second bodies
 MODELS = {"Llama-3.2-1B": "llama-3.2-1b", "Phi-3.5-mini": "phi-3.5-mini"}
 PRECISIONS = ("4", "16")
 SHARE = 0.8  # of the bandwidth that large products reach
@@ -73,7 +73,7 @@ WIDTHS = {  # of the small models: quantized layers need 64 columns, and LongRoP
 HOST_ROUNDS = 7  # of which the fastest counts
 
 
-class Cost(NamedTuple):
+class DeviceCost(NamedTuple):
     """What a step costs on the device: bytes it reads, kernels it launches, numbers in what it reads, evaluations."""
 
     bytes_read: float
@@ -81,14 +81,14 @@ class Cost(NamedTuple):
     numbers: float = 0.0
     evals: float = 0.0
 
-    def __add__(self, other: Any) -> Cost:
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: Any) -> DeviceCost:
+        return DeviceCost(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, share: float) -> Cost:
+    def times(self, share: float) -> DeviceCost:
         """Returns the mean cost if only this share of the steps has it."""
-        return Cost(*(value * share for value in self))
+        return DeviceCost(*(value * share for value in self))
 
-    def buffers(self, kind: Kind) -> float:
+    def buffers(self, kind: ChipKind) -> float:
         """Returns how many command buffers the step is handed over in: by operations or numbers, and at evaluations."""
         return self.evals + max(self.launches / kind.ops, self.numbers / (kind.mb << 20))
 
@@ -98,7 +98,7 @@ class Cost(NamedTuple):
         return read + (self.launches * launch_us + self.buffers(chip.kind) * BUFFER_US) / 1e3
 
 
-class Host(NamedTuple):
+class HostTimes(NamedTuple):
     """The host's time per step in ms: of mlx-lm, and of mlx_zip with rows from the store and with an encoded entry."""
 
     plain: float
@@ -106,7 +106,7 @@ class Host(NamedTuple):
     cold: float
 
 
-class Step(NamedTuple):
+class StepCosts(NamedTuple):
     """The costs of one model's steps.
 
     plain: mlx-lm's. warm: what mlx_zip adds to every step. output_row: what it adds to a step that installs an entry
@@ -114,23 +114,23 @@ class Step(NamedTuple):
     a second run of the decoder's body. host: what the host does meanwhile.
     """
 
-    plain: Cost
-    warm: Cost
-    output_row: Cost
-    input_rows: Mapping[int, Cost]
-    body: Cost
-    host: Host
+    plain: DeviceCost
+    warm: DeviceCost
+    output_row: DeviceCost
+    input_rows: Mapping[int, DeviceCost]
+    body: DeviceCost
+    host: HostTimes
 
     def plain_ms(self, chip: Chip, launch_us: float) -> float:
         """Returns the time of mlx-lm's step in ms: device and host work at the same time."""
         return max(self.plain.ms(chip, launch_us), self.host.plain)
 
-    def warm_ms(self, chip: Chip, launch_us: float, how: Behaviour) -> float:
+    def warm_ms(self, chip: Chip, launch_us: float, how: StepBehaviour) -> float:
         """Returns the time of a step of mlx_zip in ms if all rows are in the store."""
         device = self.plain + self.warm + self.body.times(how.second_bodies)
         return max(device.ms(chip, launch_us), self.host.warm)
 
-    def cold_ms(self, chip: Chip, launch_us: float, how: Behaviour, installs: float) -> float:
+    def cold_ms(self, chip: Chip, launch_us: float, how: StepBehaviour, installs: float) -> float:
         """Returns the mean time of a step in ms if a share `installs` of the steps encodes an entry's rows.
 
         Where such a step waits for the body, the device waits for the host's next graph in turn.
@@ -169,7 +169,7 @@ def install_shares(records: Records, ids: int) -> dict[str, float]:
 # ---- launches and host time, of small models
 
 
-class Counted(NamedTuple):
+class CountedLaunches(NamedTuple):
     """Launches of a step of mlx-lm, those that mlx_zip adds in a step that installs an entry, and those of a pass that
     encodes rows of one side, by the number of entries in it.
     """
@@ -180,40 +180,39 @@ class Counted(NamedTuple):
 
 
 @cache
-def launches_of(name: str, precision: str) -> tuple[Counted, float]:
+def launches_of(name: str, precision: str) -> tuple[CountedLaunches, float]:
     """Returns the launches of a shape's step, and those of one layer."""
-    one, two = (_small_launches(name, precision, layers) for layers in (1, 2))
+    one, two = (count_small_model_launches(name, precision, layers) for layers in (1, 2))
     layer = two.plain - one.plain
-    return Counted(one.plain + (_layers(name) - 1) * layer, one.warm, one.rows), layer
+    return CountedLaunches(one.plain + (layer_count(name) - 1) * layer, one.warm, one.rows), layer
 
 
-def _layers(name: str) -> int:
+def layer_count(name: str) -> int:
     from mlx_zip.bench.engines.shape_table import SHAPES
 
     return SHAPES[name]["num_hidden_layers"]
 
 
-def _small_launches(name: str, precision: str, layers: int) -> Counted:
-    """Returns the launches of the steps of a small model of this shape's family that install an entry."""
-    from .launch_counts import encoder_launches, step_launches
+def count_small_model_launches(name: str, precision: str, layers: int) -> CountedLaunches:
+    from .launch_counts import count_step_launches, encoder_launches
 
-    def counted(models: Any, ids: Sequence[int]) -> Counted:
-        found = step_launches(models, ids, "warm")
+    def counted(models: Any, ids: Sequence[int]) -> CountedLaunches:
+        found = count_step_launches(models, ids, "warm")
         assert found is not None
         plain = mean(found.plain)
         ours = mean(n for n, new in zip(found.ours, found.installs, strict=True) if new)
         passes = {BEFORE.input_rows, NOW.input_rows, 1}
-        return Counted(plain, ours - plain, {n: encoder_launches(models, "input", n) for n in sorted(passes)})
+        return CountedLaunches(plain, ours - plain, {n: encoder_launches(models, "input", n) for n in sorted(passes)})
 
-    return _with_small_models(name, precision, layers, counted)
+    return call_with_small_models(name, precision, layers, counted)
 
 
-def _with_small_models(name: str, precision: str, layers: int, call: Callable[[Any, list[int]], Any]) -> Any:
+def call_with_small_models(name: str, precision: str, layers: int, call: Callable[[Any, list[int]], Any]) -> Any:
     """Returns what `call` returns for small models of a shape's family, and ids for them to write, on the CPU."""
     import mlx.core as mx
 
+    from mlx_zip.bench.engines.model_making import models_from_config
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
-    from mlx_zip.bench.engines.shapes import from_config
 
     from .selftest_steps import PROMPT, synthetic_ids
 
@@ -222,7 +221,7 @@ def _with_small_models(name: str, precision: str, layers: int, call: Callable[[A
     before, options = mx.default_device(), ZipOptions(encoder_bits=8)
     mx.set_default_device(mx.cpu)  # so that the page is the same on every machine
     try:
-        models = from_config(name, config, precision, range(SMALL["vocab_size"]), options)
+        models = models_from_config(name, config, precision, range(SMALL["vocab_size"]), options)
         return call(models, synthetic_ids(2 * PROMPT, SMALL["vocab_size"]))
     finally:
         mx.set_default_device(before)
@@ -231,77 +230,75 @@ def _with_small_models(name: str, precision: str, layers: int, call: Callable[[A
 def measure_host() -> Iterator[dict[str, Any]]:
     """Yields a line of the record `mac-host` per model and precision.
 
-    host_us: the processor time in which the host builds the graphs of a step, in us, by the names in `Host`: of narrow
-    models with the shape's layers, the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for a GPU,
-    detokenizing and waiting are left out.
+    host_us: the processor time in which the host builds the graphs of a step, in us, by the names in `HostTimes`: of
+    narrow models with the shape's layers, the median step of the fastest of `HOST_ROUNDS` runs. Encoding kernels for
+    a GPU, detokenizing and waiting are left out.
     """
-    from mlx_zip.bench.recording import surroundings
+    from mlx_zip.bench.recording import environment_fields
 
     for model, name in MODELS.items():
         for bits in PRECISIONS:
-            host = {way: round(1e6 * seconds, 1) for way, seconds in _host_seconds(name, bits).items()}
+            host = {way: round(1e6 * seconds, 1) for way, seconds in time_host_steps(name, bits).items()}
             line = {"bench": "mac-host", "model": model, "bits": bits, "rounds": HOST_ROUNDS, "host_us": host}
-            yield {**line, **surroundings("mlx", "mlx-lm")}
+            yield {**line, **environment_fields("mlx", "mlx-lm")}
 
 
-def _host_seconds(name: str, precision: str) -> dict[str, float]:
-    """Returns the host's seconds per step of a narrow model by the names in `Host`."""
+def time_host_steps(name: str, precision: str) -> dict[str, float]:
     from .launch_counts import step_seconds
 
     def measured(models: Any, ids: list[int]) -> dict[str, float]:
-        found: dict[str, list[float]] = {way: [] for way in Host._fields}
+        found: dict[str, list[float]] = {way: [] for way in HostTimes._fields}
         for _ in range(HOST_ROUNDS):
             warm, plain, _ = step_seconds(models, ids, "warm")
             cold, _, installs = step_seconds(models, ids, "cold")
             installing = [seconds for seconds, new in zip(cold, installs, strict=True) if new]
-            for way, seconds in zip(Host._fields, (plain, warm, installing), strict=True):
+            for way, seconds in zip(HostTimes._fields, (plain, warm, installing), strict=True):
                 found[way].append(median(seconds))
         return {way: min(values) for way, values in found.items()}
 
-    return _with_small_models(name, precision, _layers(name), measured)
+    return call_with_small_models(name, precision, layer_count(name), measured)
 
 
-def host_of(records: Records, model: str, bits: str) -> Host:
-    """Returns the measured host time per step of a model."""
+def host_times_of(records: Records, model: str, bits: str) -> HostTimes:
     (line,) = (one for one in records.lines("mac-host") if (one["model"], one["bits"]) == (model, bits))
-    return Host(*(line["host_us"][way] / 1e3 for way in Host._fields))
+    return HostTimes(*(line["host_us"][way] / 1e3 for way in HostTimes._fields))
 
 
 # ---- bytes
 
 
-class Size(NamedTuple):
+class ArraySize(NamedTuple):
     """Bytes, and the numbers that hold them."""
 
     bytes: float
     numbers: float
 
-    def times(self, count: float) -> Size:
+    def times(self, count: float) -> ArraySize:
         """Returns the size of so many."""
-        return Size(self.bytes * count, self.numbers * count)
+        return ArraySize(self.bytes * count, self.numbers * count)
 
 
 @cache
-def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
+def sizes_of(name: str, precision: str) -> Mapping[str, ArraySize]:
     """Returns what a step reads of: weights, head, KV cache, output rows, and the hyper-encoder of each side."""
     import mlx.core as mx
 
-    from mlx_zip.bench.engines.mlx_engines import parameters, weight_bytes
-    from mlx_zip.bench.engines.runs import kv_bytes
+    from mlx_zip.bench.engines.interface import kv_bytes_per_id
+    from mlx_zip.bench.engines.mlx_engines import named_weights, weight_bytes
+    from mlx_zip.bench.engines.model_making import cast_and_quantize, model_args_with_hypertokens, quantization_config
     from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
-    from mlx_zip.bench.engines.shapes import quantization_of, quantize, zip_args
     from mlx_zip.config import SIDES
     from mlx_zip.models.zip_model import Model
 
     config, options = SHAPES[name], ZipOptions(encoder_bits=ENCODER_BITS[precision])
-    model = Model(zip_args(config, options))
-    quantize(model, mx.bfloat16, quantization_of(precision, options, model))
-    arrays = parameters(model)
+    model = Model(model_args_with_hypertokens(config, options))
+    cast_and_quantize(model, mx.bfloat16, quantization_config(precision, options, model))
+    arrays = named_weights(model)
     untied = any(key.startswith("lm_head.") for key, _ in arrays)
 
-    def size(wanted: Callable[[str], bool]) -> Size:
+    def size(wanted: Callable[[str], bool]) -> ArraySize:
         found = [value for key, value in arrays if wanted(key)]
-        return Size(sum(value.nbytes for value in found), sum(value.size for value in found))
+        return ArraySize(sum(value.nbytes for value in found), sum(value.size for value in found))
 
     head = "lm_head." if untied else "model.embed_tokens."
     skipped = (*SIDES, "model.embed_tokens.") if untied else SIDES
@@ -310,29 +307,28 @@ def sizes_of(name: str, precision: str) -> Mapping[str, Size]:
     return {
         "weights": weights,
         "head": size(lambda key: key.startswith(head)),
-        "KV cache": Size(kv_bytes(config, 2), kv_bytes(config, 2) / 2).times(KV_IDS),
-        "output rows": Size(2, 1).times(ROWS * config["hidden_size"]),
+        "KV cache": ArraySize(kv_bytes_per_id(config, 2), kv_bytes_per_id(config, 2) / 2).times(KV_IDS),
+        "output rows": ArraySize(2, 1).times(ROWS * config["hidden_size"]),
         **{side: size(lambda key, side=side: key.startswith(side)) for side in SIDES},
     }
 
 
-def step_of(name: str, precision: str, host: Host) -> Step:
-    """Returns the costs of a shape's step."""
+def step_costs_of(name: str, precision: str, host: HostTimes) -> StepCosts:
     from mlx_zip.config import SIDES
 
     found, (counted, layer) = sizes_of(name, precision), launches_of(name, precision)
 
-    def cost(launches: float, evals: float, *parts: Size) -> Cost:
-        return Cost(sum(part.bytes for part in parts), launches, sum(part.numbers for part in parts), evals)
+    def cost(launches: float, evals: float, *parts: ArraySize) -> DeviceCost:
+        return DeviceCost(sum(part.bytes for part in parts), launches, sum(part.numbers for part in parts), evals)
 
     weights, head, kv = found["weights"], found["head"], found["KV cache"]
-    body = Size(weights.bytes - head.bytes, weights.numbers - head.numbers)
-    return Step(
+    body = ArraySize(weights.bytes - head.bytes, weights.numbers - head.numbers)
+    return StepCosts(
         plain=cost(counted.plain, 1, weights, kv),
         warm=cost(counted.warm, 1, found["output rows"]),  # body and head are handed over apart
         output_row=cost(counted.rows[1], 0, found[SIDES[1]]),
         input_rows={n: cost(launches, 0, found[SIDES[0]]) for n, launches in counted.rows.items()},
-        body=cost(layer * _layers(name), 0, body, kv),
+        body=cost(layer * layer_count(name), 0, body, kv),
         host=host,
     )
 
@@ -340,27 +336,29 @@ def step_of(name: str, precision: str, host: Host) -> Step:
 # ---- tables
 
 
-def _kinds(records: Records) -> list[tuple[str, str, Step]]:
+def costs_of_all_models(records: Records) -> list[tuple[str, str, StepCosts]]:
     kinds = [(model, name, bits) for model, name in MODELS.items() for bits in PRECISIONS]
-    return [(model, bits, step_of(name, bits, host_of(records, model, bits))) for model, name, bits in kinds]
+    return [
+        (model, bits, step_costs_of(name, bits, host_times_of(records, model, bits))) for model, name, bits in kinds
+    ]
 
 
-def installs(records: Records) -> float:
+def median_install_share(records: Records) -> float:
     """Returns the median over the domains of the share of steps that install an entry."""
     return median(install_shares(records, INSTALL_IDS).values())
 
 
 def steps_table(records: Records) -> str:
     """Returns the table of computed steps, one row per chip, model and precision; a range spans `Kind.launch_us`."""
-    rows, share = [], installs(records)
+    rows, share = [], median_install_share(records)
     for name, chip in CHIPS.items():
-        for model, bits, step in _kinds(records):
+        for model, bits, step in costs_of_all_models(records):
             plain = [step.plain_ms(chip, us) for us in chip.kind.launch_us]
-            cells = [_range(plain, ".1f")]
+            cells = [range_cell(plain, ".1f")]
             for how in (BEFORE, NOW):
                 for encoded in (0.0, share):  # of the steps: none if rows are warm
                     ours = [step.cold_ms(chip, us, how, encoded) for us in chip.kind.launch_us]
-                    cells.append(_range([a / b for a, b in zip(ours, plain, strict=True)], ".2f"))
+                    cells.append(range_cell([a / b for a, b in zip(ours, plain, strict=True)], ".2f"))
             rows.append([name, model, bits, *cells])
     heads = ["chip", "model", "bits", "mlx-lm, ms", "warm, before", "cold, before", "warm, now", "cold, now"]
     return table(heads, rows)
@@ -369,7 +367,7 @@ def steps_table(records: Records) -> str:
 def costs_table(records: Records) -> str:
     """Returns the table of what the steps above are computed from: bytes and launches of every model, and host time."""
     rows = []
-    for model, bits, step in _kinds(records):
+    for model, bits, step in costs_of_all_models(records):
         costs = (step.plain, step.warm, step.output_row, *(step.input_rows[how.input_rows] for how in (BEFORE, NOW)))
         cells = [f"{one.bytes_read / 1e6:,.0f} MB, {one.launches:.0f}" for one in (*costs, step.body)]
         buffers = [f"{step.plain.buffers(kind):.0f}" for kind in (BASE, MAX)]
@@ -406,20 +404,23 @@ def assumptions_table(records: Records) -> str:
         ["host time per step", f"measured on {', '.join(sorted(machine))}: record `mac-host`"],
         ["ids in the KV cache, which has 16 bits", f"{KV_IDS:,}"],
         ["entries in the codebook, each with an output row", f"{ROWS:,}"],
-        ["steps that install an entry", f"{installs(records):.0%}: median over the first {INSTALL_IDS:,} ids"],
+        [
+            "steps that install an entry",
+            f"{median_install_share(records):.0%}: median over the first {INSTALL_IDS:,} ids",
+        ],
         ["hyper-encoders", "kind `transformer`, two layers, untied; 8 bits with weights of 4 bits, else 16"],
         ["input rows encoded in one pass", f"before {BEFORE.input_rows}, now {NOW.input_rows}"],
-        ["a cold step waits for the running body", f"before {_yes(BEFORE.waits)}, now {_yes(NOW.waits)}"],
+        ["a cold step waits for the running body", f"before {yes_or_no(BEFORE.waits)}, now {yes_or_no(NOW.waits)}"],
         ["steps with a second body", f"before {BEFORE.second_bodies:.0%}, now at most {NOW.second_bodies:.0%}"],
     ]
     return table(["assumed", ""], rows)
 
 
-def _yes(value: bool) -> str:
+def yes_or_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _range(values: list[float], form: str) -> str:
+def range_cell(values: list[float], form: str) -> str:
     low, high = f"{min(values):{form}}", f"{max(values):{form}}"
     return low if low == high else f"{low} to {high}"
 

@@ -22,18 +22,24 @@ from unittest.mock import patch
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
-from mlx_zip.bench.engines.runs import Run
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import Workload
-from mlx_zip.bench.generation.generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
-from mlx_zip.bench.recording import header, load_before, surroundings
+from mlx_zip.bench.generation.generate import (
+    PACKAGES,
+    add_model_arguments,
+    add_text_arguments,
+    prepare_models_and_workloads,
+    record_model_section,
+)
+from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
 from mlx_zip.bench.records import table
 from mlx_zip.device import on_gpu
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .launch_counts import PROMPT, step_launches
+from .launch_counts import PROMPT, count_step_launches
 from .tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
 
 SCHEMA = 2
@@ -75,23 +81,23 @@ def run(args: argparse.Namespace) -> int:
     """
     check_at_least(args, 1, "trials")
     args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
-    load_before()
-    models, workloads = prepare(args)
+    load_before_bench()
+    models, workloads = prepare_models_and_workloads(args)
     if models.zipped is None:
         raise MlxZipError("there is nothing to split without a model with hypertokens: --model or --shape")
     profiler = StepProfiler(args, models)
     plan = f"{len(workloads)} texts, {args.trials} trials of five ways to run, rows {args.rows}"
-    header("profile", models.name, profiler.zipped.device, plan)
+    print_header("profile", models.name, profiler.zipped.device, plan)
     with ProgressBar(len(workloads) * (args.trials + 1), "round", "Measuring") as count:
         for workload in workloads:
             record = profiler.measure(workload, count)
             count.clear()
             print(json.dumps(record), flush=True)
-            count.say(split_table(record))
+            count.say(step_parts_table(record))
     return 0
 
 
-class Steps:
+class StepTimes:
     """Times in seconds of the steps of one way to run, without the first step of every run.
 
     whole: all steps. medians: the median step of each run. parts: all steps, by part.
@@ -129,14 +135,14 @@ class StepProfiler:
 
         count: is called after each round.
         """
-        ways = {name: Steps() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
+        ways = {name: StepTimes() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
         for trial in range(-1, self.args.trials):
             untraced, _ = self._run_zip(workload, None)
             runs = {
                 "mlx-zip": (untraced, ()),
                 "mlx-lm": self._run_plain(workload, untraced, None),
                 "mlx-zip traced": self._run_zip(workload, Tracer(ZIP_HOOKS)),
-                "mlx-lm traced": self._run_plain(workload, untraced, Tracer(self._plain_hooks())),
+                "mlx-lm traced": self._run_plain(workload, untraced, Tracer(self._hooks_of_plain_model())),
                 "mlx-zip apart": self._run_zip(workload, Tracer(ZIP_HOOKS, apart=True)),
             }
             for name, (one, marks) in runs.items():
@@ -145,23 +151,23 @@ class StepProfiler:
             count()
         return self._record(workload, untraced, ways)
 
-    def _plain_hooks(self) -> tuple[Hook, ...]:
+    def _hooks_of_plain_model(self) -> tuple[Hook, ...]:
         return (*PLAIN_HOOKS, Hook("blocks", type(self.plain.model), "__call__"))
 
     def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
         """Runs the workload in mlx_zip, without earlier rows if --rows is cold; returns the run and tracer's marks."""
         if self.args.rows == "cold":
-            self.zipped.fresh()
+            self.zipped.forget_encoded_rows()
         turn = workload.turns[0]
-        with running_ahead(AHEAD[self.args.ahead]):
-            return _traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
+        with forced_run_ahead(AHEAD[self.args.ahead]):
+            return run_traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
 
     def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
         """Runs mlx-lm with as many prompt ids and forced ids as `like`, mlx_zip's run, so with equal KV length."""
         turn, steps = workload.turns[0], len(like.ids)
         text = (*(turn.text or ()), *turn.prompt)
         forced = [text[i % len(text)] for i in range(steps)]
-        return _traced(self.plain, tracer, turn.prompt[: like.prompt_ids], steps, forced)
+        return run_traced(self.plain, tracer, turn.prompt[: like.prompt_ids], steps, forced)
 
     @property
     def ahead(self) -> bool:
@@ -169,17 +175,16 @@ class StepProfiler:
         chosen = AHEAD[self.args.ahead]
         return on_gpu() if chosen is None else chosen
 
-    def _launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
+    def _count_launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
         """Returns the launches per step for the record, counted on the last ids of the prompt and those written.
 
         None if the text is too short to count any. untraced: mlx_zip's last run.
         """
         text = [*workload.turns[0].prompt[-PROMPT:], *untraced.base_ids]
-        counted = step_launches(self.models, text, self.args.rows)
+        counted = count_step_launches(self.models, text, self.args.rows)
         return counted.record() if counted else None
 
-    def _record(self, workload: Workload, untraced: Run, ways: dict[str, Steps]) -> dict[str, Any]:
-        """Returns the record. untraced: mlx_zip's last run without clocks. ways: the steps of each way to run."""
+    def _record(self, workload: Workload, untraced: Run, ways: dict[str, StepTimes]) -> dict[str, Any]:
         turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
         ours, ours_cpu = (np.sum([host.parts[part + clock] for part in OURS], axis=0) for clock in ("", CPU))
         ratios = np.divide(ways["mlx-zip"].medians, ways["mlx-lm"].medians)
@@ -187,7 +192,7 @@ class StepProfiler:
         return {
             "bench": "profile",
             "schema": SCHEMA,
-            "model": model_section(self.models, args),
+            "model": record_model_section(self.models, args),
             "mode": workload.mode,
             "workload": {
                 "domain": workload.domain,
@@ -201,57 +206,61 @@ class StepProfiler:
                 "steps": len(untraced.times),
                 "base_tokens": len(untraced.base_ids),
             },
-            "second_bodies": _round(untraced.second_bodies / len(untraced.times)) if self.ahead else None,
-            "launches": self._launches(workload, untraced),
+            "second_bodies": round_to_five_digits(untraced.second_bodies / len(untraced.times)) if self.ahead else None,
+            "launches": self._count_launches(workload, untraced),
             "unit": "us per step",
-            "steps": {name: _figure(way.whole, way.medians) for name, way in ways.items()},
-            "ratio": {"median": _round(float(np.median(ratios))), "samples": [_round(r) for r in ratios.tolist()]},
+            "steps": {name: summarize_us(way.whole, way.medians) for name, way in ways.items()},
+            "ratio": {
+                "median": round_to_five_digits(float(np.median(ratios))),
+                "samples": [round_to_five_digits(r) for r in ratios.tolist()],
+            },
             "parts": {
                 part: {
-                    "host_us": _figure(host.parts[part]),
-                    "cpu_us": _figure(host.parts[part + CPU]),
-                    "apart_us": _figure(apart.parts[part]),
+                    "host_us": summarize_us(host.parts[part]),
+                    "cpu_us": summarize_us(host.parts[part + CPU]),
+                    "apart_us": summarize_us(apart.parts[part]),
                 }
                 for part in PARTS
             },
-            "ours_us": _figure(ours.tolist()),
-            "ours_cpu_us": _figure(ours_cpu.tolist()),
-            "plain_parts": {part: _figure(ways["mlx-lm traced"].parts[part]) for part in ("blocks", "enqueue", "loop")},
+            "ours_us": summarize_us(ours.tolist()),
+            "ours_cpu_us": summarize_us(ours_cpu.tolist()),
+            "plain_parts": {
+                part: summarize_us(ways["mlx-lm traced"].parts[part]) for part in ("blocks", "enqueue", "loop")
+            },
             "device": self.zipped.device,
-            **surroundings(*PACKAGES),
+            **environment_fields(*PACKAGES),
         }
 
 
 @contextmanager
-def running_ahead(ahead: bool | None) -> Iterator[None]:
+def forced_run_ahead(ahead: bool | None) -> Iterator[None]:
     """Inside, `mlx_zip.stream_generate` runs bodies ahead if `ahead` is true; None leaves that to the device."""
     generate = import_module("mlx_zip.engine.mlx.generate")
     with patch.object(generate, "_ahead", lambda model: ahead):
         yield
 
 
-def _traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
-    """Runs a request in an engine, with a tracer if there is one; returns the run and the tracer's marks."""
+def run_traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
     if tracer is None:
         return engine.run(*request), ()
     with tracer:
         return engine.run(*request), tracer.marks
 
 
-def _figure(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> dict[str, Any]:
-    """Returns mean, median and 90th percentile in us, and with trial_medians (seconds) those in us as `samples`."""
+def summarize_us(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> dict[str, Any]:
     us = 1e6 * np.asarray(seconds)
     found = {"mean": us.mean(), "median": np.median(us), "p90": np.quantile(us, 0.9)}
-    figure: dict[str, Any] = {name: _round(float(value)) for name, value in found.items()}
-    return {**figure, "samples": [_round(1e6 * one) for one in trial_medians]} if trial_medians else figure
+    figure: dict[str, Any] = {name: round_to_five_digits(float(value)) for name, value in found.items()}
+    return (
+        {**figure, "samples": [round_to_five_digits(1e6 * one) for one in trial_medians]} if trial_medians else figure
+    )
 
 
-def _round(value: float) -> float:
+def round_to_five_digits(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def split_table(record: dict[str, Any]) -> str:
-    """Returns a record's parts as a Markdown table with a heading, and a line on its whole steps."""
+def step_parts_table(record: dict[str, Any]) -> str:
     parts, steps = record["parts"], record["steps"]
     rows = [
         [
@@ -271,11 +280,11 @@ def split_table(record: dict[str, Any]) -> str:
         f"{table(header, rows, 'markdown')}\n\n"
         f"Median steps: {medians}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
         f"Host work of mlx_zip: {record['ours_cpu_us']['median']:.0f} (90 %: {record['ours_cpu_us']['p90']:.0f}), "
-        f"by the wall's clock {record['ours_us']['median']:.0f}.{_counts(record)}\n"
+        f"by the wall's clock {record['ours_us']['median']:.0f}.{launch_and_body_counts(record)}\n"
     )
 
 
-def _counts(record: dict[str, Any]) -> str:
+def launch_and_body_counts(record: dict[str, Any]) -> str:
     found = ""
     if record.get("second_bodies") is not None:
         found += f" Steps that ran the body twice: {record['second_bodies']:.1%}."

@@ -15,18 +15,18 @@ import numpy as np
 
 from mlx_zip import named
 from mlx_zip.bench import machine
-from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, settle
-from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines.interface import Run
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, wait_and_free_memory
+from mlx_zip.bench.engines.model_making import models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
-from mlx_zip.bench.engines.shapes import from_folders, from_shape
-from mlx_zip.bench.engines.workloads import chats, read_requests, read_tokenizer
+from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
 from mlx_zip.bench.machine import memory_bytes
 from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
 
 from . import host_parts
-from .launch_counts import step_launches
-from .profile import running_ahead
+from .launch_counts import count_step_launches
+from .profile import forced_run_ahead
 
 TRIALS, TOKENS = 5, 96  # timed rounds at most; base tokens that a run writes
 SHAPE, PROMPT = "llama-3.2-1b", 64  # of random weights; base ids that it reads
@@ -36,7 +36,7 @@ REST_S = 2.0  # the shorter rest before a first id
 WAYS = [(rows, ahead) for ahead in (False, True) for rows in ("cold", "warm")]  # a warm run repeats the one before it
 
 
-def bandwidth() -> dict[str, Any]:
+def measure_bandwidth() -> dict[str, Any]:
     """Returns how many GB per second a GPU reads in matrix-vector products, as decoding does.
 
     One evaluation has `PRODUCTS` of them, which hides the time of a launch.
@@ -46,55 +46,59 @@ def bandwidth() -> dict[str, Any]:
     return {"gb_per_s": measured(PRODUCTS, machine.BANDWIDTH_SIDE) / 1e9}
 
 
-def stories_steps(limit_s: float) -> dict[str, Any]:
-    """Returns `step_figures` of the bundled model, which answers a built-in request, against its base."""
-    models = from_folders("stories", "stories-base")
-    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
-    return step_figures(models, prompt, None, limit_s)
+def measure_bundled_model(limit_s: float) -> dict[str, Any]:
+    """Returns `measure_steps` of the bundled model, which answers a built-in request, against its base."""
+    models = models_from_folders("stories", "stories-base")
+    return measure_steps(models, first_request(models), None, limit_s)
 
 
-def smollm2_steps(limit_s: float) -> dict[str, Any]:
-    """Returns `step_figures` of SmolLM2 by name against its base, or why it is left out; fetches and makes nothing."""
+def first_request(models: Models) -> list[int]:
+    """Returns the base ids of the first built-in request, as a chat."""
+    return list(make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt)
+
+
+def measure_smollm2(limit_s: float) -> dict[str, Any]:
+    """Returns `measure_steps` of SmolLM2 by name against its base, or why it is left out; fetches and makes nothing."""
     if not on_gpu():
         return {"skipped": "on a CPU a step of this size takes too long"}
     if any(named.made(name) is None for name in named.MADE):
         return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
-    models = from_folders("smollm2", "smollm2-base")
-    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
-    return step_figures(models, prompt, None, limit_s)
+    models = models_from_folders("smollm2", "smollm2-base")
+    return measure_steps(models, first_request(models), None, limit_s)
 
 
-def shape_steps(limit_s: float) -> dict[str, Any]:
-    """Returns `step_figures` of a model of 1B size with random 4-bit weights, or why it is left out."""
-    if (why := _too_small()) is not None:
+def measure_random_shape(limit_s: float) -> dict[str, Any]:
+    """Returns `measure_steps` of a model of 1B size with random 4-bit weights, or why it is left out."""
+    if (why := reason_to_skip_shape()) is not None:
         return {"skipped": why}
-    models, prompt, text = _shape()
-    return step_figures(models, prompt, text, limit_s)
+    models, prompt, text = make_shape_and_text()
+    return measure_steps(models, prompt, text, limit_s)
 
 
-def _too_small() -> str | None:
+def reason_to_skip_shape() -> str | None:
     if not on_gpu():
         return "on a CPU a step of this size takes too long"
     return None if memory_bytes() >= NEEDED else f"it needs a machine with {NEEDED >> 30} GB of memory"
 
 
-def _shape() -> tuple[Models, list[int], list[int]]:
-    models = from_shape(SHAPE, "4", read_tokenizer("stories"), ZipOptions(encoder_bits=8))
+def make_shape_and_text() -> tuple[Models, list[int], list[int]]:
+    models = models_from_shape(SHAPE, "4", read_tokenizer("stories"), ZipOptions(encoder_bits=8))
     ids = synthetic_ids(PROMPT + TOKENS, len(models.tokenizer))
     return models, ids[:PROMPT], ids[PROMPT:]
 
 
-def host_figures(rest_s: float, limit_s: float) -> dict[str, Any]:
-    """Returns `host_parts.host_figures` of the shape, or of the bundled model where the shape is left out.
+def measure_host_parts(rest_s: float, limit_s: float) -> dict[str, Any]:
+    """Returns `host_parts.measure_host_parts` of the shape, or of the bundled model where the shape is left out.
 
     rest_s: the longest rest before a first id, in seconds.
     """
     rests = sorted({0.0, min(REST_S, rest_s), rest_s})
-    if _too_small() is None:
-        return host_parts.host_figures(*_shape(), True, rests, limit_s)
-    models = from_folders("stories", "stories-base")
-    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
-    return host_parts.host_figures(models, prompt, synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s)
+    if reason_to_skip_shape() is None:
+        return host_parts.measure_host_parts(*make_shape_and_text(), True, rests, limit_s)
+    models = models_from_folders("stories", "stories-base")
+    return host_parts.measure_host_parts(
+        models, first_request(models), synthetic_ids(TOKENS, len(models.tokenizer)), False, rests, limit_s
+    )
 
 
 def synthetic_ids(count: int, vocab_size: int) -> list[int]:
@@ -102,7 +106,7 @@ def synthetic_ids(count: int, vocab_size: int) -> list[int]:
     return (3 + np.random.default_rng(0).zipf(1.3, count) % (vocab_size - 3)).tolist()
 
 
-def step_figures(models: Models, prompt: Sequence[int], text: Sequence[int] | None, limit_s: float) -> dict[str, Any]:
+def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | None, limit_s: float) -> dict[str, Any]:
     """Times the steps of mlx-lm and, with `WAYS` of running it, of mlx_zip in turns; returns the figures by way.
 
     prompt: base ids. text: base ids to write; None for the model's own choice. A first round is a warm-up. mlx-lm runs
@@ -114,43 +118,42 @@ def step_figures(models: Models, prompt: Sequence[int], text: Sequence[int] | No
     while rounds <= TRIALS and (rounds < 2 or (time.perf_counter() - begun) * (rounds + 1) / rounds < limit_s):
         for rows, ahead in WAYS:
             if rows == "cold":
-                zipped.fresh()
-            with running_ahead(ahead):
+                zipped.forget_encoded_rows()
+            with forced_run_ahead(ahead):
                 runs[rows, ahead].append(zipped.run(prompt, TOKENS, text))
         like = runs[WAYS[-1]][-1]
         forced = [(*like.base_ids, *prompt)[i % len(prompt)] for i in range(len(like.ids))]
         runs["mlx-lm"].append(plain.run(prompt[: like.prompt_ids], len(forced), forced))
         rounds += 1
     timed: Any = {name: found[1:] for name, found in runs.items()}
-    settle()
-    counted = {rows: step_launches(models, [*prompt, *like.base_ids], rows) for rows in ("cold", "warm")}
+    wait_and_free_memory()
+    counted = {rows: count_step_launches(models, [*prompt, *like.base_ids], rows) for rows in ("cold", "warm")}
     return {
         "model": models.name,
         "trials": rounds - 1,
         "steps": len(like.ids),
         "base_tokens_per_step": len(like.base_ids) / len(like.ids),
-        "mlx-lm": _speed(timed["mlx-lm"]),
-        "ways": [_way(rows, ahead, timed[rows, ahead], timed["mlx-lm"]) for rows, ahead in WAYS],
+        "mlx-lm": speed_figures(timed["mlx-lm"]),
+        "ways": [way_figures(rows, ahead, timed[rows, ahead], timed["mlx-lm"]) for rows, ahead in WAYS],
         "launches": {rows: one and one.record() for rows, one in counted.items()},
     }
 
 
-def _speed(runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns the median step in ms, without first steps, of each run and of all, and base tokens per second."""
+def speed_figures(runs: Sequence[Run]) -> dict[str, Any]:
     steps = [1e3 * float(np.median(np.diff(run.times))) for run in runs]
     rates = [(len(run.base_ids) - run.first_base) / (run.times[-1] - run.times[0]) for run in runs]
     return {"step_ms": median(steps), "samples": steps, "base_tokens_per_s": median(rates)}
 
 
-def _way(rows: str, ahead: bool, ours: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    found = _speed(ours)
-    ratios = [a / b for a, b in zip(found["samples"], _speed(plain)["samples"], strict=True)]
+def way_figures(rows: str, ahead: bool, ours: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    found = speed_figures(ours)
+    ratios = [a / b for a, b in zip(found["samples"], speed_figures(plain)["samples"], strict=True)]
     second = ours[-1].second_bodies / len(ours[-1].times) if ahead else None
     return {"rows": rows, "ahead": ahead, **found, "over_mlx_lm": median(ratios), "second_bodies": second}
 
 
-def lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what `step_figures` found as (name, text) lines; one line if it was left out."""
+def report_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what `measure_steps` found as (name, text) lines; one line if it was left out."""
     if "skipped" in figures:
         return [("steps", f"skipped: {figures['skipped']}")]
     plain, found = figures["mlx-lm"], []
@@ -159,7 +162,7 @@ def lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         name = f"step, {way['rows']}, {'ahead' if way['ahead'] else 'not ahead'}"
         text = f"{way['step_ms']:.2f} ms, {way['over_mlx_lm']:.2f} x mlx-lm's, "
         text += f"{way['base_tokens_per_s']:.0f} base tokens/s"
-        found.append((name, text + _second(way["second_bodies"])))
+        found.append((name, text + second_bodies_text(way["second_bodies"])))
     found.append(("base tokens per step", f"{figures['base_tokens_per_step']:.2f} in {figures['steps']} steps"))
     counts = [f"{rows} {one['mlx-zip']:g}" for rows, one in figures["launches"].items() if one]
     if counts:
@@ -168,5 +171,5 @@ def lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def _second(share: float | None) -> str:
+def second_bodies_text(share: float | None) -> str:
     return "" if share is None else f", second bodies {share:.1%}"

@@ -43,11 +43,11 @@ Seconds = defaultdict[str, float]  # part, or part + CPU: seconds
 Made = Callable[[tuple[Any, ...], Any], Any]  # (arguments, result) of a call: the arrays that it made
 
 
-def _result(args: tuple[Any, ...], result: Any) -> Any:
+def arrays_in_result(args: tuple[Any, ...], result: Any) -> Any:
     return result
 
 
-def _tables(args: tuple[Any, ...], result: Any) -> Any:
+def arrays_in_row_tables(args: tuple[Any, ...], result: Any) -> Any:
     """The arrays that a call of `RowSource.fill_inputs(self, state, ...)` or `fill_outputs` made are in the tables."""
     return [table.array for table in (args[1].inputs, args[1].outputs)]
 
@@ -65,7 +65,7 @@ class Hook:
     name: str
     made: Made | None = None
 
-    def home(self) -> Any:
+    def find_owner(self) -> Any:
         """Returns the module or class that has the function. Raises `MlxZipError` if the function does not exist."""
         home = self.owner
         if isinstance(home, str):
@@ -84,23 +84,23 @@ MODEL, ROWS, AHEAD = (
 )
 STATE = "mlx_zip.models.rows.zip_state:ZipState"
 PLAIN_HOOKS = (
-    Hook("sampling", mx, "logsumexp", _result),
-    Hook("sampling", mx, "argmax", _result),
+    Hook("sampling", mx, "logsumexp", arrays_in_result),
+    Hook("sampling", mx, "argmax", arrays_in_result),
     Hook("enqueue", mx, "async_eval"),
-    Hook("replay", "mlx_zip.bench.engines.mlx_engines:Forced", "__call__"),
+    Hook("replay", "mlx_zip.bench.engines.mlx_engines:ForcedIdSampler", "__call__"),
 )
 ZIP_HOOKS = (
     *PLAIN_HOOKS,
     *(Hook("wait", f"mlx_zip.models.{module}", "read_ids_on_host") for module in ("zip_model", "two_part_step")),
     Hook("call", MODEL, "__call__"),
     *(Hook("call", AHEAD, name) for name in ("run", "follow")),
-    Hook("embedding", MODEL, "embed", _result),
-    *(Hook("rows", ROWS, name, _tables) for name in ("fill_inputs", "fill_outputs")),
+    Hook("embedding", MODEL, "embed", arrays_in_result),
+    *(Hook("rows", ROWS, name, arrays_in_row_tables) for name in ("fill_inputs", "fill_outputs")),
     *(Hook("rows", ROWS, name) for name in ("settle_submitted", "settle_unsubmitted")),
-    Hook("blocks", MODEL, "run_layers", _result),
-    Hook("head", MODEL, "joint_head", _result),
+    Hook("blocks", MODEL, "run_layers", arrays_in_result),
+    Hook("head", MODEL, "joint_head", arrays_in_result),
     Hook("canonical", "mlx_zip.sampling.exclusions:CanonicalIds", "excluded"),
-    Hook("canonical", "mlx_zip.engine.mlx.choosing", "without", _result),
+    Hook("canonical", "mlx_zip.engine.mlx.choosing", "without", arrays_in_result),
     Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
     Hook("response", "mlx_zip.engine.responses:Answer", "take"),
     Hook("codec", "mlx_zip.engine.request:Request", "expand"),
@@ -111,7 +111,7 @@ ZIP_HOOKS = (
 )
 
 
-STEP = Hook("loop", "mlx_zip.bench.engines.runs:Run", "step")  # is called once per emitted id
+STEP = Hook("loop", "mlx_zip.bench.engines.interface:Run", "step")  # is called once per emitted id
 
 
 class Tracer:
@@ -130,11 +130,15 @@ class Tracer:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:
-        hooks = [(hook, hook.home()) for hook in (*self.hooks, self.mark)]  # all are found before any is wrapped
+        hooks = [(hook, hook.find_owner()) for hook in (*self.hooks, self.mark)]  # all are found before any is wrapped
         for hook, home in hooks:
             before = getattr(home, hook.name)
             self._undo.append((home, hook.name, before))
-            setattr(home, hook.name, self._marking(before) if hook is self.mark else self._timed(hook, before))
+            setattr(
+                home,
+                hook.name,
+                self._wrap_with_marks(before) if hook is self.mark else self._wrap_with_clocks(hook, before),
+            )
         return self
 
     def __exit__(
@@ -144,8 +148,7 @@ class Tracer:
             home, name, before = self._undo.pop()
             setattr(home, name, before)
 
-    def _timed(self, hook: Hook, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that the time of its calls counts for the hook's part."""
+    def _wrap_with_clocks(self, hook: Hook, function: Callable[..., Any]) -> Callable[..., Any]:
         made, cpu = hook.made if self.apart else None, hook.part + CPU
 
         def call(*args: Any, **options: Any) -> Any:
@@ -167,7 +170,7 @@ class Tracer:
 
         return call
 
-    def _marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_with_marks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function so that each call first appends a copy of the totals to the marks."""
 
         def call(*args: Any) -> Any:

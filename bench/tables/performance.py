@@ -16,15 +16,15 @@ from mlx_zip.bench.generation.ratios import (
     STORIES,
     TURNS,
     Ratio,
-    detokenizing,
+    base_tokens_per_step,
+    detokenizing_us_per_base_token,
+    figure_ratio,
     paired_ratio,
-    per_step,
-    pooled_per_step,
-    ratio,
-    shortening,
-    step_ratio,
+    pooled_base_tokens_per_step,
+    prompt_ids_per_base_id,
+    step_time_ratio,
 )
-from mlx_zip.bench.records import Record, Records, libraries, machines, table
+from mlx_zip.bench.records import Record, Records, libraries_cell, machines_table, table
 from mlx_zip.bench.serve.client import DIALECTS
 
 # row's name: part of `bench profile`
@@ -44,20 +44,20 @@ SERVE = "serve"  # record of `bench serve`
 PACK = "its own, tuned"  # name of the bundled model's own pack in the record `pack_quality`
 
 
-def _steps(records: Records) -> str:
-    """Returns the table of times per step over mlx-lm's at equal KV length, one row per profile."""
-    found = {name: (file, records.one(file)) for name, file in PROFILES.items()}
-    rows = [[name, f"`{file}`", str(step_ratio(line)), libraries(line)] for name, (file, line) in found.items()]
+def step_ratio_table(records: Records) -> str:
+    found = {name: (file, records.only_record(file)) for name, file in PROFILES.items()}
+    rows = [
+        [name, f"`{file}`", str(step_time_ratio(line)), libraries_cell(line)] for name, (file, line) in found.items()
+    ]
     return table(["", "record", "a step over mlx-lm's", "preloaded; BLAS"], rows)
 
 
-def _requests(records: Records) -> str:
-    """Returns the table of whole requests, mlx_zip over mlx-lm, one row per kind of text."""
+def request_ratio_table(records: Records) -> str:
     rows = []
     for text, file in REQUESTS.items():
-        pair = records.pair(file)
-        found = (ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
-        rows.append([text, f"`{file}`", f"{per_step(pair):.2f}", *map(str, found), libraries(pair[1])])
+        pair = records.engine_pair(file)
+        found = (figure_ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
+        rows.append([text, f"`{file}`", f"{base_tokens_per_step(pair):.2f}", *map(str, found), libraries_cell(pair[1])])
     header = [
         "text",
         "record",
@@ -70,85 +70,84 @@ def _requests(records: Records) -> str:
     return table(header, rows)
 
 
-def _stories(records: Records) -> str:
-    """Returns the table of the bundled model's conversations over its base's, by story, with cold and warm rows."""
+def stories_table(records: Records) -> str:
     rows = []
     for turn, name in enumerate(TURNS):
         for state in ("cold", "warm"):
-            pair = records.pair(STORIES, turn=turn, rows=state)
-            found = (ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms"))
-            rows.append([name, state, f"{pooled_per_step(pair):.2f}", *map(str, found)])
+            pair = records.engine_pair(STORIES, turn=turn, rows=state)
+            found = (
+                figure_ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms")
+            )
+            rows.append([name, state, f"{pooled_base_tokens_per_step(pair):.2f}", *map(str, found)])
     heads = ["story", "rows", "base tokens per step", "steps/s", "base tokens/s", "bytes/s", "time to first id"]
     return table(heads, rows)
 
 
-def _once_made(record: str, make: Callable[[Records], str]) -> Callable[[Records], str]:
-    """Returns a table's function that needs a record; while there is none, it returns a sentence that says so."""
+def table_once_recorded(record: str, make: Callable[[Records], str]) -> Callable[[Records], str]:
     missing = f"Not measured yet: there is no record `{record}`."
     return lambda records: make(records) if record in records.files else missing
 
 
-def _published(records: Records) -> str:
+def published_package_table(records: Records) -> str:
     rows = []
     for precision, file in PUBLISHED.items():
-        pair = records.pair(file, "zip2zip")
-        found = (str(ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))
-        rows.append([precision, f"`{file}`", *found, libraries(pair[1])])
+        pair = records.engine_pair(file, "zip2zip")
+        found = (str(figure_ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))
+        rows.append([precision, f"`{file}`", *found, libraries_cell(pair[1])])
     return table(["weights", "record", "steps/s", "time to first id", "preloaded; BLAS"], rows)
 
 
-def _parts(records: Records) -> str:
-    """Returns the table of a step's parts in us: before the work on host time, after it, and of the bundled model."""
-    before, after, bundled = map(records.one, ("profile-before", "profile-warm", "profile-stories"))
+def step_parts_table(records: Records) -> str:
+    before, after, bundled = map(records.only_record, ("profile-before", "profile-warm", "profile-stories"))
     profiles = (before, after, bundled)
-    rows = [["step over mlx-lm's at equal KV length", *(f"{step_ratio(record).value:.2f}" for record in profiles)]]
-    rows.append(["rows, apart", *(_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
+    rows = [["step over mlx-lm's at equal KV length", *(f"{step_time_ratio(record).value:.2f}" for record in profiles)]]
+    rows.append(["rows, apart", *(median_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
     for name, part in HOST_PARTS.items():
-        rows.append([name, *(_us(record["parts"][part]["host_us"]) for record in profiles)])
-    rows.append(["host work of mlx_zip, by the wall's clock", *(_us(record["ours_us"]) for record in profiles)])
-    rows.append(["host work of mlx_zip, processor time", "-", *(_us(r["ours_cpu_us"]) for r in profiles[1:])])
-    rows.append(["preloaded; BLAS", *map(libraries, profiles)])
+        rows.append([name, *(median_us(record["parts"][part]["host_us"]) for record in profiles)])
+    rows.append(["host work of mlx_zip, by the wall's clock", *(median_us(record["ours_us"]) for record in profiles)])
+    rows.append(["host work of mlx_zip, processor time", "-", *(median_us(r["ours_cpu_us"]) for r in profiles[1:])])
+    rows.append(["preloaded; BLAS", *map(libraries_cell, profiles)])
     return table(["us per step, median", "before", "after", "bundled model"], rows)
 
 
-def _us(figure: Mapping[str, float]) -> str:
+def median_us(figure: Mapping[str, float]) -> str:
     return f"{figure['median']:,.0f}"
 
 
-def _codec(records: Records) -> str:
-    """Returns the table of times of mlx_zip's codec and of zip2zip-compression, and how many times as fast ours is."""
+def codec_table(records: Records) -> str:
     rows = []
     for line in records.lines("codec"):
         setting = line["setting"]
         measured = f"{'windows' if setting['of'] == 'windows' else 'one sequence'} of {setting['ids_each']:,} ids"
         times = [f"{line[side]['median']:,.0f}" if line[side] else "-" for side in ("ours", "upstream")]
-        rows.append([OPERATIONS[line["what"]], measured, line["unit"], *times, _times_as_fast(line)])
+        rows.append([OPERATIONS[line["what"]], measured, line["unit"], *times, times_as_fast_cell(line)])
     return table(["", "of", "unit", "mlx_zip", "zip2zip-compression", "times as fast"], rows)
 
 
-def _times_as_fast(line: Record) -> str:
+def times_as_fast_cell(line: Record) -> str:
     """Returns zip2zip-compression's time over ours, median and interval of paired trials; "-" if it is not measured."""
     if not line["upstream"]:
         return "-"
     return str(paired_ratio(line["ours"]["samples"], line["upstream"]["samples"]))
 
 
-def _speed(records: Records) -> str:
-    """Returns the table of the bundled model's speed for a user, with the bits per byte that it costs."""
+def bundled_speed_table(records: Records) -> str:
     price = next(line for line in records.lines("pack_quality") if line["curve"] == PACK)
     bits = f"{price['bits_per_byte']:.3f} ({price['base_bits_per_byte']:.3f}, {price['over_base']:+.1%})"
     rows = []
     for turn, name in enumerate(TURNS):
-        cold, warm = (records.pair(STORIES, turn=turn, rows=state) for state in ("cold", "warm"))
-        gains = [f"{ratio(pair, 'bytes_per_s')} x" for pair in (cold, warm)]
-        rows.append([f"{name} story of a conversation", f"{pooled_per_step(warm):.2f}", *gains, bits])
+        cold, warm = (records.engine_pair(STORIES, turn=turn, rows=state) for state in ("cold", "warm"))
+        gains = [f"{figure_ratio(pair, 'bytes_per_s')} x" for pair in (cold, warm)]
+        rows.append([f"{name} story of a conversation", f"{pooled_base_tokens_per_step(warm):.2f}", *gains, bits])
     heads = ["`stories`, 8 bit", "base tokens per step", "bytes/s to mlx-lm, cold", "warm", "bits per byte (base)"]
     return table(heads, rows)
 
 
-def _machines(records: Records) -> str:
+def record_machines_table(records: Records) -> str:
     names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
-    return machines(records, sorted(name for name in (*names, STORIES, BATCH, SERVE, "codec") if name in records.files))
+    return machines_table(
+        records, sorted(name for name in (*names, STORIES, BATCH, SERVE, "codec") if name in records.files)
+    )
 
 
 # ---- the targets
@@ -176,10 +175,10 @@ class Target:
         worst = value if not isinstance(found, Ratio) else found.high if self.most else found.low
         shown = str(found) if isinstance(found, Ratio) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
         bound = f"{'at most' if self.most else 'at least'} {self.bound:g}{self.unit}"
-        blas = libraries(records.lines(self.record)[0]) if self.record else "-"
-        return [self.name, blas, bound, f"{shown}{self.unit}", self._judged(value, worst)]
+        blas = libraries_cell(records.lines(self.record)[0]) if self.record else "-"
+        return [self.name, blas, bound, f"{shown}{self.unit}", self._verdict(value, worst)]
 
-    def _judged(self, value: float, worst: float) -> str:
+    def _verdict(self, value: float, worst: float) -> str:
         """Returns whether the median is within the bound. worst: the end of its interval that is nearest to failing."""
         is_met, surely = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
         return "missed" if not is_met else "met" if surely else "met; the interval reaches past it"
@@ -187,31 +186,33 @@ class Target:
 
 def _speedup_over_compression(records: Records) -> Ratio:
     """Returns the gain in base tokens/s on code over base tokens per step: 1 if a step is as fast as mlx-lm's."""
-    pair = records.pair(REQUESTS["code"])
-    return ratio(pair, "base_tokens_per_s").over(per_step(pair))
+    pair = records.engine_pair(REQUESTS["code"])
+    return figure_ratio(pair, "base_tokens_per_s").divided_by(base_tokens_per_step(pair))
 
 
 def _first_id_over_length(records: Records) -> Ratio:
     """Returns the time to the first id on code over mlx-lm's, divided by how much shorter the compressed prompt is."""
-    pair = records.pair(REQUESTS["code"])
-    return ratio(pair, "ttft_ms").over(shortening(pair))
+    pair = records.engine_pair(REQUESTS["code"])
+    return figure_ratio(pair, "ttft_ms").divided_by(prompt_ids_per_base_id(pair))
 
 
-def _bytes_per_s(turn: int, rows: str) -> Callable[[Records], Ratio]:
+def story_bytes_per_s_ratio(turn: int, rows: str) -> Callable[[Records], Ratio]:
     """Returns the measure of a story's bytes/s over the base's. turn: the story, from 0; rows: "cold" or "warm"."""
-    return lambda records: ratio(records.pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
+    return lambda records: figure_ratio(records.engine_pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
 
 
-def _over_published(precision: str) -> Callable[[Records], Ratio]:
+def steps_over_published(precision: str) -> Callable[[Records], Ratio]:
     """Returns the measure of steps/s over the published package's. precision: a key of `PUBLISHED`."""
-    return lambda records: ratio(records.pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
+    return lambda records: figure_ratio(records.engine_pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
 
 
 HOST = (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))  # name, record
 
 TARGETS = (
     *(
-        Target(f"step over mlx-lm's at equal KV length, {name}", bound, lambda r, f=f: step_ratio(r.one(f)), f)
+        Target(
+            f"step over mlx-lm's at equal KV length, {name}", bound, lambda r, f=f: step_time_ratio(r.only_record(f)), f
+        )
         for name, bound, f in (
             ("bundled model, rows cold", 1.35, "profile-stories-cold"),
             ("bundled model, rows warm", 1.10, "profile-stories"),
@@ -234,7 +235,7 @@ TARGETS = (
         Target(
             f"bundled model, bytes/s over its base's: {TURNS[turn]} story, {rows}",
             bound,
-            _bytes_per_s(turn, rows),
+            story_bytes_per_s_ratio(turn, rows),
             STORIES,
             most=False,
         )
@@ -243,7 +244,11 @@ TARGETS = (
     ),
     *(
         Target(
-            f"bundled model, steps/s over the published package's, {name}", 3, _over_published(name), file, most=False
+            f"bundled model, steps/s over the published package's, {name}",
+            3,
+            steps_over_published(name),
+            file,
+            most=False,
         )
         for name, file in PUBLISHED.items()
     ),
@@ -251,28 +256,34 @@ TARGETS = (
         Target(
             f"host work of mlx_zip per step, processor time, {name}",
             bound,
-            lambda r, file=file: r.one(file)["ours_cpu_us"]["median"],
+            lambda r, file=file: r.only_record(file)["ours_cpu_us"]["median"],
             file,
             unit=" us",
         )
         for (name, file), bound in zip(HOST, (400, 250), strict=True)
     ),
     *(
-        Target(f"detokenizing a base token, {name}", 20, lambda r, f=f: detokenizing(r.one(f)), f, unit=" us")
+        Target(
+            f"detokenizing a base token, {name}",
+            20,
+            lambda r, f=f: detokenizing_us_per_base_token(r.only_record(f)),
+            f,
+            unit=" us",
+        )
         for name, f in HOST
     ),
     Target(
         "a lookup among 1 M stored rows of width 256",
         2,
-        lambda r: r.one("rows")["lookup_first_us_per_row"]["median"],
+        lambda r: r.only_record("rows")["lookup_first_us_per_row"]["median"],
         "rows",
         unit=" us",
     ),
-    Target("opening them", 200, lambda r: r.one("rows")["open_ms"]["median"], "rows", unit=" ms"),
+    Target("opening them", 200, lambda r: r.only_record("rows")["open_ms"]["median"], "rows", unit=" ms"),
 )
 
 
-def _all_targets(records: Records) -> str:
+def targets_table(records: Records) -> str:
     known = [target for target in TARGETS if STORIES in records.files or target.record != STORIES]
     return table(["", "preloaded; BLAS", "wanted", "measured", ""], [target.row(records) for target in known])
 
@@ -296,11 +307,10 @@ HEADS = (
 
 def batch_table(records: Sequence[Record]) -> str:
     """Returns a table with a row per record, model and scope of the figures; intervals are of 95 %."""
-    return table(HEADS, [row for record in records for row in _batch_rows(record)])
+    return table(HEADS, [row for record in records for row in batch_rows(record)])
 
 
-def _batch_rows(record: Record) -> list[list[str]]:
-    """Returns the rows of one record."""
+def batch_rows(record: Record) -> list[list[str]]:
     rows = []
     for scope, name in SCOPES.items():
         figures = record["figures"][scope]
@@ -313,15 +323,15 @@ def _batch_rows(record: Record) -> list[list[str]]:
                     str(setting["requests"]),
                     name,
                     *(f"{figures[kind][way]['median']:,.0f}" for way in ("one_stream", "batch")),
-                    _interval(gain),
-                    _interval(figures["quotient"]) if kind == "zip" else "-",
-                    libraries(record),
+                    interval_cell(gain),
+                    interval_cell(figures["quotient"]) if kind == "zip" else "-",
+                    libraries_cell(record),
                 ]
             )
     return rows
 
 
-def _interval(figure: Mapping[str, Any]) -> str:
+def interval_cell(figure: Mapping[str, Any]) -> str:
     return f"{figure['median']:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
 
 
@@ -332,7 +342,7 @@ LEAST_CACHED = 0.95  # of the prompt of a later turn
 
 
 @dataclass(frozen=True)
-class Line:
+class ServingFigure:
     """One figure. bound: its target, None without one. most: the target is an upper bound. form: how both are shown."""
 
     name: str
@@ -353,53 +363,60 @@ class Line:
 
 def serving_table(record: Mapping[str, Any]) -> str:
     """Returns the figures of a record as a table; they are medians."""
-    return table(("figure", "measured", "target", ""), [line.row() for line in _serving_lines(record)])
+    return table(("figure", "measured", "target", ""), [line.row() for line in serving_figures(record)])
 
 
-def _serving_lines(record: Mapping[str, Any]) -> Iterator[Line]:
-    """Yields the figures of a record."""
+def serving_figures(record: Mapping[str, Any]) -> Iterator[ServingFigure]:
     figures = record["figures"]
     one = figures["one_stream"]
-    yield Line("one stream: time added to `generate`'s", one["overhead"]["median"], "{:.1%}", 0.1)
-    yield Line("first text after the first id", one["first_byte_ms"]["median"], "{:.1f} ms", 20)
-    yield Line("two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2)
+    yield ServingFigure("one stream: time added to `generate`'s", one["overhead"]["median"], "{:.1%}", 0.1)
+    yield ServingFigure("first text after the first id", one["first_byte_ms"]["median"], "{:.1f} ms", 20)
+    yield ServingFigure(
+        "two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2
+    )
     if "huge_prompts" in figures:  # older records have none
-        yield from _huge(figures["huge_prompts"])
-    yield from _streams(f"{record['setting']['streams']} streams", figures["streams"])
+        yield from huge_prompt_figures(figures["huge_prompts"])
+    yield from stream_figures(f"{record['setting']['streams']} streams", figures["streams"])
     for when, shares in figures["second_turn"].items():
         for dialect in DIALECTS:
-            yield Line(f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False)
+            yield ServingFigure(
+                f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False
+            )
 
 
-def _huge(found: Mapping[str, Any]) -> Iterator[Line]:
-    yield Line("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
-    yield Line("a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100)
+def huge_prompt_figures(found: Mapping[str, Any]) -> Iterator[ServingFigure]:
+    yield ServingFigure("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
+    yield ServingFigure(
+        "a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100
+    )
     if found["growth_bytes"] is not None:
-        yield Line("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
+        yield ServingFigure("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
 
 
-def _streams(name: str, servers: Mapping[str, Any]) -> Iterator[Line]:
+def stream_figures(name: str, servers: Mapping[str, Any]) -> Iterator[ServingFigure]:
     for server, found in servers.items():
-        yield Line(f"{name}, {server}: base tokens/s", found["streams"]["median"], "{:,.0f}")
-        yield Line(f"{name}, {server}: over one stream's", found["gain"]["median"], "{:.2f}")
+        yield ServingFigure(f"{name}, {server}: base tokens/s", found["streams"]["median"], "{:,.0f}")
+        yield ServingFigure(f"{name}, {server}: over one stream's", found["gain"]["median"], "{:.2f}")
         bound = 1.5 if server == "zip" else None
-        yield Line(f"{name}, {server}: most progress over least", found["unfairness"]["median"], "{:.2f}", bound)
+        yield ServingFigure(
+            f"{name}, {server}: most progress over least", found["unfairness"]["median"], "{:.2f}", bound
+        )
     quotient = servers["zip"]["gain"]["median"] / servers["base"]["gain"]["median"]
-    yield Line(f"{name}: gain of zip over base's", quotient, "{:.2f}", 0.9, most=False)
+    yield ServingFigure(f"{name}: gain of zip over base's", quotient, "{:.2f}", 0.9, most=False)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "codec": _once_made("codec", _codec),
-    "speed": _once_made(STORIES, _speed),
-    "steps": _steps,
-    "requests": _requests,
-    "stories": _once_made(STORIES, _stories),
-    "published": _published,
-    "parts": _parts,
-    "serve": _once_made(SERVE, lambda records: serving_table(records.one(SERVE))),
-    "batch": _once_made(BATCH, lambda records: batch_table(records.lines(BATCH))),
-    "targets": _all_targets,
-    "records": _machines,
+    "codec": table_once_recorded("codec", codec_table),
+    "speed": table_once_recorded(STORIES, bundled_speed_table),
+    "steps": step_ratio_table,
+    "requests": request_ratio_table,
+    "stories": table_once_recorded(STORIES, stories_table),
+    "published": published_package_table,
+    "parts": step_parts_table,
+    "serve": table_once_recorded(SERVE, lambda records: serving_table(records.only_record(SERVE))),
+    "batch": table_once_recorded(BATCH, lambda records: batch_table(records.lines(BATCH))),
+    "targets": targets_table,
+    "records": record_machines_table,
 }
 NOT_YET = {"batch": BATCH}  # table: its record; no page needs to show the table before the record exists
 PICTURES = {}

@@ -31,28 +31,27 @@ ENGINES = {
 }
 
 
-def _part(records: Records, part: str, record: str = RECORD) -> Record:
+def records_part(records: Records, part: str, record: str = RECORD) -> Record:
     return {line["part"]: line for line in records.lines(record)}[part]
 
 
-def _percent(value: float, against: float) -> str:
+def percent_change(value: float, against: float) -> str:
     return f"{value / against - 1:+.1%}"
 
 
 def bits_table(records: Records, record: str = RECORD) -> str:
-    """Returns bits per byte of held-out text by domain, and how they compare with the control's."""
-    rows, lines = [], _bits_lines(records, record)
+    rows, lines = [], bits_by_seed(records, record)
     for line in lines[max(lines)]:
         found = {name: one["bits_per_byte"] for name, one in line["models"].items()}
         packed = line["models"]["zip"]["base_ids_per_id"]
         cells = [f"{found['base']:.3f}", f"{found['control']:.3f}"]
-        cells += [f"{found[name]:.3f} ({_percent(found[name], found['control'])})" for name in ("masked", "zip")]
+        cells += [f"{found[name]:.3f} ({percent_change(found[name], found['control'])})" for name in ("masked", "zip")]
         rows.append(
             [line["part"].removeprefix("bits-"), f"{line['models']['zip']['bytes']:,}", *cells, f"{packed:.3f}"]
         )
-    one = _part(records, "bits-chat-pack", record)["models"]["zip"]
-    plain = _part(records, "bits-chat", record)["models"]["control"]["bits_per_byte"]
-    shown = f"{one['bits_per_byte']:.3f} ({_percent(one['bits_per_byte'], plain)})"
+    one = records_part(records, "bits-chat-pack", record)["models"]["zip"]
+    plain = records_part(records, "bits-chat", record)["models"]["control"]["bits_per_byte"]
+    shown = f"{one['bits_per_byte']:.3f} ({percent_change(one['bits_per_byte'], plain)})"
     rows.append(
         [
             "chat, with the chat pack",
@@ -67,7 +66,7 @@ def bits_table(records: Records, record: str = RECORD) -> str:
     return table(["held-out text", "bytes", *MODELS.values(), "base ids per id"], rows)
 
 
-def _bits_lines(records: Records, record: str) -> dict[int, list[Record]]:
+def bits_by_seed(records: Records, record: str) -> dict[int, list[Record]]:
     legs: dict[int, list[Record]] = {}
     for line in records.lines(record):
         if line["part"].startswith("bits-") and "control" in line["models"]:
@@ -76,22 +75,20 @@ def _bits_lines(records: Records, record: str) -> dict[int, list[Record]]:
 
 
 def legs_table(records: Records) -> str:
-    """Returns how bits per byte compare with the control's after each leg of the second try."""
-    legs, rows = _bits_lines(records, SECOND), {}
+    legs, rows = bits_by_seed(records, SECOND), {}
     for name in "masked", "zip":
         for leg in sorted(legs):
             for line in legs[leg]:
                 found = {key: one["bits_per_byte"] for key, one in line["models"].items()}
                 row = rows.setdefault(line["part"].removeprefix("bits-"), [])
-                row.append(_percent(found[name], found["control"]))
+                row.append(percent_change(found[name], found["control"]))
     heads = [f"{MODELS[name]}, leg {leg}" for name in ("masked", "zip") for leg in sorted(legs)]
     return table(["held-out text", *heads], [[text, *row] for text, row in rows.items()])
 
 
 def rates_table(records: Records, record: str = RECORD) -> str:
-    """Returns what free greedy answers are like, a row per model."""
     rows = []
-    for name, one in _part(records, "rates", record)["models"].items():
+    for name, one in records_part(records, "rates", record)["models"].items():
         canonical = "" if one["of_canonical"] is None else f"{one['of_canonical']:.3f}"
         cells = [f"{one['base_tokens_per_step']:.3f}", canonical, str(one["invalid_ids"])]
         rows.append([MODELS[name], *cells, f"{one['repeated_4grams']:.1%}", f"{one['ended']:.0%}"])
@@ -101,7 +98,7 @@ def rates_table(records: Records, record: str = RECORD) -> str:
 
 def labels_table(records: Records, record: str = RECORD) -> str:
     """Returns shares of right answers on data sets of classes, and differences to the control, paired by example."""
-    line, rows = _part(records, "labels", record), []
+    line, rows = records_part(records, "labels", record), []
     counts = {**line["examples"], "all": sum(line["examples"].values())}
     for task, count in counts.items():
         found = {name: line["models"][name][task] for name in ("base", "control", "zip")}
@@ -121,14 +118,13 @@ def curve_table(records: Records) -> str:
             continue
         for a, b in zip(line["zip"], line["control"], strict=True):
             both = a["bits_per_byte"], b["bits_per_byte"]
-            figures = [f"{both[0]:.3f}", f"{both[1]:.3f}", _percent(*both)]
+            figures = [f"{both[0]:.3f}", f"{both[1]:.3f}", percent_change(*both)]
             rows.append([str(line["leg"]), f"{before + a['base_tokens']:,}", *figures])
         before += line["zip"][-1]["base_tokens"]
     return table(["leg", "base tokens seen", MODELS["zip"], MODELS["control"], "to the control"], rows)
 
 
 def speed_table(records: Records) -> str:
-    """Returns speeds of the engines on a CPU, and each to PyTorch's eager loop in the same rows."""
     lines = records.lines("smollm2-speed")
     rows = []
     for line in lines:
@@ -143,11 +139,11 @@ def speed_table(records: Records) -> str:
     return table(["rows", "engine", *heads], rows)
 
 
-def _seconds_per_kb(point: Mapping[str, Any]) -> float:
+def seconds_per_kilobyte(point: Mapping[str, Any]) -> float:
     return 1000 * point["ids_per_byte"] * point["step_s"]
 
 
-def _name(point: Mapping[str, Any]) -> str:
+def point_name(point: Mapping[str, Any]) -> str:
     layers = str(point["model"]).replace("layers-16", "16 layers").replace("layers-24", "24 layers")
     name = MODELS.get(point["model"], layers)
     return f"{name}, {point['pack']} pack" if point["pack"] else name
@@ -155,34 +151,38 @@ def _name(point: Mapping[str, Any]) -> str:
 
 def frontier_table(records: Records) -> str:
     """Returns the points of the frontier, and for each the plain model that is both faster and better, if there is."""
-    points, rows = _part(records, "frontier")["points"], []
-    for point in sorted(points, key=lambda one: (one["domain"], _seconds_per_kb(one))):
+    points, rows = records_part(records, "frontier")["points"], []
+    for point in sorted(points, key=lambda one: (one["domain"], seconds_per_kilobyte(one))):
         better = [
-            _name(one)
+            point_name(one)
             for one in points
             if one["domain"] == point["domain"]
             and one["model"] != "zip"
             and one["bits_per_byte"] < point["bits_per_byte"]
-            and _seconds_per_kb(one) < _seconds_per_kb(point)
+            and seconds_per_kilobyte(one) < seconds_per_kilobyte(point)
         ]
-        figures = [f"{point['bits_per_byte']:.3f}", f"{1000 * point['step_s']:.1f}", f"{_seconds_per_kb(point):.2f}"]
-        rows.append([point["domain"], _name(point), *figures, ", ".join(better)])
+        figures = [
+            f"{point['bits_per_byte']:.3f}",
+            f"{1000 * point['step_s']:.1f}",
+            f"{seconds_per_kilobyte(point):.2f}",
+        ]
+        rows.append([point["domain"], point_name(point), *figures, ", ".join(better)])
     heads = ["bits per byte", "ms per step", "seconds per 1,000 bytes", "plain models better in both"]
     return table(["text", "model", *heads], rows)
 
 
 def picture(records: Records) -> Figure:
     """Returns bits per byte against seconds per 1,000 bytes, a panel for each text."""
-    points = _part(records, "frontier")["points"]
+    points = records_part(records, "frontier")["points"]
     domains = sorted({one["domain"] for one in points})
     figure = new_figure(5 * len(domains), 4)
     for panel, domain in zip(figure.subplots(1, len(domains), squeeze=False)[0], domains, strict=True):
         for zipped, mark, label in ((False, "o", "plain models"), (True, "s", "hypertokens")):
             some = [one for one in points if one["domain"] == domain and (one["model"] == "zip") == zipped]
-            xs, ys = [_seconds_per_kb(one) for one in some], [one["bits_per_byte"] for one in some]
+            xs, ys = [seconds_per_kilobyte(one) for one in some], [one["bits_per_byte"] for one in some]
             panel.plot(xs, ys, mark, label=label)
             for one, x, y in zip(some, xs, ys, strict=True):
-                panel.annotate(_name(one), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+                panel.annotate(point_name(one), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
         panel.set(title=domain, xlabel="seconds per 1,000 bytes", ylabel="bits per byte")
         panel.margins(x=0.3, y=0.15)
         panel.legend()

@@ -123,25 +123,25 @@ def measure_steps(limit: Limit, data: dict[str, Any], rest_s: float) -> list[Che
     """
     bench, state = (
         import_module("mlx_zip.bench.steps.selftest_steps"),
-        import_module("mlx_zip.bench.machine").machine_state,
+        import_module("mlx_zip.bench.machine").power_and_thermal_state,
     )
     data["state_before"] = state()
     parts = [
         _bandwidth_part(bench, data),
-        *_steps_part("stories", bench.stories_steps, bench.lines, limit.left(STORIES_S), data),
-        *_steps_part("smollm2", bench.smollm2_steps, bench.lines, limit.left(SMOLLM2_S), data),
-        *_steps_part("1B, 4 bit", bench.shape_steps, bench.lines, limit.left(SHAPE_S), data),
-        *_steps_part("host", partial(bench.host_figures, rest_s), bench.host_parts.part_lines, HOST_S, data),
+        *_steps_part("stories", bench.measure_bundled_model, bench.report_lines, limit.left(STORIES_S), data),
+        *_steps_part("smollm2", bench.measure_smollm2, bench.report_lines, limit.left(SMOLLM2_S), data),
+        *_steps_part("1B, 4 bit", bench.measure_random_shape, bench.report_lines, limit.left(SHAPE_S), data),
+        *_steps_part("host", partial(bench.measure_host_parts, rest_s), bench.host_parts.report_lines, HOST_S, data),
     ]
     data["state_after"] = state()
-    data["surroundings"] = import_module("mlx_zip.bench.recording").surroundings(*PACKAGES)
+    data["surroundings"] = import_module("mlx_zip.bench.recording").environment_fields(*PACKAGES)
     reported = "; ".join(f"{name}: {text[:200]}" for name, text in data["state_after"].items())
     return [*parts, Check("machine", None, reported)]
 
 
 def _bandwidth_part(bench: Any, data: dict[str, Any]) -> Check:
     def measured() -> tuple[None, str]:
-        found = data["bandwidth"] = bench.bandwidth()
+        found = data["bandwidth"] = bench.measure_bandwidth()
         return None, f"skipped: {found['skipped']}" if "skipped" in found else f"{found['gb_per_s']:.1f} GB/s"
 
     return attempt("memory: read in matrix-vector products", measured)

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.generation import batch
-from mlx_zip.bench.generation.batch import Timed, figures, timed
+from mlx_zip.bench.generation.batch import TimedRun, throughput_figures, time_responses
 from mlx_zip.bench.tables.performance import batch_table
 from support import tiny_bench
 
@@ -39,9 +39,9 @@ def test_both_models_are_timed_in_both_ways_on_the_same_requests(capsys):
 @pytest.mark.parametrize("cold", [True, False])
 def test_cold_runs_begin_without_rows_of_earlier_ones(cold, monkeypatch):
     fresh = []
-    monkeypatch.setattr(batch, "_run", lambda *args: Timed(4, 8, 1.0, 4, 0.5))
-    engine = SimpleNamespace(fresh=lambda: fresh.append(1))
-    batch.measured({"base": engine, "zip": engine}, [[1]], SimpleNamespace(trials=2, cold=cold, max_tokens=4))
+    monkeypatch.setattr(batch, "answer_all_prompts", lambda *args: TimedRun(4, 8, 1.0, 4, 0.5))
+    engine = SimpleNamespace(forget_encoded_rows=lambda: fresh.append(1))
+    batch.measure_batch_gain({"base": engine, "zip": engine}, [[1]], SimpleNamespace(trials=2, cold=cold, max_tokens=4))
     assert len(fresh) == (12 if cold else 0)
 
 
@@ -50,11 +50,11 @@ def test_the_ways_to_run_take_turns_in_going_first(monkeypatch):
 
     def run(engine, way, prompts, max_tokens):
         order.append((engine.name, way))
-        return Timed(4, 8, 1.0, 4, 0.5)
+        return TimedRun(4, 8, 1.0, 4, 0.5)
 
-    monkeypatch.setattr(batch, "_run", run)
+    monkeypatch.setattr(batch, "answer_all_prompts", run)
     engines = {name: SimpleNamespace(name=name) for name in ("base", "zip")}
-    batch.measured(engines, [[1]], SimpleNamespace(trials=4, cold=False, max_tokens=4))
+    batch.measure_batch_gain(engines, [[1]], SimpleNamespace(trials=4, cold=False, max_tokens=4))
     rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
     assert len(rounds) == 5
     assert all(len(set(one)) == 4 for one in rounds)
@@ -68,7 +68,7 @@ def test_gains_and_their_quotient_are_taken_trial_by_trial():
         ("zip", "one_stream"): [10.0, 10.0, 10.0],
         ("zip", "batch"): [20.0, 10.0, 30.0],
     }
-    found = figures(rates)
+    found = throughput_figures(rates)
     assert found["base"]["gain"]["samples"] == [2.0, 2.0, 4.0]
     assert found["zip"]["gain"]["samples"] == [2.0, 1.0, 3.0]
     assert found["quotient"]["samples"] == [1.0, 0.5, 0.75]
@@ -90,18 +90,18 @@ def test_steps_after_a_row_has_ended_count_only_in_whole_requests(monkeypatch):
         [response(5)],
         [response(6, "length")],
     ]
-    found = timed([one for step in steps for one in step], 5.0, 2)
-    assert found == Timed(ids=8, base_tokens=23, seconds=94.0, open_tokens=9, open_seconds=3.0)
+    found = time_responses([one for step in steps for one in step], 5.0, 2)
+    assert found == TimedRun(ids=8, base_tokens=23, seconds=94.0, open_tokens=9, open_seconds=3.0)
 
 
 def test_without_a_step_in_which_all_rows_are_open_these_figures_are_null():
-    runs = {(kind, way): [Timed(2, 2, 1.0)] for kind in ("base", "zip") for way in ("one_stream", "batch")}
-    assert batch._all_open(runs) is None
+    runs = {(kind, way): [TimedRun(2, 2, 1.0)] for kind in ("base", "zip") for way in ("one_stream", "batch")}
+    assert batch.figures_while_all_rows_open(runs) is None
 
 
 @pytest.mark.parametrize("flag", ["--rows", "--trials", "--max-tokens"])
 def test_numbers_that_cannot_be_are_refused_before_a_model_is_loaded(flag, monkeypatch, capsys):
-    monkeypatch.setattr(batch, "from_folders", None)
+    monkeypatch.setattr(batch, "models_from_folders", None)
     assert main(["batch", "--model", "stories", flag, "0"]) == 2
     assert f"{flag} must be at least" in capsys.readouterr().err
 

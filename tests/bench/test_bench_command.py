@@ -44,22 +44,22 @@ def test_ctrl_c_in_a_module_that_python_runs_is_no_traceback(module, monkeypatch
 
 def test_load_is_taken_once_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(recording, "IDLE_S", 0.01)
-    recording.load_before.cache_clear()
-    first = recording.load_before()
-    assert recording.surroundings()["load_average"] == first["load_average"]
-    assert recording.load_before() is first
+    recording.load_before_bench.cache_clear()
+    first = recording.load_before_bench()
+    assert recording.environment_fields()["load_average"] == first["load_average"]
+    assert recording.load_before_bench() is first
 
 
 def test_the_idle_share_is_null_where_the_system_does_not_say(monkeypatch):
-    monkeypatch.setattr(recording, "_processor_times", lambda: None)
-    recording.load_before.cache_clear()
-    assert recording.load_before()["idle_share"] is None
-    recording.load_before.cache_clear()
+    monkeypatch.setattr(recording, "read_processor_ticks", lambda: None)
+    recording.load_before_bench.cache_clear()
+    assert recording.load_before_bench()["idle_share"] is None
+    recording.load_before_bench.cache_clear()
 
 
 def test_preloaded_libraries_are_named_without_their_folders(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libopenblas.so.0:/opt/other.so")
-    assert recording.preloaded() == ["libopenblas.so.0", "other.so"]
+    assert recording.preloaded_libraries() == ["libopenblas.so.0", "other.so"]
 
 
 @pytest.mark.slow

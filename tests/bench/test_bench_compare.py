@@ -7,7 +7,7 @@ from dataclasses import astuple
 
 import pytest
 
-from mlx_zip.bench.generation.compare import Comparison, compared, matched
+from mlx_zip.bench.generation.compare import Comparison, compare_figure, match_records
 from mlx_zip.bench.generation.ratios import Ratio, paired_ratio, unpaired_ratio
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
@@ -84,7 +84,7 @@ def test_trials_of_one_command_are_paired():
 
 def test_the_ratio_of_one_command_is_the_median_of_paired_ratios():
     a, b = record(steps_s=(0.1, 0.2, 0.4)), record(steps_s=(0.2, 0.2, 0.2))
-    found = compared("step_ms", a, b, 0)
+    found = compare_figure("step_ms", a, b, 0)
     assert found is not None
     assert found.ratio.value == pytest.approx(1.0)
     assert (found.ratio.low, found.ratio.high) == pytest.approx((0.5, 2.0))
@@ -92,24 +92,24 @@ def test_the_ratio_of_one_command_is_the_median_of_paired_ratios():
 
 def test_an_interval_holds_the_ratio_of_medians():
     a, b = record(steps_s=EVEN), record(steps_s=SLOW, run="b")
-    found = compared("step_ms", a, b, 0)
+    found = compare_figure("step_ms", a, b, 0)
     assert found is not None
     assert found.ratio.value == pytest.approx(1.2, rel=1e-4)
     assert found.ratio.low < found.ratio.value < found.ratio.high
 
 
 def test_what_one_record_lacks_is_not_compared():
-    assert compared("joules", record(), record(), 0) is None
+    assert compare_figure("joules", record(), record(), 0) is None
 
 
 def test_records_without_a_counterpart_are_counted(capsys):
-    pairs = matched([record(), record(domain="math")], [record(), record("mlx-zip")], None)
+    pairs = match_records([record(), record(domain="math")], [record(), record("mlx-zip")], None)
     assert [(a["engine"], b["workload"]["domain"]) for a, b in pairs] == [("mlx-lm", "code")]
     assert "2 record(s) are in one file only" in capsys.readouterr().err
 
 
 def test_other_machines_are_told(capsys):
-    matched([record()], [record(machine="another")], None)
+    match_records([record()], [record(machine="another")], None)
     assert "different machines" in capsys.readouterr().err
 
 

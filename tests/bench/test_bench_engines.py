@@ -10,10 +10,16 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.bench.engines.choice import make_engine
-from mlx_zip.bench.engines.mlx_engines import Forced, Lookup, MlxZip, until_end, verify
-from mlx_zip.bench.engines.runs import Run, zip_ids
+from mlx_zip.bench.engines.interface import Run, compress_prompt_and_text
+from mlx_zip.bench.engines.mlx_engines import (
+    ForcedIdSampler,
+    MlxZip,
+    PromptLookupIndex,
+    accepted_draft_ids,
+    cut_at_eos_or_limit,
+)
+from mlx_zip.bench.engines.model_making import models_from_config, models_from_folders
 from mlx_zip.bench.engines.shape_table import ZipOptions
-from mlx_zip.bench.engines.shapes import from_config, from_folders
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.generate import stream_generate
@@ -46,7 +52,7 @@ def test_replay_emits_exactly_the_forced_ids(name):
     assert run.base_ids == TEXT
     assert isinstance(made, MLX_ENGINES[name])
     if name.startswith("mlx-zip"):
-        prompt_ids, ids = zip_ids(made.model.make_cache()[-1].books[0], PROMPT, TEXT)
+        prompt_ids, ids = compress_prompt_and_text(made.model.make_cache()[-1].books[0], PROMPT, TEXT)
         assert len(ids) < len(TEXT)
         assert (run.prompt_ids, list(chain(*run.ids))) == (len(prompt_ids), ids.tolist())
     else:
@@ -87,7 +93,7 @@ def test_a_conversation_goes_on_alike_with_and_without_lookup(plain, lookup):
     said = []
     for name in (plain, lookup):
         made = engine(name)
-        held = made.start()
+        held = made.start_conversation()
         said.append([made.run(prompt, 20, None, held).base_ids for prompt in (PROMPT, TEXT[:9], TEXT[9:14])])
     assert said[0] == said[1]
 
@@ -101,16 +107,16 @@ def test_mlx_zip_runs_as_its_own_stream_generate_does():
 
 
 def test_a_forced_sampler_gives_its_ids_and_then_the_last_again():
-    forced = Forced([5, 9])
+    forced = ForcedIdSampler([5, 9])
     assert [int(forced(mx.array([[0.0, 1.0]]))[0]) for _ in range(3)] == [5, 9, 9]
     assert forced(mx.zeros((1, 4))).dtype == mx.uint32
 
 
 def test_a_fresh_engine_has_another_model_object_over_the_same_weights():
     options = ZipOptions(encoder_layers=1, codebook_size=64)
-    made = MlxZip(*(m := from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options), m.zipped))
+    made = MlxZip(*(m := models_from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options), m.zipped))
     before = made.model
-    made.fresh()
+    made.forget_encoded_rows()
     assert made.model is not before
     for (name, a), (other, b) in zip(*(tree_flatten(m.parameters()) for m in (before, made.model)), strict=True):
         assert name == other
@@ -118,28 +124,28 @@ def test_a_fresh_engine_has_another_model_object_over_the_same_weights():
 
 
 def test_lookup_finds_what_followed_the_longest_run_last():
-    lookup = Lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
+    lookup = PromptLookupIndex([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
     assert lookup.propose(2) == [9, 2]  # after 1 2 3, though 2 3 came later
     lookup.add([8])
     assert lookup.propose(3) == [1, 2, 3]  # after 2 3 8
-    assert Lookup([1, 2]).propose(4) == []
+    assert PromptLookupIndex([1, 2]).propose(4) == []
 
 
 def test_a_draft_is_kept_as_far_as_the_model_agrees():
-    assert verify([4, 5, 6], [4, 5, 7, 8]) == [4, 5, 7]
-    assert verify([4], [4, 9]) == [4, 9]
-    assert verify([], [3]) == [3]
+    assert accepted_draft_ids([4, 5, 6], [4, 5, 7, 8]) == [4, 5, 7]
+    assert accepted_draft_ids([4], [4, 9]) == [4, 9]
+    assert accepted_draft_ids([], [3]) == [3]
 
 
 def test_ids_count_up_to_an_eos_or_the_limit():
-    assert until_end([[5], [6, 1, 7], [8]], 9, {1}) == (2, [5, 6, 1])
-    assert until_end([[5], [6, 7], [8]], 2, {1}) == (2, [5, 6])
-    assert until_end([[5], [6]], 9, {1}) == (2, [5, 6])
+    assert cut_at_eos_or_limit([[5], [6, 1, 7], [8]], 9, {1}) == (2, [5, 6, 1])
+    assert cut_at_eos_or_limit([[5], [6, 7], [8]], 2, {1}) == (2, [5, 6])
+    assert cut_at_eos_or_limit([[5], [6]], 9, {1}) == (2, [5, 6])
 
 
 def test_zip_ids_leave_the_codebook_as_it_is():
     book = Codebook(tiny.tiny_model().config.codec_params)
-    prompt_ids, ids = zip_ids(book, PROMPT, TEXT)
+    prompt_ids, ids = compress_prompt_and_text(book, PROMPT, TEXT)
     assert len(book) == book.mark() == 0
     book.push(prompt_ids)
     book.push(ids)
@@ -159,7 +165,7 @@ def test_a_run_knows_what_came_with_its_first_step():
 def test_transformers_replays_and_chooses_as_mlx_lm_does():
     pytest.importorskip("torch", reason="the engine hf needs torch")
     _, args = parse("generate")
-    found = from_folders(None, str(GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"))
+    found = models_from_folders(None, str(GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"))
     plain, hf = (make_engine(name, found, args) for name in ("mlx-lm", "hf"))
     prompt, text = list(range(10, 40)) * 2, list(range(20, 50))
     replayed, expected = hf.run(prompt, 30, text), plain.run(prompt, 30, text)
@@ -172,10 +178,10 @@ def test_transformers_replays_and_chooses_as_mlx_lm_does():
 def test_transformers_goes_on_with_a_conversation_as_mlx_lm_does():
     pytest.importorskip("torch", reason="the engine hf needs torch")
     _, args = parse("generate")
-    found = from_folders(None, str(GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"))
+    found = models_from_folders(None, str(GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"))
     said = []
     for made in (make_engine(name, found, args) for name in ("mlx-lm", "hf")):
-        held = made.start()
+        held = made.start_conversation()
         said.append([made.run(prompt, 12, None, held).base_ids for prompt in (list(range(10, 40)), [7, 8, 9])])
     assert said[0] == said[1]
 
@@ -185,7 +191,7 @@ def test_the_published_package_replays_and_chooses_as_we_do():
         pytest.importorskip(library, reason=f"the engine zip2zip needs {library}")
     name = "phi3_reslatent_mean_untied_v2"  # self-contained
     _, args = parse("generate", "--published", GOLDEN_MODELS / name)
-    found = from_folders(str(tiny_text.converted(name)), None)
+    found = models_from_folders(str(tiny_text.converted(name)), None)
     ours, theirs = (make_engine(name, found, args) for name in ("mlx-zip", "zip2zip"))
     prompt = list(range(10, 30)) * 3
     text = list(range(10, 30)) * 2

@@ -7,14 +7,30 @@ import json
 import pytest
 
 from mlx_zip.bench import machine
-from mlx_zip.bench.engines import choice, mlx_engines, shapes, workloads
+from mlx_zip.bench.engines import choice, mlx_engines, workloads
+from mlx_zip.bench.engines import model_making as shapes
+from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.engines.mlx_engines import MlxZip
-from mlx_zip.bench.engines.runs import ENGINES
+from mlx_zip.bench.engines.model_making import models_from_config, models_from_folders
 from mlx_zip.bench.engines.shape_table import ENCODERS, ZipOptions
-from mlx_zip.bench.engines.shapes import from_config, from_folders
-from mlx_zip.bench.engines.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
+from mlx_zip.bench.engines.workloads import (
+    Turn,
+    Workload,
+    cut_text_into_workloads,
+    domain_files,
+    make_conversations,
+    read_tokenizer,
+)
 from mlx_zip.bench.generation import generate
-from mlx_zip.bench.generation.generate_record import FIGURES, SECTIONS, SINCE, ceiling, ceiling_record, checked, figures
+from mlx_zip.bench.generation.generate_record import (
+    FIGURES,
+    SECTIONS,
+    SINCE,
+    bandwidth_ceiling,
+    ceiling_record,
+    parse_record,
+    summarize_figures,
+)
 from mlx_zip.errors import InstallationError, MlxZipError
 from mlx_zip.layout import is_zip
 from support import tiny_bench, tiny_text
@@ -35,11 +51,11 @@ def test_a_text_is_cut_into_prompt_and_continuation(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("once upon a time there was a dog.\n\n" * 40)
     tokenizer = read_tokenizer("stories")
-    first, second = cut("web", [file], tokenizer, 12, 8, 2, "replay")
+    first, second = cut_text_into_workloads("web", [file], tokenizer, 12, 8, 2, "replay")
     ids = tokenizer.encode(file.read_text(), add_special_tokens=False)
     assert [*first.turns[0].prompt, *(first.turns[0].text or ())] == ids[:20]
     assert [*second.turns[0].prompt, *(second.turns[0].text or ())] == ids[20:40]
-    assert cut("web", [file], tokenizer, 12, 8, 1, "free")[0].turns[0].text is None
+    assert cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "free")[0].turns[0].text is None
 
 
 def test_a_text_that_is_too_short_or_ends_within_is_refused(tmp_path):
@@ -47,10 +63,10 @@ def test_a_text_that_is_too_short_or_ends_within_is_refused(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("short")
     with pytest.raises(MlxZipError, match="has 7 base ids, 1 window"):
-        cut("web", [file], tokenizer, 12, 8, 1, "replay")
+        cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "replay")
     file.write_text("so it goes <|eos|> and on and on")
     with pytest.raises(MlxZipError, match=r"holds the end of a text \(id 1\)"):
-        cut("web", [file], tokenizer, 12, 8, 1, "replay")
+        cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "replay")
 
 
 @pytest.mark.parametrize("names", [("question", "answer"), ("text", "code"), ("prompt", "canonical_solution")])
@@ -59,8 +75,8 @@ def test_a_record_of_two_texts_is_read_as_both_on_lines_of_their_own(names, tmp_
     file, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
     file.write_text((json.dumps(dict(zip(names, ("once upon", "a time"), strict=True))) + "\n") * 9)
     plain.write_text("once upon\na time\n\n" * 9)
-    assert cut("web", [file], tokenizer, 12, 8, 1, "replay")[0].turns == (
-        cut("web", [plain], tokenizer, 12, 8, 1, "replay")[0].turns
+    assert cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "replay")[0].turns == (
+        cut_text_into_workloads("web", [plain], tokenizer, 12, 8, 1, "replay")[0].turns
     )
 
 
@@ -68,7 +84,7 @@ def test_a_record_without_a_text_is_refused_with_its_line(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": ""}\n{"title": "x"}\n')
     with pytest.raises(MlxZipError, match=r"a\.jsonl:2: has neither text"):
-        cut("web", [file], tiny_text.byte_level(), 1, 1, 1, "replay")
+        cut_text_into_workloads("web", [file], tiny_text.byte_level(), 1, 1, 1, "replay")
 
 
 def test_requests_are_the_lines_of_a_file_that_are_not_empty(tmp_path):
@@ -80,16 +96,16 @@ def test_texts_are_found_by_domain_held_out_ones_first(tmp_path):
     (tmp_path / "code").mkdir()
     for name in ("x.train.txt", "x.test.txt"):
         (tmp_path / "code" / name).write_text("a")
-    assert [path.name for path in sources((), tmp_path, ["code"])["code"]] == ["x.test.txt"]
+    assert [path.name for path in domain_files((), tmp_path, ["code"])["code"]] == ["x.test.txt"]
     with pytest.raises(MlxZipError, match="no text in web/"):
-        sources((), tmp_path, ["web"])
+        domain_files((), tmp_path, ["web"])
     with pytest.raises(MlxZipError, match="expected DOMAIN=FILE"):
-        sources([f"code={tmp_path / 'none'}"], None, ())
+        domain_files([f"code={tmp_path / 'none'}"], None, ())
 
 
 def test_a_chat_begins_once():
     tokenizer = read_tokenizer("stories")
-    (found,) = chats(tokenizer, workloads.REQUESTS, 1, 2, 16)
+    (found,) = make_conversations(tokenizer, workloads.REQUESTS, 1, 2, 16)
     assert found.turns[0].prompt[0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in found.turns[1].prompt
     assert found.positions == sum(len(turn.prompt) + 17 for turn in found.turns)
@@ -101,8 +117,8 @@ def test_a_chat_begins_once():
 @pytest.mark.parametrize("precision", ["16", "8", "4"])
 def test_a_shape_is_kept_in_the_precision_asked_for(precision):
     wide = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}
-    made = from_config("tiny", wide, precision, read_tokenizer("stories"), ZipOptions(encoder_layers=1))
-    full = from_config("tiny", wide, "float32", read_tokenizer("stories"), ZipOptions(encoder_layers=1))
+    made = models_from_config("tiny", wide, precision, read_tokenizer("stories"), ZipOptions(encoder_layers=1))
+    full = models_from_config("tiny", wide, "float32", read_tokenizer("stories"), ZipOptions(encoder_layers=1))
     sizes = [mlx_engines.weight_bytes(one.plain()) for one in (made, full)]
     bits = {"16": 16, "8": 9, "4": 5}[precision]  # scales and biases of a group of 64 are a bit each, in float32
     assert sizes[0] / sizes[1] == pytest.approx(bits / 32, rel=0.02)
@@ -113,7 +129,7 @@ def test_a_shape_is_kept_in_the_precision_asked_for(precision):
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_a_shape_can_have_any_encoder(encoder):
     options = ZipOptions(encoder, 1, codebook_size=64)
-    made = from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options)
+    made = models_from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options)
     text = [10, 11, 12] * 4
     run = MlxZip(made, made.zipped).run(text, 12, text)
     assert run.base_ids == text
@@ -121,14 +137,14 @@ def test_a_shape_can_have_any_encoder(encoder):
 
 
 def test_the_bundled_models_belong_together():
-    made = from_folders("stories", "stories-base")
+    made = models_from_folders("stories", "stories-base")
     assert made.zipped is not None
     assert is_zip(made.zipped())
     assert not is_zip(made.plain())
     with pytest.raises(MlxZipError, match="--model stories-base has no hypertokens"):
-        from_folders("stories-base", None)
+        models_from_folders("stories-base", None)
     with pytest.raises(MlxZipError, match="--base stories has hypertokens"):
-        from_folders(None, "stories")
+        models_from_folders(None, "stories")
 
 
 # ---- records
@@ -136,9 +152,9 @@ def test_the_bundled_models_belong_together():
 
 def test_figures_are_those_of_the_steps():
     run = made_run(step_s=0.1, steps=5, first_s=0.5, per_step=2)
-    top = ceiling(1e6, 1000, 10, run)
+    top = bandwidth_ceiling(1e6, 1000, 10, run)
     assert top.step_bytes == 1000 + 10 * (11 - 5 / 2)
-    found = figures([8, 8], [run, run], [3.0, 4.0], [top, top])
+    found = summarize_figures([8, 8], [run, run], [3.0, 4.0], [top, top])
     expected = {
         "ttft_ms": 500,
         "prefill_tokens_per_s": 16,
@@ -162,8 +178,8 @@ def test_figures_are_those_of_the_steps():
 def test_every_trial_has_its_own_ceiling():
     run, longer = made_run(step_s=0.1, steps=5), made_run(step_s=0.1, steps=5)
     longer.kv_ids *= 2
-    tops = [ceiling(1e6, 1000, 10, one) for one in (run, longer)]
-    found = figures([8, 8], [run, longer], [None, None], tops)["ceiling_percent"]["samples"]
+    tops = [bandwidth_ceiling(1e6, 1000, 10, one) for one in (run, longer)]
+    found = summarize_figures([8, 8], [run, longer], [None, None], tops)["ceiling_percent"]["samples"]
     assert found == pytest.approx([100 * 10 / top.steps_per_s for top in tops], rel=1e-5)
     mean = (tops[0].step_bytes + tops[1].step_bytes) / 2
     assert ceiling_record(tops)["steps_per_s"] == pytest.approx(1e6 / mean, rel=1e-5)
@@ -172,14 +188,14 @@ def test_every_trial_has_its_own_ceiling():
 def test_what_is_not_known_is_null():
     run = made_run(steps=1)
     run.peak_bytes = None
-    found = figures([8], [run], [None], [ceiling(1e6, 1000, 10, run)])
+    found = summarize_figures([8], [run], [None], [bandwidth_ceiling(1e6, 1000, 10, run)])
     unknown = {"steps_per_s", "step_ms", "base_tokens_per_s", "peak_bytes", "joules", "joules_per_token"}
     assert {name for name, figure in found.items() if figure is None} == {*unknown, "ceiling_percent"}
 
 
 def lines(capsys, *flags):
     assert tiny_bench.run("generate", *flags) == 0
-    return [checked(line, "here") for line in capsys.readouterr().out.splitlines()]
+    return [parse_record(line, "here") for line in capsys.readouterr().out.splitlines()]
 
 
 def test_every_engine_and_size_has_a_record_that_keeps_to_the_schema(capsys):
@@ -208,10 +224,10 @@ def test_a_chat_has_a_record_per_turn(capsys):
 
 def test_conversations_have_requests_of_their_own():
     tokenizer = read_tokenizer("stories")
-    found = chats(tokenizer, workloads.REQUESTS, 20, 2, 16)
+    found = make_conversations(tokenizer, workloads.REQUESTS, 20, 2, 16)
     assert len({turn.prompt for conversation in found for turn in conversation.turns}) == 40
     with pytest.raises(MlxZipError, match=r"33 conversation\(s\) of 2 turn\(s\) need 66 requests, there are 64"):
-        chats(tokenizer, workloads.REQUESTS, 33, 2, 16)
+        make_conversations(tokenizer, workloads.REQUESTS, 33, 2, 16)
 
 
 def test_the_requests_for_stories_all_differ():
@@ -260,10 +276,10 @@ class Fake(mlx_engines.Engine):
     def bandwidth(self):
         return 1e6
 
-    def fresh(self):
+    def forget_encoded_rows(self):
         self.told.append(f"fresh {self.name}")
 
-    def start(self):
+    def start_conversation(self):
         return self.name
 
     def run(self, prompt, tokens, replay=None, held=None):
@@ -326,15 +342,15 @@ def test_joules_come_from_a_counter_that_may_be_read(tmp_path, monkeypatch):
     meter = machine.EnergyMeter()
     before = meter.read()
     counter.write_text("5500000\n")
-    assert (meter.source, machine.used(before, meter.read())) == ("package", 3.5)
-    assert machine.used(5.0, 1.0) is None  # it began anew
+    assert (meter.source, machine.joules_between(before, meter.read())) == ("package", 3.5)
+    assert machine.joules_between(5.0, 1.0) is None  # it began anew
 
 
 def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "RAPL", tmp_path)
-    monkeypatch.setattr(machine, "_gpu_energy", lambda: None)
+    monkeypatch.setattr(machine, "gpu_energy_reader", lambda: None)
     meter = machine.EnergyMeter()
-    assert (meter.source, meter.read(), machine.used(None, None)) == (None, None, None)
+    assert (meter.source, meter.read(), machine.joules_between(None, None)) == (None, None, None)
 
 
 # ---- what is refused
@@ -359,14 +375,14 @@ def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
     ],
 )
 def test_bad_requests_are_refused_before_any_weight_is_made(flags, message, monkeypatch):
-    monkeypatch.setattr(shapes, "from_shape", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(shapes, "models_from_shape", lambda *_: pytest.fail("too late"))
     with pytest.raises(MlxZipError, match=message):
         tiny_bench.run("generate", *ON, "--sizes", "8+4", *flags)
 
 
 def test_a_missing_library_is_named_before_anything_is_read(monkeypatch):
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    monkeypatch.setattr(generate, "prepare", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(generate, "prepare_models_and_workloads", lambda *_: pytest.fail("too late"))
     with pytest.raises(
         InstallationError,
         match="engine hf needs torch, transformers, which are not installed: run pip install torch transformers",
@@ -377,7 +393,9 @@ def test_a_missing_library_is_named_before_anything_is_read(monkeypatch):
 def test_a_conversation_is_not_for_every_engine():
     turns = (Turn((1,), 4), Turn((2,), 4))
     with pytest.raises(MlxZipError, match="zip2zip cannot go on with a conversation"):
-        generate.check_fit(["mlx-lm", "zip2zip"], [Workload("chat", "chat", "requests", turns)])
+        generate.check_engines_continue_conversations(
+            ["mlx-lm", "zip2zip"], [Workload("chat", "chat", "requests", turns)]
+        )
 
 
 def test_a_plain_model_alone_has_no_hypertokens():
@@ -387,7 +405,7 @@ def test_a_plain_model_alone_has_no_hypertokens():
 
 def test_too_wide_a_tokenizer_is_refused():
     with pytest.raises(MlxZipError, match="shape narrow only 64"):
-        from_config("narrow", {**SHAPE, "vocab_size": 64}, "float32", read_tokenizer("stories"), ZipOptions())
+        models_from_config("narrow", {**SHAPE, "vocab_size": 64}, "float32", read_tokenizer("stories"), ZipOptions())
 
 
 class Reader(Fake):
@@ -413,7 +431,7 @@ class Reader(Fake):
 def test_all_engines_of_a_chip_have_the_fastest_reading_of_its_memory_in_any_order(order):
     readers = [Reader("torch-zip", 3e6), Reader("hf", 2e6), Reader("mlx-zip", 1e6, "another chip")]
     _, args = tiny_bench.parse("generate", *ON)
-    models = from_folders("stories", None)
+    models = models_from_folders("stories", None)
     comparison = generate.EngineComparison(args, [(readers[at], "warm") for at in order], models)
     fast = (3e6, "products of torch-zip")
     assert comparison.bandwidths == {"torch-zip": fast, "hf": fast, "mlx-zip": (1e6, "products of mlx-zip")}

@@ -10,7 +10,7 @@ import pytest
 from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.steps import profile
 from mlx_zip.bench.steps import tracer as profile_hooks
-from mlx_zip.bench.steps.launch_counts import step_launches
+from mlx_zip.bench.steps.launch_counts import count_step_launches
 from mlx_zip.bench.steps.tracer import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.two_part_step import TwoPartStep
@@ -58,14 +58,14 @@ def test_launches_are_counted_and_shown(capsys):
 
 def test_a_warm_step_launches_less_than_a_cold_one():
     models = tiny_bench.models()
-    warm, cold = (step_launches(models, TEXT * 2, rows) for rows in ("warm", "cold"))
+    warm, cold = (count_step_launches(models, TEXT * 2, rows) for rows in ("warm", "cold"))
     assert warm.plain == cold.plain
     assert any(warm.installs)
     assert sum(warm.plain) < sum(warm.ours) < sum(cold.ours)
 
 
 def test_a_text_that_is_too_short_has_no_launches():
-    assert step_launches(tiny_bench.models(), TEXT[:34], "warm") is None
+    assert count_step_launches(tiny_bench.models(), TEXT[:34], "warm") is None
 
 
 def test_bodies_that_ran_twice_are_counted(capsys, monkeypatch):
@@ -90,7 +90,7 @@ def test_bodies_that_run_ahead_are_seldom_run_twice(capsys, rows):
 
 
 def test_a_record_without_counts_is_shown_without_them():
-    assert profile._counts({}) == ""
+    assert profile.launch_and_body_counts({}) == ""
 
 
 def test_mlx_lm_reads_and_emits_as_many_ids(capsys, monkeypatch):
@@ -116,16 +116,16 @@ def test_a_trained_model_is_split_in_free_generation(capsys):
 
 @pytest.mark.parametrize("hook", ZIP_HOOKS, ids=lambda hook: hook.name)
 def test_every_clock_is_around_something_that_is_there(hook):
-    assert callable(getattr(hook.home(), hook.name))
+    assert callable(getattr(hook.find_owner(), hook.name))
     assert hook.part in PARTS
 
 
 def test_a_clock_around_nothing_is_an_error():
-    before = PLAIN_HOOKS[0].home().logsumexp
+    before = PLAIN_HOOKS[0].find_owner().logsumexp
     lost = Hook("codec", "mlx_zip.models.rows.zip_state:ZipState", "retreat")
     with pytest.raises(MlxZipError, match="ZipState has no retreat"), Tracer((*PLAIN_HOOKS, lost)):
         pass
-    assert PLAIN_HOOKS[0].home().logsumexp is before
+    assert PLAIN_HOOKS[0].find_owner().logsumexp is before
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -133,19 +133,19 @@ def test_clocks_change_nothing_and_are_taken_away(apart):
     models = tiny_bench.models()
     made = MlxZip(models, models.zipped)
     expected = made.run(TEXT, 20)
-    before = [getattr(hook.home(), hook.name) for hook in ZIP_HOOKS]
+    before = [getattr(hook.find_owner(), hook.name) for hook in ZIP_HOOKS]
     with Tracer(ZIP_HOOKS, apart) as tracer:
         found = made.run(TEXT, 20)
     assert found.ids == expected.ids
     assert len(tracer.marks) == len(found.ids)
-    assert [getattr(hook.home(), hook.name) for hook in ZIP_HOOKS] == before
+    assert [getattr(hook.find_owner(), hook.name) for hook in ZIP_HOOKS] == before
 
 
 def test_clocks_are_taken_away_after_an_error():
-    before = PLAIN_HOOKS[0].home().logsumexp
+    before = PLAIN_HOOKS[0].find_owner().logsumexp
     with pytest.raises(ZeroDivisionError), Tracer(PLAIN_HOOKS):
         raise ZeroDivisionError
-    assert PLAIN_HOOKS[0].home().logsumexp is before
+    assert PLAIN_HOOKS[0].find_owner().logsumexp is before
 
 
 class Nested:

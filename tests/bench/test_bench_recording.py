@@ -8,7 +8,7 @@ import pytest
 
 from mlx_zip.bench import recording
 from mlx_zip.bench.__main__ import TIMED, main
-from mlx_zip.bench.pages import benches, experiments, parser_of, timed
+from mlx_zip.bench.pages import benches, command_parser_of, experiments, timed_benches
 from mlx_zip.errors import MlxZipError
 
 
@@ -18,13 +18,13 @@ def machine(monkeypatch):
 
     def found(idle, load=0.0, processors=8):
         ticks = iter([(0, 0), (round(1000 * idle), 1000)] * 4) if idle is not None else iter([None] * 4)
-        monkeypatch.setattr(recording, "_processor_times", lambda: next(ticks))
+        monkeypatch.setattr(recording, "read_processor_ticks", lambda: next(ticks))
         monkeypatch.setattr(recording, "IDLE_S", 0.0)
         monkeypatch.setattr(recording.os, "getloadavg", lambda: (load, load, load))
         monkeypatch.setattr(recording.os, "cpu_count", lambda: processors)
 
     yield found
-    recording.load_before.cache_clear()
+    recording.load_before_bench.cache_clear()
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def bench(monkeypatch):
     def run(args):
         made.runs += 1
         for number in (1, 2):
-            print(json.dumps({"number": number, **recording.load_before()}), flush=True)
+            print(json.dumps({"number": number, **recording.load_before_bench()}), flush=True)
         if isinstance(made.ends_with, BaseException):
             raise made.ends_with
         return made.ends_with
@@ -60,7 +60,7 @@ def test_on_a_quiet_machine_the_records_are_printed_and_appended(machine, bench,
 
 def test_a_recorded_bench_has_the_idle_share_that_it_was_allowed_for(machine, bench, tmp_path):
     machine(0.1)
-    recording.load_before()  # an earlier command's
+    recording.load_before_bench()  # an earlier command's
     machine(0.95)
     file = tmp_path / "records.jsonl"
     assert main(["rows", "--record", str(file)]) == 0
@@ -136,11 +136,11 @@ def test_a_file_that_cannot_take_records_is_refused_before_anything_is_measured(
 
 
 def test_every_bench_that_measures_time_has_the_flag_and_no_other():
-    assert timed() <= set(benches()) | set(experiments())
-    assert timed() >= TIMED
+    assert timed_benches() <= set(benches()) | set(experiments())
+    assert timed_benches() >= TIMED
     for name in (*benches(), *experiments()):
-        flags = {flag for action in parser_of(f"bench {name}")._actions for flag in action.option_strings}
-        assert ("--record" in flags) == (name in timed()), name
+        flags = {flag for action in command_parser_of(f"bench {name}")._actions for flag in action.option_strings}
+        assert ("--record" in flags) == (name in timed_benches()), name
 
 
 def test_help_shows_the_flag(capsys):

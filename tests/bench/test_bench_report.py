@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mlx_zip.bench.generation import report
-from mlx_zip.bench.generation.generate_record import FIGURES, checked, read_records
+from mlx_zip.bench.generation.generate_record import FIGURES, parse_record, read_records
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.tiny_bench import parse, record
@@ -69,7 +69,7 @@ def test_the_papers_figures_stand_below_on_request(tmp_path, capsys):
 
 def test_rates_of_several_texts_are_tokens_over_time(tmp_path):
     fast, slow = record(steps_s=(0.1,)), record(steps_s=(0.3,), domain="math")
-    assert report.rate([fast, slow])[1] == pytest.approx(2 / (1 / 10 + 1 / (10 / 3)))
+    assert report.prefill_and_decoding_rate([fast, slow])[1] == pytest.approx(2 / (1 / 10 + 1 / (10 / 3)))
 
 
 def test_every_record_has_a_row_with_median_and_spread(tmp_path, capsys):
@@ -180,6 +180,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def test_made_up_records_keep_to_the_schema():
-    assert checked(json.dumps(record()), "here")["figures"].keys() == FIGURES.keys()
+    assert parse_record(json.dumps(record()), "here")["figures"].keys() == FIGURES.keys()
     _, args = parse("report", "a")
     assert args.table == "all"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import tokens as bench
-from mlx_zip.bench.tokens import COLUMNS, WHOLE, count, measure, read_domains
+from mlx_zip.bench.tokens import COLUMNS, WHOLE, count_corpus, count_pieces, read_domains
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.errors import DataError, InstallationError, MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -61,7 +61,7 @@ def counts_of(line: dict, *setting: object) -> dict:
 
 def test_windows_run_across_documents_and_documents_do_not(pair, text):
     corpus = read_domains([f"web={text}"])["web"]
-    line = measure(pair, corpus, [(50, 3, 16), (None, 3, 16)], [])
+    line = count_corpus(pair, corpus, [(50, 3, 16), (None, 3, 16)], [])
     documents = [np.array(pair.encode(document.text), np.uint32) for document in corpus.documents]
     stream = np.concatenate(documents)
     params = CodecParams(SIZE + 1, 16, 3, pad_id=SIZE)
@@ -78,7 +78,7 @@ def test_entries_are_those_installed_and_those_emitted():
     emitted, entries = compress(params, ids)
     used = {int(i) for i in emitted if i >= 10}
     assert used
-    assert count(params, [ids, ids]) == (2 * len(emitted), 2 * len(entries), 2 * len(used))
+    assert count_pieces(params, [ids, ids]) == (2 * len(emitted), 2 * len(entries), 2 * len(used))
 
 
 def test_counted_ids_hold_the_whole_text(pair, text):
@@ -97,7 +97,7 @@ def test_counts_are_the_published_codecs(pair, text):
     corpus = read_domains([f"web={text}"])["web"]
     settings = [(window, merge, size) for window in (40, None) for merge in (2, 3, 5) for size in (4, 2048)]
     for disabled in ([], pair.digit_ids()):
-        line = measure(pair, corpus, settings, disabled, upstream)
+        line = count_corpus(pair, corpus, settings, disabled, upstream)
         assert line["checked_against"].startswith("zip2zip_compression ")
         pieces = [pair.encode(document.text) for document in corpus.documents]
         theirs = upstream.LZWCompressor(SIZE + 1, 2048, 3, SIZE, [*disabled, SIZE])
@@ -108,7 +108,7 @@ def test_a_codec_that_gives_other_ids_is_told():
     compressor = lambda *sizes: SimpleNamespace(encode=lambda ids: (ids, [], None))
     pieces = [np.array([1, 2, 3], np.uint32), np.array([1, 2, 1, 2], np.uint32)]
     with pytest.raises(MlxZipError, match=r"window 1 of 2 .* gives other ids"):
-        bench.check(CodecParams(10, 8, 3, pad_id=9), pieces, SimpleNamespace(LZWCompressor=compressor))
+        bench.check_against_upstream(CodecParams(10, 8, 3, pad_id=9), pieces, SimpleNamespace(LZWCompressor=compressor))
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_line_per_tokenizer_and_domain_says_what_was_measured(capsys, text, tm
 
 
 def test_of_codebooks_that_no_window_can_fill_one_is_measured():
-    found = list(bench._settings([8, None], [3], [16, 4, 8]))
+    found = list(bench.distinct_settings([8, None], [3], [16, 4, 8]))
     assert found == [(8, 3, 4), (8, 3, 8), (None, 3, 4), (None, 3, 8), (None, 3, 16)]
 
 
@@ -182,7 +182,7 @@ def test_texts_may_be_zipped_and_have_fields_of_other_names(text, tmp_path):
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_measured(flags, told, monkeypatch):
-    monkeypatch.setattr(bench, "measure", None)
+    monkeypatch.setattr(bench, "count_corpus", None)
     given = flags if "missing" in told else ["--tokenizers", "x.model", "--text", "web=x.txt", *flags]
     with pytest.raises(MlxZipError, match=told):
         bench.run(parse(*given))
@@ -199,7 +199,7 @@ def test_a_text_without_any_id_is_refused(pair, text):
     corpus = read_domains([f"web={text}"])["web"]
     silent = SimpleNamespace(name="silent", size=4, library="none", encode=lambda text: [])
     with pytest.raises(DataError, match="silent reads no ids"):
-        measure(silent, corpus, [(8, 3, 8)], [])
+        count_corpus(silent, corpus, [(8, 3, 8)], [])
 
 
 def test_a_check_without_the_published_codec_says_what_to_install(monkeypatch):
@@ -219,5 +219,5 @@ def test_code_gains_what_the_paper_prints_and_as_much_as_the_published_codec(nam
     upstream = pytest.importorskip("zip2zip_compression")
     corpus = read_domains([f"code={TEXTS / 'code' / 'humanevalx.test.jsonl.gz'}"])["code"]
     vocabulary = read_vocabulary(SHARED / "tokenizers" / f"{name}.tiktoken.gz")
-    line = measure(vocabulary, corpus, [(8192, 3, 2048)], [], upstream)
+    line = count_corpus(vocabulary, corpus, [(8192, 3, 2048)], [], upstream)
     assert low <= line["base_ids"] / counts_of(line, 8192, 3, 2048)["ids"] - 1 <= high

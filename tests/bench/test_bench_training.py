@@ -11,8 +11,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.bench import training
-from mlx_zip.bench.training import Bench, read_back, synthetic_documents, write_prepared, write_shard
-from mlx_zip.bench.training_step import Parts, TrainedModel, without_hypertokens
+from mlx_zip.bench.training import (
+    TrainingBench,
+    read_prepared_samples,
+    synthetic_documents,
+    write_prepared,
+    write_shard,
+)
+from mlx_zip.bench.training_step import StepParts, TrainedModel, plain_batch_of_same_size
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
 from mlx_zip.training.prepare.shards import Shards
@@ -99,7 +105,7 @@ def test_a_model_and_prepared_data_take_the_place_of_what_is_made_up(capsys, tmp
 
 @pytest.fixture
 def bench(tmp_path):
-    return Bench(parse(), tmp_path)
+    return TrainingBench(parse(), tmp_path)
 
 
 def samples_of(bench, n=3):
@@ -112,7 +118,7 @@ def whole(bench, kind="lora"):
 
 def test_the_plain_step_reads_as_many_ids_without_any_hypertoken(bench):
     batch = make_batch(samples_of(bench), bench.shards.params)
-    plain = without_hypertokens(batch, training.VOCAB)
+    plain = plain_batch_of_same_size(batch, training.VOCAB)
     assert (batch.arrays["targets"] >= training.VOCAB).any()
     assert plain.arrays.keys() == {"inputs", "targets", "weights"}
     for name, array in plain.arrays.items():
@@ -124,7 +130,7 @@ def test_the_plain_step_reads_as_many_ids_without_any_hypertoken(bench):
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_parts_differentiate_what_is_trained_of_them_and_nothing_else(bench, kind):
-    parts = Parts(whole(bench, kind), make_batch(samples_of(bench), bench.shards.params))
+    parts = StepParts(whole(bench, kind), make_batch(samples_of(bench), bench.shards.params))
     names = {
         name: {key.split(".")[0] for key, _ in tree_flatten(call()[1])}
         for name, call in (("encoders", parts.encoders()), ("body", parts.body()), ("head", parts.head()))
@@ -138,7 +144,7 @@ def test_parts_differentiate_what_is_trained_of_them_and_nothing_else(bench, kin
 
 def test_the_encoders_part_has_value_and_gradient_of_the_rows_that_a_step_encodes(bench):
     made = whole(bench)
-    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    parts = StepParts(made, make_batch(samples_of(bench), bench.shards.params))
     value, gradients = parts.encoders()()
     rows = encode_rows(made.model, parts.samples)
     assert value.item() == pytest.approx(sum(r.square().sum().item() for r in rows), rel=1e-5)
@@ -149,7 +155,7 @@ def test_the_encoders_part_has_value_and_gradient_of_the_rows_that_a_step_encode
 def test_what_a_step_is_held_against_encodes_each_side_once(bench, monkeypatch):
     """A second forward pass saves memory; it is the step's own cost, not one that it cannot do without."""
     made, calls = whole(bench), []
-    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    parts = StepParts(made, make_batch(samples_of(bench), bench.shards.params))
     kind = type(made.model.input_encoder)
     encode = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, *args: (calls.append(self), encode(self, *args))[1])
@@ -160,7 +166,7 @@ def test_what_a_step_is_held_against_encodes_each_side_once(bench, monkeypatch):
 def test_parts_leave_the_models_weights_as_they_were(bench):
     made = whole(bench, "full")
     before = dict(tree_flatten(made.model.parameters()))
-    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    parts = StepParts(made, make_batch(samples_of(bench), bench.shards.params))
     for call in (parts.encoders(), parts.body(), parts.head()):
         mx.eval(call())
     after = dict(tree_flatten(made.model.parameters()))
@@ -186,7 +192,7 @@ def test_a_measured_shard_holds_the_documents(tmp_path):
         found.append(book.expand(shards[i].ids))
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(documents.ids))
     assert len(shards[0].ids) < 64 == shards[0].base_ids
-    np.testing.assert_array_equal(np.concatenate(read_back(tmp_path).ids), np.concatenate(documents.ids))
+    np.testing.assert_array_equal(np.concatenate(read_prepared_samples(tmp_path).ids), np.concatenate(documents.ids))
 
 
 # ---- what is refused
@@ -217,7 +223,7 @@ def test_counts_below_one_are_refused(name):
 
 @pytest.mark.slow
 def test_a_trainer_that_fails_is_named(tmp_path):
-    bench = Bench(parse(), tmp_path)
+    bench = TrainingBench(parse(), tmp_path)
     bench.args.encoder_layers = 0
     with pytest.raises(MlxZipError, match="the trainer mlx_zip failed: error: "):
         bench.memory()

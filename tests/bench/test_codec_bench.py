@@ -32,7 +32,7 @@ def test_whole_decoding_gives_the_base_ids_that_were_compressed():
     emitted = compress(params, ids)[0]
     assert len(emitted) < 300
     for given in (emitted, emitted.tolist()):
-        assert codec._decode(params, given).tolist() == ids.tolist()
+        assert codec.decode_with_new_codebook(params, given).tolist() == ids.tolist()
 
 
 def test_single_calls_are_measured_on_windows_and_whole_ones_on_a_sequence_too(records):

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 
 from mlx_zip.bench.engines import choice, cuda_engines
-from mlx_zip.bench.engines.choice import check_engines, make_engine
-from mlx_zip.bench.engines.cuda_engines import TorchEngine, models_of
-from mlx_zip.bench.engines.runs import zip_ids
+from mlx_zip.bench.engines.choice import check_engine_names, make_engine
+from mlx_zip.bench.engines.cuda_engines import TorchEngine, torch_models_from_flags
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import ZipOptions
 from mlx_zip.bench.engines.torch_engines import make_torch_engine
 from mlx_zip.codec import Codebook
@@ -36,7 +36,7 @@ def _small(monkeypatch):
 
 @pytest.fixture
 def models():
-    return models_of("tiny", "float32", None, None, "stories", OPTIONS)
+    return torch_models_from_flags("tiny", "float32", None, None, "stories", OPTIONS)
 
 
 @pytest.mark.parametrize("name", cuda_engines.NAMES)
@@ -45,7 +45,7 @@ def test_replay_emits_exactly_the_forced_ids(models, name):
     for _ in range(2):  # the second time in the batch of the first
         run = made.run(PROMPT, len(TEXT), TEXT)
         assert run.base_ids == TEXT
-        prompt_ids, ids = zip_ids(Codebook(made.model.params), PROMPT, TEXT)
+        prompt_ids, ids = compress_prompt_and_text(Codebook(made.model.params), PROMPT, TEXT)
         assert (run.prompt_ids, list(chain(*run.ids))) == (len(prompt_ids), ids.tolist())
         assert run.times == sorted(run.times)
         assert run.text_bytes == len(made.tokenizer.decode(TEXT).encode())
@@ -65,23 +65,23 @@ def test_cold_rows_are_those_of_an_empty_store(models):
     made = TorchEngine("torch-zip", models)
     made.run(PROMPT, len(TEXT), TEXT)
     assert len(made.model.store) > 0
-    made.fresh()
+    made.forget_encoded_rows()
     assert len(made.model.store) == 0
 
 
 @pytest.mark.slow
 def test_the_bundled_models_write_what_mlx_writes():
     pytest.importorskip("mlx.core")
-    from mlx_zip.bench.engines.shapes import from_folders
+    from mlx_zip.bench.engines.model_making import models_from_folders
 
     _, args = tiny_bench.parse("generate")
-    described = models_of(None, "", "stories", "stories-base", "", None)
-    loaded = from_folders("stories", "stories-base")
+    described = torch_models_from_flags(None, "", "stories", "stories-base", "", None)
+    loaded = models_from_folders("stories", "stories-base")
     prompt = described.tokenizer.encode("Once upon a time there was a little dog", add_special_tokens=False)
     for ours, theirs in (("torch-zip", "mlx-zip"), ("torch-base", "mlx-lm")):
         found, expected = make_engine(ours, described, args), make_engine(theirs, loaded, args)
         assert found.run(prompt, 24).base_ids == expected.run(prompt, 24).base_ids
-        conversation = found.start(), expected.start()
+        conversation = found.start_conversation(), expected.start_conversation()
         for _ in range(2):
             a, b = (e.run(prompt, 8, None, held) for e, held in zip((found, expected), conversation, strict=True))
             assert a.base_ids == b.base_ids
@@ -125,9 +125,9 @@ def test_they_run_where_mlx_cannot_be_imported():
 
 def test_what_they_cannot_run_is_refused_on_one_line(models):
     with pytest.raises(MlxZipError, match="needs a model with hypertokens"):
-        TorchEngine("torch-zip", models_of(None, "", None, "stories-base", "", None))
+        TorchEngine("torch-zip", torch_models_from_flags(None, "", None, "stories-base", "", None))
     with pytest.raises(MlxZipError, match="--model stories-base has no hypertokens"):
-        models_of(None, "", "stories-base", None, "", None)
+        torch_models_from_flags(None, "", "stories-base", None, "", None)
     with pytest.raises(MlxZipError, match="for the engines on PyTorch only"):
         models.plain()
 
@@ -137,13 +137,13 @@ def test_mlx_on_cuda_is_refused_without_a_card(monkeypatch):
     if mx.cuda.is_available():
         pytest.skip("MLX has a card here")
     with pytest.raises(MlxZipError, match="mlx-cuda-zip needs MLX's CUDA backend"):
-        check_engines(["mlx-cuda-zip"])
+        check_engine_names(["mlx-cuda-zip"])
 
 
 def test_mlx_on_cuda_is_the_unmodified_code_under_another_name(monkeypatch):
     pytest.importorskip("mlx.core")
-    monkeypatch.setattr(choice, "_check_mlx_cuda", lambda name: None)
-    check_engines(list(choice.ON_MLX_CUDA))
+    monkeypatch.setattr(choice, "check_mlx_runs_on_cuda", lambda name: None)
+    check_engine_names(list(choice.ON_MLX_CUDA))
     _, args = tiny_bench.parse("generate")
     for name, other in choice.ON_MLX_CUDA.items():
         made = make_engine(name, tiny_bench.models(), args)
@@ -168,7 +168,7 @@ def packed(tmp_path):
 def test_transformers_runs_the_weights_of_a_packed_folder_with_hypertokens(packed):
     import torch
 
-    from mlx_zip.bench.engines.torch_engines import unpacked_decoder
+    from mlx_zip.bench.engines.torch_engines import load_unpacked_decoder
 
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
     model = open_model(packed, "cpu")
@@ -177,21 +177,21 @@ def test_transformers_runs_the_weights_of_a_packed_folder_with_hypertokens(packe
     found = []
     batch.choose(lambda head: found.append(head.logits) or head.best)
     with torch.no_grad():
-        expected = unpacked_decoder(packed, torch.float32)(torch.tensor([ids])).logits[0, -1]
+        expected = load_unpacked_decoder(packed, torch.float32)(torch.tensor([ids])).logits[0, -1]
     torch.testing.assert_close(found[0][0, :40], expected[:40], atol=1e-4, rtol=1e-4)
-    assert unpacked_decoder(packed, torch.bfloat16).dtype == torch.bfloat16
+    assert load_unpacked_decoder(packed, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_transformers_needs_a_dtype_for_a_packed_folder(packed, monkeypatch):
     monkeypatch.setattr(cuda_engines, "load_tokenizer", lambda _: None)
-    models = models_of(None, "float32", str(packed), None, "", OPTIONS)
+    models = torch_models_from_flags(None, "float32", str(packed), None, "", OPTIONS)
     with pytest.raises(MlxZipError, match="is packed or has hypertokens: name hf-float32"):
         make_torch_engine("hf", models, None)
 
 
 def test_transformers_in_a_dtype_of_its_own_emits_what_torch_base_emits(monkeypatch):
     pytest.importorskip("transformers")
-    models = models_of(None, "float32", "stories", None, "", OPTIONS)
+    models = torch_models_from_flags(None, "float32", "stories", None, "", OPTIONS)
     runs = [make(name, models) for name, make in (("torch-base", TorchEngine), ("hf-float32", hugging_face))]
     assert runs[0].run(PROMPT, 12).base_ids == runs[1].run(PROMPT, 12).base_ids
     assert hugging_face("hf-bfloat16", models).kv_dtype == "bfloat16"

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from mlx_zip.bench.gpu import kernels  # noqa: E402
+from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
 from mlx_zip.cuda.memory import bytes_of  # noqa: E402
 from support.tiny_bench import SHAPE  # noqa: E402
 
@@ -27,7 +27,7 @@ def found(monkeypatch):
             seen.setdefault("now", []).append(args[1:-1] or args[1:]) or call(*args, **kw)
         )
         monkeypatch.setattr(kernels, name, noted)
-    for case in kernels.cases(CONFIG, CPU, torch.float32, 8, 8, CACHE):
+    for case in kernels.kernel_cases(CONFIG, CPU, torch.float32, 8, 8, CACHE):
         seen.pop("now", None)
         for _ in range(2 * case.sets):
             case.work("reference")
@@ -66,19 +66,21 @@ def test_controls_stand_behind_the_products_that_they_are_compared_with(found):
 
 
 def test_a_control_computes_what_the_kernel_without_its_extras_computes():
-    case = next(one for one in kernels.cases(CONFIG, CPU, torch.float32, 8, 8, 0) if one.name.startswith("control"))
+    case = next(
+        one for one in kernels.kernel_cases(CONFIG, CPU, torch.float32, 8, 8, 0) if one.name.startswith("control")
+    )
     assert case.work(None).shape == (1, CONFIG["vocab_size"])
 
 
 def test_the_arguments_of_pytorchs_4_bit_product_have_the_shapes_that_it_takes_on_a_card():
     with FakeTensorMode():
         card = torch.device("cuda")
-        matrix = kernels.int4_matrix(64, 128, card)
-        out = kernels.int4_product(torch.empty((1, 128), dtype=torch.bfloat16, device=card), *matrix)
+        matrix = kernels.random_torch_int4_matrix(64, 128, card)
+        out = kernels.torch_int4_product(torch.empty((1, 128), dtype=torch.bfloat16, device=card), *matrix)
     assert (out.shape, out.dtype) == ((1, 64), torch.bfloat16)
 
 
 def test_a_copy_and_a_sum_of_the_memory_are_controls_too():
-    copy, total = kernels.memory_controls(CPU, 16)
+    copy, total = kernels.memory_control_cases(CPU, 16)
     lines = [kernels.time_kernel(one, CPU, 1, 1.0, False, 1) for one in (copy, total)]
     assert [line["bytes"] // (4 * 16**2) for line in lines] == [2, 1]

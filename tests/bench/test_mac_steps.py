@@ -8,70 +8,70 @@ from mlx_zip.bench.engines.shape_table import SHAPES
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.steps import mac_steps
 from mlx_zip.bench.steps.launch_counts import step_seconds
-from mlx_zip.bench.steps.mac_steps import BASE, BEFORE, MAX, NOW, Behaviour, Chip, Cost, Host, Step
+from mlx_zip.bench.steps.mac_steps import BASE, BEFORE, MAX, NOW, Chip, DeviceCost, HostTimes, StepBehaviour, StepCosts
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER
 from support import tiny_bench
 from support.places import DOCS, REPO
 
-NO_HOST = Host(0.0, 0.0, 0.0)
+NO_HOST = HostTimes(0.0, 0.0, 0.0)
 CHIP = Chip(100, BASE)  # reads 80e6 bytes in a ms
 
 
 def made_step(host=NO_HOST, **changes):
     """A step whose device takes 1 ms in mlx-lm, as much in a warm step, 1 ms more for a row of each side."""
     costs = {
-        "plain": Cost(80e6, 0),
-        "warm": Cost(0, 0),
-        "output_row": Cost(80e6, 0),
-        "input_rows": {1: Cost(80e6, 0), INPUT_ROWS_TOGETHER: Cost(160e6, 0)},
-        "body": Cost(40e6, 0),
+        "plain": DeviceCost(80e6, 0),
+        "warm": DeviceCost(0, 0),
+        "output_row": DeviceCost(80e6, 0),
+        "input_rows": {1: DeviceCost(80e6, 0), INPUT_ROWS_TOGETHER: DeviceCost(160e6, 0)},
+        "body": DeviceCost(40e6, 0),
     }
-    return Step(**{**costs, "host": host, **changes})
+    return StepCosts(**{**costs, "host": host, **changes})
 
 
 def test_a_step_takes_the_time_of_its_bytes_launches_and_command_buffers():
-    cost = Cost(80e6, 200, numbers=10 << 20, evals=1)
+    cost = DeviceCost(80e6, 200, numbers=10 << 20, evals=1)
     assert cost.buffers(BASE) == 1 + 200 / 40
     assert cost.ms(CHIP, launch_us=5) == pytest.approx(1.0 + 1.0 + 6 * mac_steps.BUFFER_US / 1e3)
 
 
 def test_a_command_buffer_is_full_by_launches_or_by_numbers():
-    assert Cost(0, 100, numbers=400 << 20).buffers(BASE) == 10
-    assert Cost(0, 100, numbers=400 << 20).buffers(MAX) == 8
-    assert Cost(0, 600, numbers=400 << 20).buffers(MAX) == 12
+    assert DeviceCost(0, 100, numbers=400 << 20).buffers(BASE) == 10
+    assert DeviceCost(0, 100, numbers=400 << 20).buffers(MAX) == 8
+    assert DeviceCost(0, 600, numbers=400 << 20).buffers(MAX) == 12
 
 
 def test_a_step_takes_the_longer_of_device_and_host():
     assert made_step().plain_ms(CHIP, 5) == 1.0
-    assert made_step(Host(3.0, 4.0, 5.0)).plain_ms(CHIP, 5) == 3.0
-    assert made_step(Host(3.0, 4.0, 5.0)).warm_ms(CHIP, 5, NOW) == 4.0
+    assert made_step(HostTimes(3.0, 4.0, 5.0)).plain_ms(CHIP, 5) == 3.0
+    assert made_step(HostTimes(3.0, 4.0, 5.0)).warm_ms(CHIP, 5, NOW) == 4.0
 
 
 def test_a_cold_step_encodes_in_the_steps_that_install_an_entry():
-    how = Behaviour(input_rows=1, waits=False, second_bodies=0.0)
+    how = StepBehaviour(input_rows=1, waits=False, second_bodies=0.0)
     assert made_step().cold_ms(CHIP, 5, how, installs=0.5) == pytest.approx(0.5 * 3.0 + 0.5 * 1.0)
 
 
 def test_input_rows_in_one_pass_share_its_cost():
-    how = Behaviour(input_rows=INPUT_ROWS_TOGETHER, waits=False, second_bodies=0.0)
+    how = StepBehaviour(input_rows=INPUT_ROWS_TOGETHER, waits=False, second_bodies=0.0)
     assert made_step().cold_ms(CHIP, 5, how, installs=1.0) == pytest.approx(1.0 + 1.0 + 2.0 / INPUT_ROWS_TOGETHER)
 
 
 def test_a_cold_step_that_waits_for_the_body_takes_the_hosts_time_too():
-    waits = Behaviour(input_rows=1, waits=True, second_bodies=0.0)
-    step = made_step(Host(0.1, 0.2, 0.5))
+    waits = StepBehaviour(input_rows=1, waits=True, second_bodies=0.0)
+    step = made_step(HostTimes(0.1, 0.2, 0.5))
     assert step.cold_ms(CHIP, 5, waits, 1.0) - step.cold_ms(CHIP, 5, waits._replace(waits=False), 1.0) == 0.5
 
 
 def test_second_bodies_cost_their_share_in_all_steps():
-    how = Behaviour(input_rows=1, waits=False, second_bodies=0.01)
+    how = StepBehaviour(input_rows=1, waits=False, second_bodies=0.01)
     assert made_step().warm_ms(CHIP, 5, how) == pytest.approx(1.0 + 0.01 * 0.5)
 
 
 @pytest.mark.slow
 def test_llama_1b_launches_and_reads_what_is_known_of_it():
-    step = mac_steps.step_of("llama-3.2-1b", "4", NO_HOST)
+    step = mac_steps.step_costs_of("llama-3.2-1b", "4", NO_HOST)
     assert step.plain.launches == 281  # known of mlx-lm from its own graph
     assert step.plain.bytes_read == pytest.approx(0.695e9 + 33.5e6, rel=0.01)  # 1.24 B parameters of 4.5 bits, KV
     assert step.body.bytes_read < step.plain.bytes_read
@@ -82,7 +82,7 @@ def test_llama_1b_launches_and_reads_what_is_known_of_it():
 
 @pytest.mark.slow
 def test_the_launches_of_a_layer_do_not_depend_on_the_depth():
-    one, two, four = (mac_steps._small_launches("llama-3.2-1b", "16", layers) for layers in (1, 2, 4))
+    one, two, four = (mac_steps.count_small_model_launches("llama-3.2-1b", "16", layers) for layers in (1, 2, 4))
     assert four.plain - two.plain == 2 * (two.plain - one.plain)
     assert four.warm == one.warm
     assert four.rows == one.rows
@@ -109,7 +109,7 @@ def test_shares_are_those_of_the_recorded_windows(tmp_path):
 
 
 def test_every_chip_model_and_precision_has_a_row(monkeypatch):
-    monkeypatch.setattr(mac_steps, "step_of", lambda *_: made_step())
+    monkeypatch.setattr(mac_steps, "step_costs_of", lambda *_: made_step())
     rows = mac_steps.steps_table(Records(REPO)).splitlines()[2:]
     assert len(rows) == len(mac_steps.CHIPS) * len(mac_steps.MODELS) * len(mac_steps.PRECISIONS)
     assert set(mac_steps.MODELS.values()) <= set(SHAPES)
@@ -117,14 +117,14 @@ def test_every_chip_model_and_precision_has_a_row(monkeypatch):
 
 def test_the_host_is_measured_for_every_model_of_the_page(monkeypatch):
     monkeypatch.setattr(mac_steps, "HOST_ROUNDS", 1)
-    monkeypatch.setattr(mac_steps, "_layers", lambda name: 1)
+    monkeypatch.setattr(mac_steps, "layer_count", lambda name: 1)
     monkeypatch.setattr(mac_steps, "MODELS", {"Llama-3.2-1B": "llama-3.2-1b"})
     monkeypatch.setattr(mac_steps, "PRECISIONS", ("16",))
     (line,) = mac_steps.measure_host()
-    assert set(line["host_us"]) == set(Host._fields)
+    assert set(line["host_us"]) == set(HostTimes._fields)
     assert min(line["host_us"].values()) > 0
     recorded = Records(REPO).lines("mac-host")
-    assert {name for one in recorded for name in one["host_us"]} == set(Host._fields)
+    assert {name for one in recorded for name in one["host_us"]} == set(HostTimes._fields)
     assert line.keys() == recorded[0].keys()
 
 

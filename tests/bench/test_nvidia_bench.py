@@ -1,8 +1,7 @@
-"""bench nvidia: its parts at tiny sizes on the CPU, its targets, llama-bench's JSON, and the script around them."""
+"""bench nvidia: its parts at tiny sizes on the CPU, its targets, and the script around them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,11 +16,10 @@ pytest.importorskip("triton")
 from torch.nn.attention.bias import causal_upper_left
 
 from mlx_zip.bench.engines import cuda_engines
-from mlx_zip.bench.engines.shape_table import SHAPES, narrow
+from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.generation import report
 from mlx_zip.bench.gpu import card_checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
-from mlx_zip.bench.gpu.run_summary import exported, parameters
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
 from mlx_zip.cuda import memory
@@ -98,15 +96,14 @@ def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
     page = (folder / "roofline.md").read_text()
     for said in ("| shape | step | MB moved | us | GB/s | of roof | roof, us | left, us |", "us are left. Launches: "):
         assert said in page
-    assert {one["type_k"] for one in json.loads((folder / "llama-bench.json").read_text())} == {"f32"}
 
 
 @pytest.mark.slow
 def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(card_checks, "MODELS", ("stories-base",))
     monkeypatch.setattr(card_checks, "PROMPTS", card_checks.PROMPTS[:1])
-    expected = card_checks.recorded()["stories-base"][:1]
-    monkeypatch.setattr(card_checks, "recorded", lambda: {"stories-base": expected})
+    expected = card_checks.read_recorded_ids()["stories-base"][:1]
+    monkeypatch.setattr(card_checks, "read_recorded_ids", lambda: {"stories-base": expected})
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
     expected[0][1] += 1
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 1
@@ -121,9 +118,9 @@ def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monk
 def test_torch_zip_is_compared_with_torch_base_where_other_bases_ran_too():
     records = [tiny_bench.record(name) for name in ("mlx-lm", "torch-base", "mlx-zip", "torch-zip")]
     records[1]["figures"]["base_tokens_per_s"] = records[3]["figures"]["base_tokens_per_s"]
-    assert report.against_base(records[1], records) == ["-", "-"]
-    assert report.against_base(records[3], records)[0].startswith("1.00")
-    assert report.against_base(records[2], records)[0].startswith("2.00")
+    assert report.ratios_to_base_engine(records[1], records) == ["-", "-"]
+    assert report.ratios_to_base_engine(records[3], records)[0].startswith("1.00")
+    assert report.ratios_to_base_engine(records[2], records)[0].startswith("2.00")
 
 
 def page_command(bench):
@@ -137,8 +134,8 @@ def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_
     tmp_path, capsys, monkeypatch
 ):
     """MLX's CPU backend stands in for the Mac, and PyTorch on the CPU for the card; shapes and sizes are small."""
-    monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow(SHAPES["phi-3.5-mini"]))
-    monkeypatch.setattr(cuda_engines, "torch_device", lambda device: H100["device"])
+    monkeypatch.setitem(SHAPES, "phi-3.5-mini", narrow_shape_config(SHAPES["phi-3.5-mini"]))
+    monkeypatch.setattr(cuda_engines, "describe_torch_device", lambda device: H100["device"])
     code = tmp_path / "code.txt"
     code.write_text("def add(a, b):\n    return a + b\n" * 40)
     card = ["--rehearse", "--out", tmp_path / "records", "--code", code, "--parts", "generate"]
@@ -164,80 +161,20 @@ def test_the_pages_command_for_a_mac_makes_records_that_stand_in_one_table_with_
     assert ["H100 80GB, Phi-3.5-4B (paper)", "zip2zip"] in rows
 
 
-# ---- llama-bench's JSON
-
-FIELDS = [
-    "build_commit",
-    "build_number",
-    "cpu_info",
-    "gpu_info",
-    "backends",
-    "model_filename",
-    "model_type",
-    "model_size",
-    "model_n_params",
-    "n_batch",
-    "n_ubatch",
-    "n_threads",
-    "cpu_mask",
-    "cpu_strict",
-    "poll",
-    "type_k",
-    "type_v",
-    "n_gpu_layers",
-    "n_cpu_moe",
-    "split_mode",
-    "main_gpu",
-    "no_kv_offload",
-    "flash_attn",
-    "devices",
-    "tensor_split",
-    "tensor_buft_overrides",
-    "use_mmap",
-    "embeddings",
-    "no_op_offload",
-    "no_host",
-    "n_prompt",
-    "n_gen",
-    "n_depth",
-    "test_time",
-    "avg_ns",
-    "stddev_ns",
-    "avg_ts",
-    "stddev_ts",
-    "samples_ns",
-    "samples_ts",
-]
-
-
-def test_a_record_becomes_two_lines_of_llama_bench():
-    model = {"name": "phi-3.5-mini", "precision": "16", "weights": "random"}
-    prompt, decoding = exported([tiny_bench.record("torch-base", model=model, **H100), {"bench": "nvidia-steps"}])
-    assert set(prompt) == set(decoding) == set(FIELDS)
-    assert (prompt["n_prompt"], prompt["n_gen"], prompt["n_depth"]) == (8, 0, 0)
-    assert (decoding["n_prompt"], decoding["n_gen"], decoding["n_depth"]) == (0, 3, 8)
-    assert prompt["samples_ns"] == [500_000_000] * 3
-    assert (prompt["avg_ts"], prompt["stddev_ts"]) == (16.0, 0.0)
-    assert decoding["samples_ts"] == [pytest.approx(1 / s, rel=1e-5) for s in (0.1, 0.11, 0.12)]
-    assert decoding["avg_ts"] == pytest.approx(sum(decoding["samples_ts"]) / 3, rel=1e-5)
-    assert (prompt["backends"], prompt["gpu_info"]) == ("CUDA (torch-base)", "NVIDIA H100")
-    assert prompt["test_time"] == "2026-01-02T03:04:05Z"
-    assert prompt["model_n_params"] == 3_821_079_552
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f16"), (None, "unknown")]
-)
-def test_llama_bench_names_the_dtype_that_keys_and_values_have(dtype, name):
-    for precision in ("as stored", "16", "4", "float32"):
-        model = {"name": "stories", "precision": precision, "weights": "trained"}
-        record = tiny_bench.record("torch-zip", model=model, **({} if dtype is None else {"kv_dtype": dtype}))
-        assert {(one["type_k"], one["type_v"]) for one in exported([record])} == {(name, name)}
+def count_parameters(config):
+    """Returns the number of weights of a decoder by its config.json, without biases."""
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or width // heads
+    keys = (config.get("num_key_value_heads") or heads) * size
+    layer = width * (2 * heads * size + 2 * keys) + 3 * width * inner + 2 * width
+    tables = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
+    return config["num_hidden_layers"] * layer + tables + width
 
 
 def test_parameters_are_those_of_published_models():
-    assert parameters(SHAPES["llama-3.2-1b"]) == 1_235_814_400
-    assert parameters(SHAPES["phi-3-medium"]) == 13_960_238_080
+    assert count_parameters(SHAPES["phi-3.5-mini"]) == 3_821_079_552
+    assert count_parameters(SHAPES["llama-3.2-1b"]) == 1_235_814_400
+    assert count_parameters(SHAPES["phi-3-medium"]) == 13_960_238_080
 
 
 def test_full_sizes_are_refused_where_no_card_is(tmp_path):
@@ -313,7 +250,7 @@ def test_the_scripts_parts_take_less_than_nine_minutes_together():
 def test_a_prompt_in_two_chunks_is_checked_and_a_mask_that_begins_at_the_first_key_fails(heads, dtype, monkeypatch):
     [line] = card_checks.check_chunks(heads, dtype, "cpu")
     assert line["holds"], line["found"]
-    config = card_checks.narrow(SHAPES[card_checks.CHUNKED[heads]])
+    config = card_checks.narrow_shape_config(SHAPES[card_checks.CHUNKED[heads]])
     is_grouped = config["num_attention_heads"] > config["num_key_value_heads"]
     assert is_grouped == (heads == "grouped key heads")
     monkeypatch.setattr(decoder, "causal_lower_right", causal_upper_left)

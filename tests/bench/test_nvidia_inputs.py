@@ -18,8 +18,9 @@ pytest.importorskip("triton")
 from mlx_zip.bench import machine
 from mlx_zip.bench.engines import cuda_engines
 from mlx_zip.bench.engines.shape_table import SHAPES
-from mlx_zip.bench.gpu import nvidia, steps
-from mlx_zip.bench.gpu.cases import Cases, all_records
+from mlx_zip.bench.gpu import nvidia
+from mlx_zip.bench.gpu import step_timing as steps
+from mlx_zip.bench.gpu.case_runner import CaseRunner, read_part_records
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
@@ -105,16 +106,16 @@ def test_other_engines_may_call_the_same_card_otherwise(tmp_path):
     device = {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}
     for part, fields in (("steps", device), ("others", {**device, "device": "Device(gpu, 0)"})):
         (tmp_path / f"{part}.jsonl").write_text(json.dumps({"bench": part, "commit": "abc", "device": fields}) + "\n")
-    assert len(all_records(tmp_path, ["steps", "others"])) == 2
+    assert len(read_part_records(tmp_path, ["steps", "others"])) == 2
     (tmp_path / "others.jsonl").write_text(json.dumps({"bench": "others", "commit": "abd"}) + "\n")
     with pytest.raises(MlxZipError, match=r"others.jsonl are not of one run: commit is abc and abd"):
-        all_records(tmp_path, ["steps", "others"])
+        read_part_records(tmp_path, ["steps", "others"])
 
 
 @pytest.mark.slow
 def test_an_engine_that_fails_is_recorded_and_the_others_go_on(tmp_path, capsys, monkeypatch):
     phi = [name for name, _ in nvidia.WHOLE if SHAPES[name]["model_type"] == "phi3"]
-    monkeypatch.setattr(cuda_engines, "_of_shape", _refusing(cuda_engines._of_shape, phi))
+    monkeypatch.setattr(cuda_engines, "torch_models_of_shape", _refusing(cuda_engines.torch_models_of_shape, phi))
     assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "generate", "steps") == 1
     for part, kind in (("generate", "generate"), ("steps", "nvidia-steps")):
         lines = read_lines(tmp_path / f"{part}.jsonl")
@@ -154,8 +155,8 @@ def test_records_are_written_as_they_come_so_that_a_run_that_is_cut_keeps_them(t
 
 
 def test_whole_requests_are_kept_one_by_one(tmp_path):
-    cases = Cases(tmp_path, "generate")
-    printed = nvidia._Kept(cases)
+    cases = CaseRunner(tmp_path, "generate")
+    printed = nvidia._RecordingOutput(cases)
     printed.write('{"bench": "generate"}\n{"bench": ')
     assert read_lines(tmp_path / "generate.jsonl") == [{"bench": "generate"}]
     printed.write('"generate", "engine": "hf"}\n')
@@ -188,7 +189,7 @@ def smi(request, tmp_path, monkeypatch):
 def test_the_cards_clocks_power_and_what_holds_them_back_are_read(smi, monkeypatch):
     state = machine.card_state()
     assert (state["clocks.sm"], state["power.draw"], state["pstate"]) == ("1980 MHz", "612.40 W", "P0")
-    assert machine.held_back(state) == ["sw_power_cap"]
+    assert machine.active_clock_limits(state) == ["sw_power_cap"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.card_state() == {}
 

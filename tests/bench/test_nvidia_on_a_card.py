@@ -13,7 +13,9 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from mlx_zip.bench.engines import cuda_engines, device_clock  # noqa: E402
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions  # noqa: E402
-from mlx_zip.bench.gpu import kernels, nvidia, steps  # noqa: E402
+from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
+from mlx_zip.bench.gpu import nvidia  # noqa: E402
+from mlx_zip.bench.gpu import step_timing as steps  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
 from support import tiny_bench  # noqa: E402
@@ -24,7 +26,7 @@ from support.pretend_card import pretended_card  # noqa: E402
 def _small(monkeypatch):
     tiny_bench.small(monkeypatch)
     monkeypatch.setattr(device_clock, "CARD_SIDE", 64)
-    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 0)
+    monkeypatch.setattr(kernels, "largest_cache_bytes", lambda device: 0)
     monkeypatch.setattr(nvidia, "STEPS", nvidia.STEPS[:1])
     monkeypatch.setattr(nvidia, "WHOLE", nvidia.WHOLE[:1])
     yield
@@ -63,7 +65,7 @@ def test_the_checks_hold_and_compare_graphs_with_eager_work(card, tmp_path):
 def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory_of_their_own(card):
     """Rows and results of a single call would stay in the cache of a large GPU, which is faster than its memory."""
     config, device = SHAPES["tiny"], torch.device("cuda")
-    found = kernels.cases(config, device, torch.bfloat16, 8, 8, 0)
+    found = kernels.kernel_cases(config, device, torch.bfloat16, 8, 8, 0)
     case = next(case for case in found if case.name.startswith("hyper embedding"))
     results = []
 
@@ -79,11 +81,13 @@ def test_calls_of_the_hyper_embedding_read_other_rows_each_time_and_write_memory
 
 
 def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
-    models = cuda_engines.models_of("tiny", "float32", None, None, "stories", ZipOptions(encoder_layers=1))
-    model = cuda_engines.opened(models)
-    by_rule = steps.warm_step(model)
+    models = cuda_engines.torch_models_from_flags(
+        "tiny", "float32", None, None, "stories", ZipOptions(encoder_layers=1)
+    )
+    model = cuda_engines.shared_cuda_model(models)
+    by_rule = steps.count_warm_step(model)
     with forced("triton"):  # as on a card
-        assert steps.warm_step(model).record() == by_rule.record()
+        assert steps.count_warm_step(model).record() == by_rule.record()
 
 
 def test_the_kernels_of_a_trace_on_a_gpu_are_no_operations_of_the_host():
@@ -91,4 +95,4 @@ def test_the_kernels_of_a_trace_on_a_gpu_are_no_operations_of_the_host():
     host = SimpleNamespace(key="aten::mm", count=1, self_device_time_total=9.0, device_type=cpu)
     kernel = SimpleNamespace(key="gemm", count=2, self_device_time_total=8.0, device_type=card)
     found = SimpleNamespace(key_averages=lambda: [host, kernel])
-    assert steps.kernel_rows(found, True) == [{"name": "gemm", "calls": 2, "us": 8.0}]
+    assert steps.longest_kernels(found, True) == [{"name": "gemm", "calls": 2, "us": 8.0}]

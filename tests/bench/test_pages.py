@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.bench import pages
-from mlx_zip.bench.generation.ratios import Ratio, ratio
-from mlx_zip.bench.pages import main, names, pages_of, registered
+from mlx_zip.bench.generation.ratios import Ratio, figure_ratio
+from mlx_zip.bench.pages import main, pages_of, registered_tables_and_pictures, table_names
 from mlx_zip.bench.records import PLACES, Records
 from mlx_zip.bench.tables.performance import TARGETS, Target
 from support.places import REPO
@@ -35,9 +35,9 @@ def checkout(tmp_path, monkeypatch):
     """All records, two pages with tables and no picture, to be changed."""
     copy_to(tmp_path, [path for place in PLACES for path in ROOT.glob(f"{place}/*.jsonl")])
     copy_to(tmp_path, [ROOT / page for page in PAGES])
-    shown = {name for page in PAGES for name in names((ROOT / page).read_text())}
-    tables = {name: make for name, make in registered()[0].items() if name in shown}
-    monkeypatch.setattr(pages, "registered", lambda: (tables, {}))
+    shown = {name for page in PAGES for name in table_names((ROOT / page).read_text())}
+    tables = {name: make for name, make in registered_tables_and_pictures()[0].items() if name in shown}
+    monkeypatch.setattr(pages, "registered_tables_and_pictures", lambda: (tables, {}))
     return tmp_path
 
 
@@ -45,8 +45,11 @@ def checkout(tmp_path, monkeypatch):
 def pictured(checkout, monkeypatch):
     """The checkout with one picture."""
     copy_to(checkout, [ROOT / PICTURE])
-    tables, pictures = pages.registered()[0], {PICTURE: registered()[1][PICTURE]}
-    monkeypatch.setattr(pages, "registered", lambda: (tables, pictures))
+    tables, pictures = (
+        pages.registered_tables_and_pictures()[0],
+        {PICTURE: registered_tables_and_pictures()[1][PICTURE]},
+    )
+    monkeypatch.setattr(pages, "registered_tables_and_pictures", lambda: (tables, pictures))
     return checkout
 
 
@@ -156,15 +159,15 @@ def edit(root, old, new):
 def test_a_ratio_has_the_medians_and_the_trials_that_ran_together():
     a = {"figures": {"steps_per_s": {"samples": [8.0, 10.0, 20.0]}}}
     b = {"figures": {"steps_per_s": {"samples": [12.0, 12.0, 10.0]}}, "workload": {}}
-    found = ratio((a, b), "steps_per_s")
+    found = figure_ratio((a, b), "steps_per_s")
     assert found == Ratio(1.2, 0.5, 1.5, 3)
-    assert found.over(2) == Ratio(0.6, 0.25, 0.75, 3)
+    assert found.divided_by(2) == Ratio(0.6, 0.25, 0.75, 3)
 
 
 def test_trials_of_one_conversation_count_as_one_pair():
     a = {"figures": {"bytes_per_s": {"samples": [1.0] * 6}}}
     b = {"figures": {"bytes_per_s": {"samples": [1.0, 3.0, 2.0, 2.0, 2.5, 3.5]}}, "workload": {"conversations": 3}}
-    assert ratio((a, b | {"x": 0}), "bytes_per_s") == Ratio(2.0, 2.0, 3.0, 3)
+    assert figure_ratio((a, b | {"x": 0}), "bytes_per_s") == Ratio(2.0, 2.0, 3.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +211,8 @@ def test_the_speed_table_has_cold_and_warm_ratios_and_bits_per_byte(spoken):
 
 
 def test_the_table_of_batches_is_wanted_on_a_page_as_soon_as_its_record_exists(checkout, monkeypatch, capsys):
-    tables = pages.registered()[0] | {"batch": registered()[0]["batch"]}
-    monkeypatch.setattr(pages, "registered", lambda: (tables, {}))
+    tables = pages.registered_tables_and_pictures()[0] | {"batch": registered_tables_and_pictures()[0]["batch"]}
+    monkeypatch.setattr(pages, "registered_tables_and_pictures", lambda: (tables, {}))
     page = checkout / "docs/performance.md"
     shown = page.read_text()
     begin = shown.index("<!-- table: batch -->")
@@ -263,7 +266,7 @@ def test_a_papers_records_are_found_in_its_own_folder(tmp_path):
     folder = tmp_path / "bench/papers/packs/records"
     folder.mkdir(parents=True)
     (folder / "some.jsonl").write_text('{"a": 1}\n')
-    assert Records(tmp_path).one("some") == {"a": 1}
+    assert Records(tmp_path).only_record("some") == {"a": 1}
 
 
 def test_a_flag_table_of_an_unknown_command_is_an_error(checkout, capsys):

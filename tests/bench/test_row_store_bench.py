@@ -38,7 +38,7 @@ def test_the_record_has_samples_of_every_time_and_the_memory_next_to_its_bound(r
     ],
 )
 def test_a_number_or_folder_that_cannot_be_is_named_before_anything_is_measured(flags, words, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_zip.bench.row_store.load_before", None)
+    monkeypatch.setattr("mlx_zip.bench.row_store.load_before_bench", None)
     assert main(["rows", *flags]) == 2
     assert capsys.readouterr().err == f"error: {words}\n"
 

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from mlx_zip.bench.serve.client import CHAT, MESSAGES, RESPONSES, Reply, ask
-from mlx_zip.bench.serve.timing import first_text_s, long_prompt, unfairness
+from mlx_zip.bench.serve.client import CHAT, MESSAGES, RESPONSES, Reply, send_request
+from mlx_zip.bench.serve.timing import first_text_s, long_prompt, unfairness_ratio
 from mlx_zip.errors import MlxZipError
 
 
 def answered(parts, timeout_s=5.0, **options):
-    """What `ask` returns if a server answers with these bytes, one part after the other, and the request it saw."""
+    """The reply to a server that answers with these bytes, one part after the other, and the request it saw."""
     seen = []
 
     async def serve(reader, writer):
@@ -27,7 +27,7 @@ def answered(parts, timeout_s=5.0, **options):
     async def both():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return await ask(port, "/path", {"a": 1}, timeout_s=timeout_s, **options)
+            return await send_request(port, "/path", {"a": 1}, timeout_s=timeout_s, **options)
 
     return asyncio.run(both()), seen[0]
 
@@ -97,8 +97,8 @@ def test_the_first_text_is_not_the_first_event():
 
 def test_unfairness_compares_what_streams_had_when_the_first_one_ended():
     quick, slow = stream((1, "aaaa"), (2, "bbbb")), stream((1, "aa"), (3, "bbbbbbbbbbb"))
-    assert unfairness([quick, slow]) == 4
-    assert unfairness([quick, quick]) == 1
+    assert unfairness_ratio([quick, slow]) == 4
+    assert unfairness_ratio([quick, quick]) == 1
 
 
 def test_long_prompts_differ_from_the_beginning_on():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_zip.bench.serve import soak
-from mlx_zip.bench.serve.soak import KINDS, LENGTHS, _Soak
+from mlx_zip.bench.serve.soak import KINDS, LENGTHS, SoakRun
 from support.fake_engine import FakeEngine, Running, Script
 from support.http_server import serving
 
@@ -30,7 +30,7 @@ def soaked(served, answers=None, resident=None, requests=60):
     args = argparse.Namespace(requests=requests, at_once=6, cancelled=0.1, malformed=0.1, seed=1)
     numbers = iter(resident or [])
     server = SimpleNamespace(port=served.port, resident_bytes=lambda: next(numbers, None))
-    return asyncio.run(_Soak(server, [(ASKED, answers)], args).run())["wrong"]
+    return asyncio.run(SoakRun(server, [(ASKED, answers)], args).run())["wrong"]
 
 
 def _body(n):
@@ -61,9 +61,9 @@ def test_requests_that_are_refused_are_counted():
 
 def test_connections_that_break_off_are_counted(monkeypatch):
     with serving(FakeEngine(Script(delay_s=5))) as served:
-        ask = soak.ask
+        ask = soak.send_request
         quick = lambda *args, **options: ask(*args, **{"timeout_s": 0.3, **options})
-        monkeypatch.setattr(soak, "ask", quick)
+        monkeypatch.setattr(soak, "send_request", quick)
         assert soaked(served, dict.fromkeys(LENGTHS, ""), requests=12)["hung"] > 4
 
 

@@ -44,14 +44,16 @@ def stalled(monkeypatch):
 
 
 def test_a_loop_that_waits_in_follow_is_named(models, stalled):
-    found = host_parts.part_figures([host_parts.loop_marks(MlxZip(models, models.zipped), PROMPT, len(TEXT), TEXT)])
+    found = host_parts.summarize_parts(
+        [host_parts.trace_stream_generate(MlxZip(models, models.zipped), PROMPT, len(TEXT), TEXT)]
+    )
     assert found["stalls"][0]["part"] == "follow"
     assert found["stalls"][0]["share"] == 1
-    assert "stalls: follow (100% of steps" in host_parts._way_text(found)
+    assert "stalls: follow (100% of steps" in host_parts.way_summary(found)
 
 
 def test_an_engine_that_waits_in_follow_is_named(models, stalled):
-    found = host_parts.part_figures([host_parts.engine_marks(models.zipped, models, PROMPT, 12)])
+    found = host_parts.summarize_parts([host_parts.trace_engine(models.zipped, models, PROMPT, 12)])
     assert found["stalls"][0]["part"] == "follow"
 
 
@@ -65,24 +67,24 @@ def marks(wall, cpu, steps=20):
 
 
 def test_a_slow_kernel_is_no_stall():
-    slow = host_parts.part_figures([marks({"graph": 1e-3, "id": 50e-3}, {"graph": 1e-3})])
+    slow = host_parts.summarize_parts([marks({"graph": 1e-3, "id": 50e-3}, {"graph": 1e-3})])
     assert slow["stalls"] == []
     assert slow["parts_ms"]["id"] == {"p50": 50.0, "p90": 50.0, "p99": 50.0}
 
 
 def test_a_slow_host_is_no_stall():
-    assert host_parts.part_figures([marks({"graph": 9e-3, "id": 1e-3}, {"graph": 9e-3})])["stalls"] == []
+    assert host_parts.summarize_parts([marks({"graph": 9e-3, "id": 1e-3}, {"graph": 9e-3})])["stalls"] == []
 
 
 def test_the_part_that_waits_most_is_named_first():
-    found = host_parts.part_figures([marks({"follow": 3e-3, "head": 1e-3, "id": 1e-3}, {"head": 0.2e-3})])
+    found = host_parts.summarize_parts([marks({"follow": 3e-3, "head": 1e-3, "id": 1e-3}, {"head": 0.2e-3})])
     assert [one["part"] for one in found["stalls"]] == ["follow", "head"]
     assert found["stalls"][0]["ms"] == pytest.approx(3.0)
 
 
 def test_a_rare_wait_is_no_stall_but_a_part_of_the_steps_is():
     once, often = (
-        host_parts.stalls(
+        host_parts.find_stalls(
             {part: [3e-3 if part == "follow" and i < count else 1e-3 for i in range(100)] for part in PARTS},
             {part: [1e-3] * 100 for part in PARTS},
         )
@@ -94,13 +96,13 @@ def test_a_rare_wait_is_no_stall_but_a_part_of_the_steps_is():
 
 def test_what_no_part_holds_is_the_rest():
     steps = marks({"graph": 1e-3, "rest": 4e-3}, {"graph": 1e-3})
-    found = host_parts.part_figures([[{**mark, "rest": 0.0} for mark in steps]])
+    found = host_parts.summarize_parts([[{**mark, "rest": 0.0} for mark in steps]])
     assert found["parts_ms"]["rest"]["p50"] == pytest.approx(4.0)
     assert found["step_ms"]["p50"] == pytest.approx(5.0)
 
 
 def test_a_cache_that_is_copied_at_each_step_is_found(models, monkeypatch):
-    kept = host_parts.copies(models.zipped(), PROMPT, TEXT, 24)
+    kept = host_parts.count_buffer_copies(models.zipped(), PROMPT, TEXT, 24)
     assert kept["moved"]["KV cache"] == {"windows": 0, "bytes": 0}
     update, held = KVCache.update_and_fetch, []
 
@@ -110,7 +112,7 @@ def test_a_cache_that_is_copied_at_each_step_is_found(models, monkeypatch):
         return found
 
     monkeypatch.setattr(KVCache, "update_and_fetch", copying)
-    found = host_parts.copies(models.zipped(), PROMPT, TEXT, 24)
+    found = host_parts.count_buffer_copies(models.zipped(), PROMPT, TEXT, 24)
     held.clear()
     assert found["windows"] == kept["windows"] > 3
     assert found["moved"]["KV cache"]["windows"] == found["windows"]
@@ -118,4 +120,4 @@ def test_a_cache_that_is_copied_at_each_step_is_found(models, monkeypatch):
 
 
 def test_a_table_that_is_not_there_yet_has_no_place(models):
-    assert host_parts._places(models.zipped().make_cache())["output rows"] == []
+    assert host_parts.buffer_places(models.zipped().make_cache())["output rows"] == []

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.bench import pages
-from mlx_zip.bench.pages import names, pages_of
+from mlx_zip.bench.pages import pages_of, table_names
 from mlx_zip.cli.vocab import METHODS
 from support.places import DOCS, REPO
 
@@ -16,13 +16,13 @@ TEXTS = {path: path.read_text(encoding="utf-8") for path in pages_of(REPO)}
 
 def written(name: str) -> str:
     """The table of this name, from the page that shows it."""
-    (text,) = [text for text in TEXTS.values() if name in names(text)]
+    (text,) = [text for text in TEXTS.values() if name in table_names(text)]
     return re.search(rf"<!-- table: {name} -->\n(.*?)\n<!-- end -->", text, re.DOTALL)[1].strip()
 
 
 @pytest.mark.parametrize("command", pages.all_commands())
 def test_a_page_lists_the_flags_of_each_command_as_help_does(command):
-    wanted = pages.named_table(f"flags {command}")
+    wanted = pages.command_line_table(f"flags {command}")
     assert written(f"flags {command}") == wanted, "the table is not what --help says: make docs writes it anew"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.bench.pages import parser_of
+from mlx_zip.bench.pages import command_parser_of
 from mlx_zip.errors import MlxZipError
 from support.places import DOCS, REPO
 
@@ -35,7 +35,7 @@ def commands(page: Path) -> list[list[str]]:
 @cache
 def flags(command: str) -> set[str]:
     """Flags of a command, old names included. Raises `MlxZipError` if there is no such command."""
-    return set(parser_of(command)._option_string_actions)
+    return set(command_parser_of(command)._option_string_actions)
 
 
 def is_wrong(words: list[str]) -> bool:

@@ -194,7 +194,7 @@ def test_compress_has_the_policy_of_a_converted_model(turning: Path, tmp_path: P
 
 
 def test_bench_tokens_counts_entries_that_take_turns() -> None:
-    from mlx_zip.bench.tokens import count
+    from mlx_zip.bench.tokens import count_pieces
 
     ids = np.array(text_ids(300, 1), np.uint32)
     params = CodecParams(CODEC.vocab_size, SMALL, 3, policy="lru")
@@ -203,5 +203,5 @@ def test_bench_tokens_counts_entries_that_take_turns() -> None:
     came = book.push(emitted)
     rows, lengths = book.logged()
     meant = {tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True) if n > 1}
-    assert count(params, [ids, ids]) == (2 * len(emitted), 2 * len(came), 2 * len(meant))
+    assert count_pieces(params, [ids, ids]) == (2 * len(emitted), 2 * len(came), 2 * len(meant))
     assert len(came) > SMALL

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_zip import selftest
 from mlx_zip.bench import machine
-from mlx_zip.bench.engines import shapes
+from mlx_zip.bench.engines import model_making as shapes
 from mlx_zip.bench.steps import host_parts
 from mlx_zip.bench.steps import selftest_steps as steps
 from mlx_zip.cli import main
@@ -160,14 +160,14 @@ def tiny_shape(monkeypatch):
 
 @pytest.mark.slow
 def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, monkeypatch):
-    seen, step_figures = [], steps.step_figures
+    seen, step_figures = [], steps.measure_steps
 
     def watched(models, *rest):
         seen.append(models.zipped())
         return step_figures(models, *rest)
 
-    monkeypatch.setattr(steps, "step_figures", watched)
-    found = steps.shape_steps(60)
+    monkeypatch.setattr(steps, "measure_steps", watched)
+    found = steps.measure_random_shape(60)
     assert found["model"] == "tiny"
     assert len(found["ways"]) == 4
     encoder = seen[0].input_encoder.layers[0]
@@ -178,27 +178,29 @@ def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, 
 @pytest.mark.slow
 def test_a_model_by_name_is_timed_only_if_it_was_made_before(tiny_shape, monkeypatch, tmp_path):
     monkeypatch.setattr(steps.named, "made", lambda name: None)
-    assert "were not used on this machine before" in steps.smollm2_steps(60)["skipped"]
+    assert "were not used on this machine before" in steps.measure_smollm2(60)["skipped"]
     monkeypatch.setattr(steps.named, "made", lambda name: tmp_path)
-    opened = steps.from_folders
-    monkeypatch.setattr(steps, "from_folders", lambda *names: opened(*(n.replace("smollm2", "stories") for n in names)))
-    assert len(steps.smollm2_steps(60)["ways"]) == 4
+    opened = steps.models_from_folders
+    monkeypatch.setattr(
+        steps, "models_from_folders", lambda *names: opened(*(n.replace("smollm2", "stories") for n in names))
+    )
+    assert len(steps.measure_smollm2(60)["ways"]) == 4
 
 
 def test_a_machine_without_the_memory_leaves_the_shape_out(tiny_shape, monkeypatch):
     monkeypatch.setattr(steps, "memory_bytes", lambda: 4 << 30)
-    assert steps.shape_steps(60) == {"skipped": "it needs a machine with 6 GB of memory"}
+    assert steps.measure_random_shape(60) == {"skipped": "it needs a machine with 6 GB of memory"}
 
 
 @pytest.mark.slow
 def test_rounds_end_at_the_limit(tiny_shape, monkeypatch):
     monkeypatch.setattr(steps, "TRIALS", 50)
-    assert steps.shape_steps(0.0)["trials"] == 1
+    assert steps.measure_random_shape(0.0)["trials"] == 1
 
 
 def test_a_part_for_which_no_time_is_left_is_skipped_and_says_so():
     limit, data = speed.Limit(time.monotonic() + 5), {}
-    found = speed._steps_part("1B", None, steps.lines, limit.left(40), data)
+    found = speed._steps_part("1B", None, steps.report_lines, limit.left(40), data)
     assert [(one.passed, one.figure) for one in found] == [
         (None, "skipped: the limit of 110 seconds is nearly reached")
     ]
@@ -209,14 +211,14 @@ def test_a_part_that_fails_is_a_failed_check():
     def broken(limit_s):
         raise RuntimeError("out of memory")
 
-    found = speed._steps_part("1B", broken, steps.lines, 40, {})
+    found = speed._steps_part("1B", broken, steps.report_lines, 40, {})
     assert found == [checks.Check("1B: steps", False, "RuntimeError: out of memory")]
 
 
 def test_bandwidth_is_measured_on_a_gpu_only(tiny_shape, monkeypatch):
-    assert steps.bandwidth()["gb_per_s"] > 0
+    assert steps.measure_bandwidth()["gb_per_s"] > 0
     monkeypatch.setattr(steps, "on_gpu", lambda: False)
-    assert "skipped" in steps.bandwidth()
+    assert "skipped" in steps.measure_bandwidth()
 
 
 def test_the_figures_lie_next_to_the_report(tmp_path):
@@ -241,7 +243,7 @@ def test_linux_reports_heat_and_power_where_it_has_sensors(tmp_path, monkeypatch
     for folder, name, text in ((zone, "temp", "45000"), (supply, "status", "Discharging")):
         folder.mkdir(parents=True)
         (folder / name).write_text(text + "\n")
-    found = machine.machine_state(tmp_path)
+    found = machine.power_and_thermal_state(tmp_path)
     assert (found["thermal"], found["power"]) == ("45000", "Discharging")
     assert "governor" not in found
 
@@ -258,7 +260,7 @@ def test_a_mac_reports_what_pmset_prints_without_the_batterys_number(monkeypatch
 
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(subprocess, "run", run)
-    found = machine.machine_state()
+    found = machine.power_and_thermal_state()
     assert found["thermal"] == "Note: No thermal warning level has been recorded"
     assert found["power"] == "Now drawing from 'AC Power'; -InternalBattery-0 100%; charged"
     assert "chip" not in found
@@ -284,7 +286,7 @@ def test_a_mac_reports_its_gpu_cores_power_mode_and_which_wheel_of_kernels_it_ha
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(subprocess, "run", run)
-    found = machine.machine_state()
+    found = machine.power_and_thermal_state()
     assert found["gpu"] == "Chipset Model: Apple M4 Pro; Total Number of Cores: 20; Metal Support: Metal 4"
     assert found["low power mode"] == "lowpowermode 1"
     assert found["thermal"].endswith("CPU_Speed_Limit = 87")
@@ -293,7 +295,7 @@ def test_a_mac_reports_its_gpu_cores_power_mode_and_which_wheel_of_kernels_it_ha
 
 def test_a_machine_without_metal_names_no_wheel(monkeypatch):
     monkeypatch.setattr(machine, "METAL", "not-installed-anywhere")
-    assert "metal wheel" not in machine.machine_state()
+    assert "metal wheel" not in machine.power_and_thermal_state()
 
 
 # ---- the parts of a step
@@ -315,11 +317,11 @@ def test_the_report_has_the_parts_of_a_step_and_the_file_has_every_sample(figure
 
 def test_first_ids_are_timed_after_rests_of_which_the_longest_is_chosen(monkeypatch):
     slept, given = [], []
-    monkeypatch.setattr(host_parts, "host_figures", lambda *args: given.append(args[4]))
+    monkeypatch.setattr(host_parts, "measure_host_parts", lambda *args: given.append(args[4]))
     for rest_s in (30.0, 1.0, 0.0):
-        steps.host_figures(rest_s, 40.0)
+        steps.measure_host_parts(rest_s, 40.0)
     assert given == [[0.0, 2.0, 30.0], [0.0, 1.0], [0.0]]
     monkeypatch.setattr(host_parts.time, "sleep", slept.append)
     engine = types.SimpleNamespace(run=lambda *_: types.SimpleNamespace(times=[0.25]))
-    assert host_parts.first_ids(engine, [1], given[0]) == {"0": 250.0, "2": 250.0, "30": 250.0}
+    assert host_parts.time_first_id_after_rests(engine, [1], given[0]) == {"0": 250.0, "2": 250.0, "30": 250.0}
     assert slept == given[0]

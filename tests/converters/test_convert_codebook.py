@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.bench.engines.shapes import from_folders
+from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.cli import main
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError
@@ -192,7 +192,7 @@ def test_a_pack_that_says_it_is_for_the_weights_and_cannot_be_is_refused(tuned: 
 
 def test_the_bench_runs_a_model_with_the_pack_in_its_folder(tuned: Path) -> None:
     ids = mx.array([[10, 11, 12]])
-    made, loaded = from_folders(str(tuned), None).zipped(), load(str(tuned))[0]
+    made, loaded = models_from_folders(str(tuned), None).zipped(), load(str(tuned))[0]
     assert mx.array_equal(made(ids, cache=made.make_cache()), loaded(ids, cache=loaded.make_cache()))
     assert made.row_source.pack == loaded.row_source.pack
 

@@ -15,8 +15,8 @@ from support.torch_folders import save
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
@@ -60,7 +60,7 @@ def model(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(model):
     """What each prompt's sequence emits alone."""
-    return [[one for one, _ in islice(generate(model, prompt, 1000), STEPS)] for prompt in PROMPTS]
+    return [[one for one, _ in islice(generate_greedily(model, prompt, 1000), STEPS)] for prompt in PROMPTS]
 
 
 def join(batch: Batch, prompt: list[int]) -> int:
@@ -493,7 +493,7 @@ class Watched(Graphs):
             work()
         for tensor, value in zip(keep, before, strict=True):
             tensor.copy_(value)
-        with counted() as found:
+        with counting_launches() as found:
             result = work()
         self.operations.setdefault(key[0], set()).update(found.names)
         return result
@@ -526,6 +526,6 @@ def test_each_sequence_begins_with_its_own_pack(tmp_path):
     for pack in packs:
         row = batch.add(pack)
         batch.read(row, compress_next(batch.book(row), np.array(PROMPTS[1])))
-        expected.append([one for one, _ in islice(generate(model, PROMPTS[1], 1000, pack=pack), 12)])
+        expected.append([one for one, _ in islice(generate_greedily(model, PROMPTS[1], 1000, pack=pack), 12)])
     assert np.array([step(batch) for _ in range(12)]).T.tolist() == expected
     assert len({tuple(ids) for ids in expected}) == len(packs)

@@ -16,9 +16,14 @@ pytest.importorskip("mlx.core")
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 
-from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, zip_config  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import Launches, counted, extrapolated, shape_costs, step_costs  # noqa: E402  # noqa: E402
-from mlx_zip.bench.tables import card_steps  # noqa: E402
+from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import (  # noqa: E402  # noqa: E402
+    LaunchCounts,
+    count_shape_costs,
+    count_step_costs,
+    counting_launches,
+    extrapolate_to_layers,
+)
 from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels import activations  # noqa: E402
 from mlx_zip.cuda.kernels.activations import rms_norm  # noqa: E402
@@ -49,14 +54,14 @@ def triton_everywhere():
 
 def test_an_operation_counts_once_with_what_it_reads_and_writes():
     x, y = torch.ones(8, 4), torch.ones(4, 2)
-    with counted() as found:
+    with counting_launches() as found:
         torch.mm(x, y)
     assert (found.count, found.bytes) == (1, F4 * (32 + 8 + 16))
 
 
 def test_views_and_allocations_do_not_count():
     x = torch.ones(8, 4)
-    with counted() as found:
+    with counting_launches() as found:
         x[2:].reshape(3, 8).view(torch.int32).transpose(0, 1).unsqueeze(0).expand(5, -1, -1)
         x.split(2)
         torch.empty(100)
@@ -66,14 +71,14 @@ def test_views_and_allocations_do_not_count():
 
 def test_an_operation_made_of_others_counts_as_those():
     x, weight = torch.ones(2, 3, 4), torch.ones(5, 4)
-    with counted() as found:
+    with counting_launches() as found:
         torch.nn.functional.linear(x, weight)  # a product and views
     assert found.count == 1
 
 
 def test_what_writes_in_place_counts():
     x = torch.ones(6)
-    with counted() as found:
+    with counting_launches() as found:
         x.add_(1)
         x[2:4] = 0
     assert found.count == 2
@@ -81,14 +86,14 @@ def test_what_writes_in_place_counts():
 
 def test_rows_that_are_chosen_count_and_not_the_table():
     table, ids = torch.ones(1000, 4), torch.tensor([3, 5])
-    with counted() as found:
+    with counting_launches() as found:
         table[ids]
     assert found.bytes == 2 * F4 * 8 + 8 * 2
 
 
 def test_a_kernel_counts_once_and_nothing_inside_it_counts():
     x, weight = torch.ones(2, 8), torch.ones(8)
-    with counted() as found:
+    with counting_launches() as found:
         rms_norm(x.clone(), weight, 1e-5, impl="reference")
     assert found.names == {"clone": 1, "activations.reference_norm": 1}
     assert found.sizes["activations.reference_norm"] == F4 * (16 + 8 + 16)
@@ -96,7 +101,7 @@ def test_a_kernel_counts_once_and_nothing_inside_it_counts():
 
 def test_a_kernels_rows_count_and_not_its_tables():
     table, rows, ids = torch.ones(100, 8), torch.ones(1, 50, 8), torch.tensor([[3, 120]])
-    with counted() as found:
+    with counting_launches() as found:
         hyper_embedding(ids, table, rows, 100, "reference")
     assert (found.count, found.bytes) == (1, 2 * 8 + 2 * F4 * 16)
 
@@ -105,7 +110,7 @@ def test_a_head_reads_installed_rows_only():
     rows, installed = torch.ones(1, 50, 8), torch.zeros(1, 50, dtype=torch.bool)
     installed[0, :3] = True
     x, base = torch.ones(1, 8), torch.ones(100, 8)
-    with counted() as found:
+    with counting_launches() as found:
         joint_head(x, base, rows, installed, 90, impl="reference")
     assert (found.count, found.bytes) == (2, F4 * (8 + 90 * 8 + 3 * 8) + 50 + 8 + 4)
 
@@ -119,7 +124,7 @@ def pack(rows, width, bits=8, group=32):
 def test_a_packed_tables_rows_count_as_they_are_packed():
     table, rows, ids = pack(100, 64), torch.ones(1, 50, 64), torch.tensor([[3, 120, 99]])
     row = 64 + 2 * F4 * 2
-    with counted() as found:
+    with counting_launches() as found:
         hyper_embedding(ids, table, rows, 100, "reference")
         entry_rows(ids, table, None, "reference")
     assert found.sizes["embedding.reference"] == 3 * 8 + 2 * row + F4 * 64 + 3 * F4 * 64
@@ -132,7 +137,7 @@ def test_attention_launches_as_often_as_its_triton_form_and_reads_what_a_sequenc
     keys, values = torch.ones(2, 2, places, 16), torch.ones(2, 2, places, 16)
     counts = []
     for impl in ("reference", "triton"):
-        with counted() as found:
+        with counting_launches() as found:
             decode_attention(q, keys, values, lengths, impl=impl)
         counts.append(found.count)
         if impl == "reference":
@@ -142,7 +147,7 @@ def test_attention_launches_as_often_as_its_triton_form_and_reads_what_a_sequenc
 
 def test_attention_with_a_window_reads_the_last_keys_only():
     keys, lengths = torch.ones(2, 2, 32, 16), torch.tensor([3, 20])
-    with counted() as found:
+    with counting_launches() as found:
         decode_attention(torch.ones(2, 4, 16), keys, keys.clone(), lengths, 5, impl="reference")
     assert found.sizes["attention.reference"] == F4 * (2 * 128 + (3 + 5) * 2 * 2 * 16)
 
@@ -154,7 +159,7 @@ def test_a_kernel_that_another_one_calls_is_part_of_that_one(monkeypatch):
     reference.__module__ = activations.__name__
     monkeypatch.setattr(activations, "reference_gate", reference)
     x = torch.ones(2, 8)
-    with counted() as found:
+    with counting_launches() as found:
         activations.silu_gate(x, impl="reference")
     assert found.names == {"activations.reference_gate": 1}
 
@@ -162,13 +167,13 @@ def test_a_kernel_that_another_one_calls_is_part_of_that_one(monkeypatch):
 def test_launches_are_counted_where_triton_is_not_installed(monkeypatch):
     monkeypatch.delitem(sys.modules, "triton")
     x, weight = torch.ones(2, 8), torch.ones(8)
-    with counted() as found:
+    with counting_launches() as found:
         rms_norm(x + 1, weight, 1e-5, impl="reference")
     assert found.names == {"add": 1, "activations.reference_norm": 1}
 
 
 def test_what_runs_after_the_count_is_not_counted():
-    with counted() as found:
+    with counting_launches() as found:
         pass
     rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
     assert not found.names
@@ -187,9 +192,9 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["warm", "cold"])
 def test_a_step_launches_as_many_triton_kernels_as_are_counted_without_them(tiny, kind):
     model = open_model(tiny, "cpu", kernels=True)
-    counts = step_costs(model)
+    counts = count_step_costs(model)
     with triton_everywhere():
-        real = step_costs(open_model(tiny, "cpu", kernels=True))
+        real = count_step_costs(open_model(tiny, "cpu", kernels=True))
     assert getattr(real, kind).count == getattr(counts, kind).count
 
 
@@ -203,7 +208,9 @@ EXTRA_BYTES = 0.015  # of the weights that a step reads
 def phi():
     """Costs of a step of `torch-base` and of `torch-zip`, warm and cold, at the shape of phi-3.5-mini."""
     plain = SHAPES["phi-3.5-mini"]
-    return shape_costs(plain, torch.bfloat16), shape_costs(zip_config(plain, ZipOptions()), torch.bfloat16)
+    return count_shape_costs(plain, torch.bfloat16), count_shape_costs(
+        config_with_hypertokens(plain, ZipOptions()), torch.bfloat16
+    )
 
 
 @pytest.mark.slow
@@ -220,7 +227,7 @@ def test_a_layer_of_a_step_launches_no_more_than_the_budget(phi):
 
 @pytest.mark.slow
 def test_the_page_of_cards_computes_with_the_launches_that_are_counted(phi):
-    assert card_steps.launches(32) == phi[0].warm.count
+    assert phi[0].warm.count == 234  # docs/reports/nvidia.md
 
 
 @pytest.mark.slow
@@ -240,9 +247,9 @@ def test_a_cold_step_also_reads_both_encoders(phi):
 
 
 def test_a_shape_is_extrapolated_by_its_layers():
-    one, two = Launches(), Launches()
+    one, two = LaunchCounts(), LaunchCounts()
     for found, times in ((one, 1), (two, 2)):
         found.add("product", 4 * times, 100 * times)
         found.add("head", 1, 30)
-    found = extrapolated(one, two, 5)
+    found = extrapolate_to_layers(one, two, 5)
     assert (found.names, found.sizes) == ({"product": 20, "head": 1}, {"product": 500, "head": 30})

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
@@ -172,7 +172,7 @@ def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
         torch.ones((rows, decoder.config.width)),
         torch.ones(rows, dtype=torch.int64),
     )
-    with counted() as found:
+    with counting_launches() as found:
         decoder.step(h, ones, kv, active=ones)
     assert found.names == {
         "matvec.reference": 4 * 2,  # of two layers

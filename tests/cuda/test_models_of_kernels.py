@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder  # noqa: E402
-from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
@@ -144,7 +144,7 @@ def emitted(family: str, device: str | torch.device, bits: int | None, count: in
     folder = folder_of(family, device, bits, torch.float32)
     model = CudaModel(folder, folder.zip)
     prompt = [7, 8, 9, 7, 8, 9, 7, 8, 9, 20, 21, 7, 8, 20, 21]
-    return [one for one, _ in generate(model, prompt, count)]
+    return [one for one, _ in generate_greedily(model, prompt, count)]
 
 
 @pytest.mark.parametrize(("family", "bits"), slow_but([("llama", None), ("qwen3", 4), ("phi3", 8)], ("llama", None)))

@@ -125,7 +125,7 @@ def test_a_folder_in_16_bits_emits_what_mlx_emits_in_float32(dtype, tmp_path):
     mx = pytest.importorskip("mlx.core")
     from mlx.utils import tree_map
 
-    from mlx_zip.bench.engines.torch_steps import generate
+    from mlx_zip.bench.engines.torch_steps import generate_greedily
     from mlx_zip.cuda.model import open_model
     from support.mlx_greedy import greedy
     from support.tiny import base_ids, tiny_model
@@ -137,4 +137,4 @@ def test_a_folder_in_16_bits_emits_what_mlx_emits_in_float32(dtype, tmp_path):
     model = open_model(save(mlx, tmp_path / "m", dtype=kind), "cpu")
     assert model.dtype == torch.float32
     assert all(isinstance(layer.qkv.weight, Half) for layer in model.decoder.layers)
-    assert [one for one, _ in islice(generate(model, prompt, 1000), 50)] == greedy(mlx, prompt, 50)
+    assert [one for one, _ in islice(generate_greedily(model, prompt, 1000), 50)] == greedy(mlx, prompt, 50)

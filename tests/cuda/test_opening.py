@@ -17,7 +17,7 @@ pytest.importorskip("mlx.core")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.bench.gpu import kernel_launches  # noqa: E402
 from mlx_zip.codec import Codebook  # noqa: E402
 from mlx_zip.cuda import model as model_module  # noqa: E402
@@ -179,14 +179,14 @@ def test_an_id_that_cannot_be_read_ends_a_generation_with_its_error(folder, monk
     model = open_model(folder, "cpu")
     monkeypatch.setattr(Batch, "follow", lambda self, ids: {0: CodecError("no such id")})
     with pytest.raises(CodecError, match="no such id"):
-        list(generate(model, base_ids(9), 5))
+        list(generate_greedily(model, base_ids(9), 5))
 
 
 def test_a_count_says_if_no_step_installs_an_entry(folder, monkeypatch):
     monkeypatch.setattr(kernel_launches, "TRIES", 1)
     model = open_model(folder, "cpu", codebook_size=1, pack=[[5, 6]])
     with pytest.raises(ValueError, match="no entry was installed in 1 steps"):
-        kernel_launches.step_costs(model)
+        kernel_launches.count_step_costs(model)
 
 
 def test_a_step_that_is_counted_fails_with_the_error_of_its_sequence(folder):
@@ -194,7 +194,7 @@ def test_a_step_that_is_counted_fails_with_the_error_of_its_sequence(folder):
     batch = Batch(model, 1, 9)
     batch.read(batch.add(), [5, 6])
     with pytest.raises(CodecError):
-        kernel_launches.step(batch, torch.tensor([model.layout.end - 1]))
+        kernel_launches.take_step(batch, torch.tensor([model.layout.end - 1]))
 
 
 @pytest.mark.parametrize(("bits", "least"), [(8, 8.5 / 32), (4, 4.5 / 32)])
@@ -202,8 +202,8 @@ def test_a_packed_shape_reads_its_weights_as_they_are_packed(bits, least):
     config = json.loads(json.dumps(tiny_model("llama", "averaging", hidden=64).args.config))
     config |= {"intermediate_size": 128, "vocab_size": 512}
     config["zip2zip"]["compression"]["max_codebook_size"] = 8
-    dense = kernel_launches.shape_costs(config, torch.float32).warm
-    packed = kernel_launches.shape_costs(config, torch.float32, bits, 64).warm
+    dense = kernel_launches.count_shape_costs(config, torch.float32).warm
+    packed = kernel_launches.count_shape_costs(config, torch.float32, bits, 64).warm
     assert packed.names == dense.names
     assert least < packed.bytes / dense.bytes < 2 * least
 

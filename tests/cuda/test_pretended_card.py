@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("mlx.core")
 
-from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
@@ -57,7 +57,7 @@ def opened(folder, device, **options) -> CudaModel:
 
 
 def emitted(model: CudaModel, prompt: list[int], steps: int, **options) -> list[int]:
-    return [one for one, _ in islice(generate(model, prompt, 1000, **options), steps)]
+    return [one for one, _ in islice(generate_greedily(model, prompt, 1000, **options), steps)]
 
 
 # ---- what the card refuses and spoils
@@ -304,7 +304,7 @@ def test_a_batch_is_used_again_with_the_graphs_that_it_has(card, tmp_path, monke
     expected = [emitted(opened(folder, "cpu"), prompt, 16) for prompt in prompts]
     assert emitted(model, prompts[0], 16, batch=batch) == expected[0]
     assert len(captured) == 4  # head, body, new rows and their installation
-    next(iter(generate(model, prompts[1], 16, batch=batch)))  # is given up in the middle of a step
+    next(iter(generate_greedily(model, prompts[1], 16, batch=batch)))  # is given up in the middle of a step
     assert [emitted(model, prompt, 16, batch=batch) for prompt in prompts] == expected
     assert len(captured) == 4
 

@@ -9,9 +9,8 @@ from support.tiny import tiny_config
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-from mlx_zip.bench.engines.random_folder import decoder_bytes, random_folder  # noqa: E402
+from mlx_zip.bench.engines.random_folder import decoder_matrix_bytes, random_folder  # noqa: E402
 from mlx_zip.bench.engines.shape_table import SHAPES  # noqa: E402
-from mlx_zip.bench.gpu.run_summary import parameters  # noqa: E402
 from mlx_zip.cuda import memory  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
@@ -43,8 +42,8 @@ def test_packed_random_matrices_are_spread_as_dense_ones_are():
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_made(monkeypatch):
-    needed = decoder_bytes(DecoderConfig.from_dict(SHAPES["phi-3.5-mini"]), torch.bfloat16, None, 64)
-    assert needed == pytest.approx(2 * parameters(SHAPES["phi-3.5-mini"]), rel=1e-3)
+    needed = decoder_matrix_bytes(DecoderConfig.from_dict(SHAPES["phi-3.5-mini"]), torch.bfloat16, None, 64)
+    assert needed == pytest.approx(2 * 3_821_079_552, rel=1e-3)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 7_000_000_000)
     with pytest.raises(ModelError, match=rf"random weights of the decoder: {needed} bytes needed .* 7000000000 bytes"):
         random_folder(SHAPES["phi-3.5-mini"], "cpu")

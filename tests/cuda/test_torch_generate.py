@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 import mlx_zip  # noqa: E402
-from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
+from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
@@ -38,7 +38,7 @@ PROMPTS = {
 
 def ours(model: CudaModel, prompt, steps: int, **options) -> list[int]:
     """The first `steps` ids that PyTorch emits."""
-    return [token for token, _ in islice(generate(model, prompt, 1000, **options), steps)]
+    return [token for token, _ in islice(generate_greedily(model, prompt, 1000, **options), steps)]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_batch_that_is_given_again_captures_nothing_again(tmp_path, captures):
     assert ours(model, prompts[0], 40, batch=batch) == expected[0]
     assert {key[0] for key in captures} == {"head", "body", "encode", "install"}
     captures.clear()
-    next(generate(model, prompts[1], 40, batch=batch))  # given up in the middle of a step
+    next(generate_greedily(model, prompts[1], 40, batch=batch))  # given up in the middle of a step
     assert [ours(model, prompt, 40, batch=batch) for prompt in prompts] == expected
     assert captures == []
 
@@ -80,10 +80,10 @@ def test_a_batch_with_a_sequence_or_of_another_model_is_refused(tmp_path):
     model = open_model(save(tiny_model(), tmp_path), "cpu")
     batch = Batch(model, 2, 50)
     with pytest.raises(ModelError, match="another model's"):
-        next(generate(model.without_hypertokens(), [5, 6], 5, batch=batch))
+        next(generate_greedily(model.without_hypertokens(), [5, 6], 5, batch=batch))
     batch.add()
     with pytest.raises(ModelError, match="holds a sequence"):
-        next(generate(model, [5, 6], 5, batch=batch))
+        next(generate_greedily(model, [5, 6], 5, batch=batch))
 
 
 @pytest.mark.parametrize("name", slow_but(PROMPTS, "story"))
@@ -136,7 +136,7 @@ def test_golden_prompts_give_the_published_ids(golden, index, chunk):
     model, expected = golden
     prompt = expected["prompts"][index]
     made = prompt["generated_ids"]
-    emitted = list(islice(generate(model, prompt["base_ids"], 1000, chunk=chunk), len(made)))
+    emitted = list(islice(generate_greedily(model, prompt["base_ids"], 1000, chunk=chunk), len(made)))
     assert [token for token, _ in emitted] == made
     assert prompt["base_ids"] + [i for _, ids in emitted for i in ids] == prompt["decoded_base_ids"]
 
@@ -184,7 +184,7 @@ def test_longrope_switches_within_a_prompt_as_in_mlx(mode, tmp_path):
 
 def test_an_empty_prompt_is_refused(stories):
     with pytest.raises(GenerationError, match="the prompt is empty"):
-        next(generate(stories[2], [], 5))
+        next(generate_greedily(stories[2], [], 5))
 
 
 def test_a_pack_that_a_request_names_is_used(tmp_path):
@@ -271,7 +271,7 @@ def test_tuned_rows_of_another_model_are_refused(tmp_path):
     model = open_model(save(tiny_model(encoder=ENCODER), tmp_path / "m"), "cpu")
     pack = tuned_pack(tiny_model(encoder=ENCODER, seed=1), ((5, 6),))
     with pytest.raises(ModelError, match="tuned for another model"):
-        next(generate(model, [5, 6, 7], 5, pack=pack))
+        next(generate_greedily(model, [5, 6, 7], 5, pack=pack))
 
 
 def test_the_codebook_s_size_and_canonical_decoding_can_be_chosen(tmp_path):
@@ -309,4 +309,4 @@ def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
     with pytest.raises(ModelError, match="has no rows"):
         open_model(folder, "cpu", pack=entries)
     with pytest.raises(ModelError, match="no hypertokens"):
-        next(generate(open_model(folder, "cpu"), prompt, 5, pack=entries))
+        next(generate_greedily(open_model(folder, "cpu"), prompt, 5, pack=entries))

@@ -10,10 +10,17 @@ from mlx_zip.bench.papers.zip2zip.ablation_results import (
     PAPER_ENCODERS,
     PAPER_SIZES,
     PAPER_TEXTS,
-    Results,
+    AblationResults,
     read_lines,
 )
-from mlx_zip.bench.papers.zip2zip.ablation_tables import longer, orders, setup, table7, table8, tables
+from mlx_zip.bench.papers.zip2zip.ablation_tables import (
+    best_and_worst_table,
+    conditions_table,
+    longer_training_table,
+    table7,
+    table8,
+    tables_7_and_8,
+)
 from support.places import REPO
 
 RECORDS = REPO / "bench" / "papers" / "zip2zip" / "records"
@@ -40,24 +47,24 @@ def made_lines(sizes=PAPER_SIZES, encoders=PAPER_ENCODERS, seed=0):
 
 
 def test_tables_have_a_row_per_setting_and_a_column_per_text():
-    results = Results(made_lines())
+    results = AblationResults(made_lines())
     assert table7(results).splitlines()[3] == (
         "| 2 | 1.960 | 2.210 | 2.550 | 2.220 | 80.00 | 1.96 | 2.21 | 2.55 | 2.22 | 75.30 |"
     )
     assert [row.split(" | ")[0] for row in table8(results).splitlines()[2:]] == [
         f"| {ENCODERS[name][2]}" for name in PAPER_ENCODERS
     ]
-    assert tables(results).startswith("Table 7")
+    assert tables_7_and_8(results).startswith("Table 7")
 
 
 def test_several_seeds_are_shown_as_mean_and_range():
     high = {m: tuple(p + 0.1 for p in row) for m, row in PAPER_SIZES.items()}
-    results = Results([*made_lines(), *made_lines(high, seed=1)])
+    results = AblationResults([*made_lines(), *made_lines(high, seed=1)])
     assert table7(results).splitlines()[3].startswith("| 2 | 2.010 (1.960 to 2.060) |")
 
 
 def test_the_papers_own_numbers_do_not_differ_from_the_paper():
-    told = orders(Results(made_lines()))
+    told = best_and_worst_table(AblationResults(made_lines()))
     assert "| worst encoder | averaging (4 of 4 texts) | averaging | averaging | averaging | averaging |" in told
     assert "| 7.1 to 14.9 | 12.4 | 14.9 | 10.4 | 7.1 |" in told
 
@@ -66,7 +73,7 @@ def test_an_ordering_that_differs_is_in_the_column_of_its_text():
     sizes = copy.deepcopy(PAPER_SIZES)
     sizes[5] = (3.0, *PAPER_SIZES[5][1:])
     encoders = {**PAPER_ENCODERS, "attention": (1.73, 1.86, 2.16, 2.5)}
-    told = orders(Results(made_lines(sizes, encoders))).splitlines()
+    told = best_and_worst_table(AblationResults(made_lines(sizes, encoders))).splitlines()
     assert [line for line in told if line.startswith("| worst")] == [
         "| worst merge size that compresses | M = 2 (4 of 4 texts) | M = 5 | M = 2 | M = 2 | M = 2 |",
         "| worst encoder | averaging (4 of 4 texts) | averaging | averaging | averaging | 1 attention layer |",
@@ -75,28 +82,28 @@ def test_an_ordering_that_differs_is_in_the_column_of_its_text():
 
 def test_seeds_that_disagree_are_counted():
     swapped = {**PAPER_SIZES, 2: PAPER_SIZES[5], 5: PAPER_SIZES[2]}
-    told = orders(Results([*made_lines(), *made_lines(seed=1), *made_lines(swapped, seed=2)]))
+    told = best_and_worst_table(AblationResults([*made_lines(), *made_lines(seed=1), *made_lines(swapped, seed=2)]))
     assert "M = 2 (2 of 3 seeds), M = 5 (1 of 3 seeds)" in told
 
 
 def test_a_question_is_open_until_every_setting_of_the_paper_is_measured():
     sizes = {m: row for m, row in PAPER_SIZES.items() if m != 4}
-    told = orders(Results(made_lines(sizes)))
+    told = best_and_worst_table(AblationResults(made_lines(sizes)))
     assert told.count("not measured") == 3 * len(PAPER_TEXTS)
 
 
 def test_every_kept_line_is_a_result_and_the_setup_says_how_they_were_made():
     for name in ("ablations", "ablations-longer"):
         assert read_lines(RECORDS / f"{name}.jsonl")
-    told = setup(Results(read_lines(RECORDS / "ablations.jsonl")))
+    told = conditions_table(AblationResults(read_lines(RECORDS / "ablations.jsonl")))
     assert "| steps | 128, of 4 windows of 1024 base ids |" in told
     assert "| seeds | 0 |" in told
 
 
 def test_longer_runs_stand_next_to_the_short_ones_of_their_setting():
-    short = Results(read_lines(RECORDS / "ablations.jsonl"))
+    short = AblationResults(read_lines(RECORDS / "ablations.jsonl"))
     long = read_lines(RECORDS / "ablations-longer.jsonl")
-    rows = longer(short, long).splitlines()
+    rows = longer_training_table(short, long).splitlines()
     assert rows[0].startswith("| bits per byte | 128 steps, t1.test.jsonl | 128 steps, real.test.jsonl | 384 steps, t1")
     for row, line in zip(rows[2:], long, strict=True):
         found = next(other for other in short.lines if other["setting"] == line["setting"])

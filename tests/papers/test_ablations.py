@@ -16,9 +16,9 @@ from mlx_lm.models import llama
 from mlx_lm.utils import save_config, save_model
 
 from mlx_zip.bench.papers.zip2zip import ablations
-from mlx_zip.bench.papers.zip2zip.ablation_results import Results, read_lines
-from mlx_zip.bench.papers.zip2zip.ablation_tables import setup
-from mlx_zip.bench.papers.zip2zip.ablations import LINES, Setting, settings
+from mlx_zip.bench.papers.zip2zip.ablation_results import AblationResults, read_lines
+from mlx_zip.bench.papers.zip2zip.ablation_tables import conditions_table
+from mlx_zip.bench.papers.zip2zip.ablations import LINES, Setting, settings_from_flags
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
@@ -100,7 +100,9 @@ def done(home):
 
 
 def test_sizes_share_one_encoder_encoders_one_size_and_what_both_have_is_run_once():
-    wanted = settings(parse("--merge-sizes", 1, 2, 3, "--encoders", "averaging", "transformer-2", "--seed", 4, 5))
+    wanted = settings_from_flags(
+        parse("--merge-sizes", 1, 2, 3, "--encoders", "averaging", "transformer-2", "--seed", 4, 5)
+    )
     first = [
         Setting(1, None, 4),
         Setting(2, "transformer-2", 4),
@@ -165,8 +167,8 @@ def test_averaging_has_no_parameters_and_the_decoder_is_the_same_for_all(done):
 def test_what_is_done_is_not_run_again_and_new_settings_are_added(home, done, tmp_path, monkeypatch):
     out = shutil.copytree(done, tmp_path / "out")
     before, ran = (out / LINES).read_text(), []
-    measure = ablations.Laboratory.measure
-    monkeypatch.setattr(ablations.Laboratory, "measure", lambda self, s: (ran.append(s.name), measure(self, s))[1])
+    measure = ablations.AblationRunner.measure
+    monkeypatch.setattr(ablations.AblationRunner, "measure", lambda self, s: (ran.append(s.name), measure(self, s))[1])
     ablations.run(flags(home, out))
     assert (ran, (out / LINES).read_text()) == ([], before)
     ablations.run(flags(home, out, "--encoders", "attention"))
@@ -282,7 +284,7 @@ def test_lines_of_two_conditions_do_not_compare(done):
     lines = read_lines(done / LINES)
     lines[1]["conditions"] = {**lines[1]["conditions"], "iters": 3}
     with pytest.raises(MlxZipError, match="different conditions"):
-        Results(lines)
+        AblationResults(lines)
 
 
 # ---- figures, tables
@@ -294,7 +296,7 @@ def test_both_figures_are_drawn_with_the_run(done):
 
 
 def test_the_setup_names_the_base_of_the_lines(done):
-    assert "| base | base, " in setup(Results(read_lines(done / LINES)))
+    assert "| base | base, " in conditions_table(AblationResults(read_lines(done / LINES)))
 
 
 def test_lines_are_written_whole_after_every_setting(home, tmp_path, monkeypatch):
@@ -304,7 +306,7 @@ def test_lines_are_written_whole_after_every_setting(home, tmp_path, monkeypatch
             raise MlxZipError("no power")
         return {"training": {}, "texts": {}, "parameters": {}}
 
-    monkeypatch.setattr(ablations.Laboratory, "measure", fail_at_second)
+    monkeypatch.setattr(ablations.AblationRunner, "measure", fail_at_second)
     (tmp_path / "out").mkdir()
     with pytest.raises(MlxZipError, match="no power"):
         ablations.run(flags(home, tmp_path / "out"))

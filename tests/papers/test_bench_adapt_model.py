@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import __main__ as bench
-from mlx_zip.bench.engines.shapes import from_folders, sliced
-from mlx_zip.bench.papers.adaptbpe.tables import TABLES, groups, picture
+from mlx_zip.bench.engines.model_making import make_model_with_kept_rows, models_from_folders
+from mlx_zip.bench.papers.adaptbpe.tables import TABLES, group_adapted_models, utility_and_bits_figure
 from mlx_zip.bench.records import Records
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
@@ -101,8 +101,8 @@ def test_a_step_is_timed_whole_and_cut(monkeypatch, capsys, precision):
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_sliced_model_has_the_full_ones_logits_bit_for_bit(tmp_path, bits):
     folder = quantized(PLAIN, tmp_path / "quantized") if bits else PLAIN
-    models, kept = from_folders(None, str(folder)), np.arange(0, 512, 3, dtype=np.uint32)
-    whole, cut = models.plain(), sliced(models, kept)()
+    models, kept = models_from_folders(None, str(folder)), np.arange(0, 512, 3, dtype=np.uint32)
+    whole, cut = models.plain(), make_model_with_kept_rows(models, kept)()
     ids = np.arange(20)
     np.testing.assert_array_equal(logits_of(cut, ids), logits_of(whole, kept[ids])[:, kept])
     assert mx.array_equal(cut.lm_head.weight, whole.lm_head.weight[mx.array(kept)]).item()
@@ -123,7 +123,7 @@ def test_nothing_is_drawn_of_an_empty_record_or_to_a_place_that_is_not_there(tmp
     (tmp_path / "bench/records").mkdir(parents=True)
     (tmp_path / "bench/records/adapt_model.jsonl").write_text("")
     with pytest.raises(MlxZipError, match="has no line to draw"):
-        picture(Records(tmp_path))
+        utility_and_bits_figure(Records(tmp_path))
     assert bench.main(["adapt_model", "--plot", str(tmp_path / "missing" / "a.svg")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
@@ -138,4 +138,4 @@ def test_the_tables_hold_every_line_of_the_record(lines, tmp_path):
     assert f"{lines[1]['bits_per_byte']:.3f} ({lines[1]['change']:+.1%})" in made["adapt-bits"]
     assert f"{lines[1]['utility']:.4f}" in made["adapt-saved"]
     assert len(made["adapt-steps"].splitlines()) == 2 + len((folder / "adapt_step.jsonl").read_text().splitlines())
-    assert list(groups(lines)) == [("py", lines[0]["file_bytes"])]
+    assert list(group_adapted_models(lines)) == [("py", lines[0]["file_bytes"])]

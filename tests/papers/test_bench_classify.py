@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.papers.multitok import classifier, classify, labelled, tables
-from mlx_zip.bench.papers.multitok.labelled import Setting
+from mlx_zip.bench.papers.multitok.labelled import EncodingSetting
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.multitok import Samples, Words
 
@@ -93,17 +93,17 @@ def test_units_are_berts_word_pieces_where_asked(data, capsys):
 def test_phrases_change_ids_but_no_text():
     train, test = ([text.split() for text, _ in part] for part in (TEXTS, TEXTS[:2]))
     units = Words.in_order(train)
-    encoded = labelled.encode(Setting.parse("100,2-2,>=2"), units, train, test)
+    encoded = labelled.encode_texts(EncodingSetting.parse("100,2-2,>=2"), units, train, test)
     assert encoded.train.ids.min() == 1
     assert encoded.train.ids.max() == encoded.trained < encoded.used <= encoded.rows
     assert len(encoded.train) == 4
-    plain = labelled.encode(Setting.parse("plain"), units, train, test)
+    plain = labelled.encode_texts(EncodingSetting.parse("plain"), units, train, test)
     assert [[units.words[i - 1] for i in ids] for ids in plain.train.lists()] == train
 
 
 def test_rows_that_only_the_judged_texts_hold_come_last():
     train, test = [["b", "c"]], [["a", "c", "d"]]
-    encoded = labelled.encode(Setting.parse("plain"), Words(("a", "b", "c", "d")), train, test)
+    encoded = labelled.encode_texts(EncodingSetting.parse("plain"), Words(("a", "b", "c", "d")), train, test)
     assert (encoded.train.lists(), encoded.test.lists()) == ([[1, 2]], [[3, 2, 4]])
     assert (encoded.trained, encoded.used, encoded.rows) == (2, 5, 5)
 
@@ -113,7 +113,8 @@ def test_rows_without_a_gradient_may_as_well_not_be_trained():
     ids = Samples.of([[1, 2], [2, 1, 1], [1], [2, 2]])
     judged, answers = Samples.of([[1, 3], [4, 2]]), [np.array([0, 1, 0, 1]), np.array([0, 1])]
     told = [
-        classifier.learn(labelled.Encoded(ids, judged, trained, 5, 5, 1.0), answers, 2, 0, args) for trained in (2, 4)
+        classifier.train_classifier(labelled.EncodedTexts(ids, judged, trained, 5, 5, 1.0), answers, 2, 0, args)
+        for trained in (2, 4)
     ]
     for name in ("loss", "accuracies", "aucs"):
         assert told[0][name] == told[1][name]
@@ -122,7 +123,7 @@ def test_rows_without_a_gradient_may_as_well_not_be_trained():
 def test_a_batch_holds_texts_of_about_one_length_and_every_text_once():
     sizes = np.random.default_rng(0).integers(1, 50, 97)
     for order in (None, np.random.default_rng(1)):
-        cut = list(classifier.batches(sizes, 10, order))
+        cut = list(classifier.batches_of_similar_length(sizes, 10, order))
         assert sorted(np.concatenate(cut).tolist()) == list(range(97))
         assert max(map(len, cut)) == 10
         assert max(int(np.ptp(sizes[which])) for which in cut) < 20
@@ -137,21 +138,21 @@ def test_padding_does_not_change_what_is_judged():
 
 def test_auc_counts_pairs_in_order_and_ties_by_half():
     positive = np.array([False, True, False, True])
-    assert classifier.auc(np.array([0.1, 0.2, 0.3, 0.4]), positive) == 0.75
-    assert classifier.auc(np.array([0.5, 0.5, 0.5, 0.5]), positive) == 0.5
-    assert classifier.auc(np.array([0.1, 0.9, 0.2, 0.8]), positive) == 1.0
+    assert classifier.area_under_roc(np.array([0.1, 0.2, 0.3, 0.4]), positive) == 0.75
+    assert classifier.area_under_roc(np.array([0.5, 0.5, 0.5, 0.5]), positive) == 0.5
+    assert classifier.area_under_roc(np.array([0.1, 0.9, 0.2, 0.8]), positive) == 1.0
 
 
 def test_the_training_time_is_the_first_epoch_after_which_the_loss_stays_low():
-    assert classifier.reached([0.5, 0.05, 0.2, 0.05, 0.05], 0.1) == 3
-    assert classifier.reached([0.5, 0.2], 0.1) is None
-    assert classifier.reached([0.05] * 10 + [0.5] + [0.05], 0.1) == 0
+    assert classifier.epochs_to_converge([0.5, 0.05, 0.2, 0.05, 0.05], 0.1) == 3
+    assert classifier.epochs_to_converge([0.5, 0.2], 0.1) is None
+    assert classifier.epochs_to_converge([0.05] * 10 + [0.5] + [0.05], 0.1) == 0
 
 
 @pytest.mark.parametrize("setting", ["", "2-2", "100,2", "100,2-2,>=x", "101,2-2", "100,2-x"])
 def test_settings_that_are_none_are_named(setting):
     with pytest.raises(MlxZipError, match="--settings"):
-        Setting.parse(setting)
+        EncodingSetting.parse(setting)
 
 
 def test_a_line_without_a_label_is_named(data):
@@ -213,12 +214,12 @@ def test_what_cannot_be_is_told_before_any_training(data, capsys, flags, told, m
 def test_a_table_has_the_papers_figures_and_the_spread_over_seeds(data, capsys):
     (data / "imdb.tsv").write_text((data / "train.tsv").read_text())
     told = lines(data, capsys, "--train", data / "imdb.tsv", "--settings", "plain", "50,2-1", "--seeds", 1, 2)
-    rows = tables.classified(told, of_paper=True).splitlines()[2:]
+    rows = tables.classifier_table(told, of_paper=True).splitlines()[2:]
     assert [row.split(" | ")[1:3] for row in rows] == [["plain", "2"], ["50,2-1", "2"]]
     assert "| 0.743 |" in rows[1]
     accuracies = [line["accuracy"] for line in told if line["setting"] == "plain"]
     assert f"({min(accuracies):.3f}-{max(accuracies):.3f})" in rows[0]
-    assert len(tables.classified(told, of_paper=False).splitlines()) == 2
+    assert len(tables.classifier_table(told, of_paper=False).splitlines()) == 2
 
 
 def test_the_figure_is_drawn_from_a_record_and_the_same_each_time(data, capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_zip.bench import codec, recording
 from mlx_zip.bench.papers.zip2zip import codec_figure
-from mlx_zip.bench.papers.zip2zip.codec_figure import drawn_figure, latency
+from mlx_zip.bench.papers.zip2zip.codec_figure import latency_figure, measure_latency
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import InstallationError, MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -58,9 +58,9 @@ def test_a_line_per_size_up_to_the_texts_and_a_picture(capsys, tmp_path, text):
 def test_a_trials_sum_is_the_tokenizers_and_the_codecs_time(tmp_path, monkeypatch):
     """The clock is made up: 1 s for the tokenizer, 2 s for ours, 3 s for the published codec."""
     times = iter([1.0, 2.0, 3.0] * 3 if codec.upstream else [1.0, 2.0] * 3)
-    monkeypatch.setattr(codec_figure, "seconds", lambda call: (call(), next(times))[1])
+    monkeypatch.setattr(codec_figure, "mean_call_seconds", lambda call: (call(), next(times))[1])
     vocabulary = read_vocabulary(write_pair(tmp_path))
-    line = latency(vocabulary, TEXT, 2)
+    line = measure_latency(vocabulary, TEXT, 2)
     assert line["tokenizer"]["samples"] == [1e6, 1e6]
     assert line["with_ours"]["samples"] == [3e6, 3e6]
     assert (line["with_upstream"] and line["with_upstream"]["samples"]) == ([4e6, 4e6] if codec.upstream else None)
@@ -72,9 +72,9 @@ def test_a_trials_sum_is_the_tokenizers_and_the_codecs_time(tmp_path, monkeypatc
 def test_without_the_published_codec_its_times_are_null_and_not_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(codec_figure, "upstream", None)
-    line = latency(read_vocabulary(write_pair(tmp_path)), TEXT, 1)
+    line = measure_latency(read_vocabulary(write_pair(tmp_path)), TEXT, 1)
     assert line["with_upstream"] is None
-    figure = drawn_figure([{**line, "data": "some.txt; mini"}])
+    figure = latency_figure([{**line, "data": "some.txt; mini"}])
     assert len(figure.axes[0].containers) == 2
 
 
@@ -108,6 +108,6 @@ def test_a_text_that_is_too_short_is_refused(tmp_path):
 
 def test_without_matplotlib_nothing_is_measured(tmp_path, text, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(codec_figure, "latency", None)
+    monkeypatch.setattr(codec_figure, "measure_latency", None)
     with pytest.raises(InstallationError, match=r"pip install -e .*bench"):
         codec_figure.run(parse(*flags(tmp_path, text)))

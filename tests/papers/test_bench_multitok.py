@@ -83,12 +83,12 @@ def test_a_tokenizers_ids_get_ratios_alone(texts, tmp_path):
 def test_the_plain_encoder_gives_the_librarys_ids():
     samples = [tuple(sample) for sample in ([0, 1, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1], [], [2])]
     for window in (0, 1, 2, 3):
-        known, ids = phrase_rates.plain_train(samples, 3, window)
+        known, ids = phrase_rates.learn_phrases_in_plain_python(samples, 3, window)
         dictionary = Dictionary(Settings(Tokens(3), window))
         assert dictionary.train(Samples.of([list(sample) for sample in samples])).lists() == ids
         assert dictionary.phrases == [(id, run) for run, id in known.items() if len(run) > 1]
         for sample in samples:
-            assert phrase_rates.plain_encode(known, sample) == dictionary.encode(list(sample)).tolist()
+            assert phrase_rates.encode_in_plain_python(known, sample) == dictionary.encode(list(sample)).tolist()
 
 
 def test_every_table_is_made_of_the_kept_records():

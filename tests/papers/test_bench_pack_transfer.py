@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlx_zip.bench.papers.packs.pack_transfer import halves
+from mlx_zip.bench.papers.packs.pack_transfer import split_at_half_of_bytes
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import CodecError, DataError, MlxZipError
@@ -46,7 +46,7 @@ def documents(*sizes):
     ("sizes", "known"), [((1, 1), 1), ((5, 1), 1), ((1, 5), 1), ((1, 1, 1, 1), 2), ((3, 1, 1, 1, 1), 1), ((1, 1, 9), 2)]
 )
 def test_the_first_documents_up_to_half_of_the_bytes_are_learned_from(sizes, known):
-    both = halves(documents(*sizes))
+    both = split_at_half_of_bytes(documents(*sizes))
     assert [len(half) for half in both] == [known, len(sizes) - known]
     assert [*both[0], *both[1]] == documents(*sizes)
 
@@ -55,7 +55,7 @@ def test_a_line_per_start_holds_what_the_library_measures(flags, tmp_path, capsy
     assert tiny_bench.run("pack_transfer", *flags, "--pack", f"own={tmp_path / 'own.npz'}") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (model, tokenizer), (base, _) = load(str(flags[1])), load(str(flags[3]))
-    known, held_out = halves(read_corpus([tmp_path / "text.txt"], "<end>").documents)
+    known, held_out = split_at_half_of_bytes(read_corpus([tmp_path / "text.txt"], "<end>").documents)
     assert (len(known), len(held_out)) == (2, 2)
     ids = [np.array(tokenizer.encode(one.text, add_special_tokens=False), np.uint32) for one in known]
     learned = learn(model.config.codec_params, ids, SIZE).entries

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench.papers.packs import pack_compression
-from mlx_zip.bench.papers.packs.pack_compression import Bpe
+from mlx_zip.bench.papers.packs.pack_compression import BaseIdBpe
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -67,7 +67,7 @@ def test_a_pack_brings_more_to_the_texts_it_was_learned_from(texts, capsys):
 
 def test_plain_bpe_merges_the_most_frequent_pair_first_and_no_longer_than_asked():
     params = CodecParams(10, 100, 3)
-    bpe = Bpe(params, [np.array([1, 2, 1, 2, 1, 2, 3, 1, 2, 3], np.uint32)], 3, 100, longest=3)
+    bpe = BaseIdBpe(params, [np.array([1, 2, 1, 2, 1, 2, 3, 1, 2, 3], np.uint32)], 3, 100, longest=3)
     assert bpe.entries() == [(1, 2), (1, 2, 3)]  # 1 2 1 2 would be longer than 3 ids
     assert bpe.count(np.array([1, 2, 3, 9, 1, 2], np.uint32)) == 3
 
@@ -75,8 +75,8 @@ def test_plain_bpe_merges_the_most_frequent_pair_first_and_no_longer_than_asked(
 def test_plain_bpe_crosses_neither_windows_nor_disabled_ids():
     params = CodecParams(10, 100, 3, disabled_ids=[7])
     text = np.array([1, 7, 1, 7, 1, 7, 2, 3, 2, 3, 2, 3], np.uint32)
-    assert Bpe(params, [text], 5, 8).entries() == [(2, 3)]  # the window ends inside the second 2 3
-    assert Bpe(params, [text], 5, 8).count(text) == 3 + 3 + 3
+    assert BaseIdBpe(params, [text], 5, 8).entries() == [(2, 3)]  # the window ends inside the second 2 3
+    assert BaseIdBpe(params, [text], 5, 8).count(text) == 3 + 3 + 3
 
 
 @pytest.mark.parametrize(

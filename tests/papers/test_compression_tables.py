@@ -6,30 +6,30 @@ import copy
 
 import pytest
 
-from mlx_zip.bench.flops import TABLE_9, TRAINED, record
+from mlx_zip.bench.flops import TABLE_9, TRAINED, make_record
 from mlx_zip.bench.papers.zip2zip.compression_tables import (
     DOMAINS,
     LATENCY,
     SHARES,
     TABLE_2,
     TABLES,
-    Counts,
-    by_codebook_size,
-    bytes_per_token,
-    flops,
-    flops_of_our_mixture,
-    gains_for_code,
-    mixture,
-    only_in_the_paper,
-    rates_by_merge_size,
-    texts,
+    RecordedCounts,
+    bytes_per_token_table,
+    code_gains_table,
+    codebook_sizes_table,
+    flops_table,
+    merge_sizes_table,
+    mixture_flops_table,
+    mixture_table,
+    paper_only_table,
+    texts_table,
 )
 from mlx_zip.bench.records import Records, column_table
 from mlx_zip.bench.tokens import COLUMNS
 from mlx_zip.errors import MlxZipError
 from support.places import REPO
 
-FLOPS = [record(shape, 0.5, 2.0) for shape in (*TABLE_9, *TRAINED)]
+FLOPS = [make_record(shape, 0.5, 2.0) for shape in (*TABLE_9, *TRAINED)]
 
 
 def counted(tokenizer: str = "llama3", text: str = "code/some", rate: float = 0.65) -> dict:
@@ -79,7 +79,7 @@ def test_the_papers_percentages_are_quotients_of_its_numbers():
 
 
 def test_one_decimal_leaves_a_gain_open_by_some_points():
-    low, high = TABLE_2[0].bounds("code")
+    low, high = TABLE_2[0].gain_bounds("code")
     assert (round(low, 4), round(high, 4)) == (round(6.25 / 4.15 - 1, 4), round(6.35 / 4.05 - 1, 4))
     assert low < TABLE_2[0].gain("code") < high
 
@@ -95,79 +95,85 @@ def test_the_shares_of_the_domains_are_a_whole():
 def test_every_table_is_made_of_the_kept_records_and_every_counted_tokenizer_has_one():
     records = Records(REPO)
     made = {name: make(records) for name, make in TABLES.items()}
-    assert {f"tokens-{name}" for name in Counts(records.lines("tokens")).tokenizers} <= made.keys()
+    assert {f"tokens-{name}" for name in RecordedCounts(records.lines("tokens")).tokenizers} <= made.keys()
     assert all(len(text.splitlines()) > 2 for text in made.values())
 
 
 def test_a_gain_stands_next_to_the_papers():
-    told = bytes_per_token(Counts([counted()]), "llama3")
+    told = bytes_per_token_table(RecordedCounts([counted()]), "llama3")
     assert "| code/some | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) | 4.1 | 6.3 (+54%) |" in told
 
 
 def test_windows_whose_gain_is_the_papers_are_named():
-    (row,) = gains_for_code(Counts([counted()])).splitlines()[2:]
+    (row,) = code_gains_table(RecordedCounts([counted()])).splitlines()[2:]
     assert "| windows of 1,024 (+53.8%), windows of 2,048 (+53.8%) |" in row
     assert "| +54% | +50.6% to +56.8% |" in row
 
 
 def test_a_text_whose_gain_is_another_has_no_such_window():
-    (row,) = gains_for_code(Counts([counted(rate=0.8)])).splitlines()[2:]
+    (row,) = code_gains_table(RecordedCounts([counted(rate=0.8)])).splitlines()[2:]
     assert row.endswith("| none | windows of 1,024, -28.7 points |")
 
 
 def test_texts_of_code_are_compared_with_the_paper_together_too():
     lines = [counted(rate=0.60), counted(text="code/other", rate=0.70)]
-    alike, _, other = gains_for_code(Counts(lines)).splitlines()[2:]
+    alike, _, other = code_gains_table(RecordedCounts(lines)).splitlines()[2:]
     assert alike.startswith("| llama3, all of code, each text counting alike |")
     assert "| windows of 1,024 (+53.8%), " in alike
     assert "| none | " in other
 
 
 def test_a_tokenizer_that_the_paper_has_not_stands_alone():
-    counts = Counts([counted("gpt2", "stories")])
-    assert "| stories | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) |" in bytes_per_token(counts, "gpt2")
-    assert gains_for_code(counts).splitlines()[2:] == []
-    assert "Llama-3-128K" in only_in_the_paper(counts)
+    counts = RecordedCounts([counted("gpt2", "stories")])
+    assert "| stories | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) |" in bytes_per_token_table(counts, "gpt2")
+    assert code_gains_table(counts).splitlines()[2:] == []
+    assert "Llama-3-128K" in paper_only_table(counts)
 
 
 def test_gains_are_shown_by_codebook_size():
     line = counted()
     line["counts"].append([2048, 3, 1024, 800, 90, 30])
-    head, _, row = by_codebook_size(Counts([line]), "llama3").splitlines()
+    head, _, row = codebook_sizes_table(RecordedCounts([line]), "llama3").splitlines()
     assert head.startswith("| text | windows of 2,048, 1,024 slots | windows of 2,048, 2,048 slots | whole documents, ")
     assert row.startswith("| code/some | +25.0% | +53.8% |")
 
 
 def test_a_texts_files_and_checks_are_shown():
-    assert "| code/some | a.txt | 2 | 4,000 | zip2zip_compression 0.3.4 |" in texts(Counts([counted()]))
+    assert "| code/some | a.txt | 2 | 4,000 | zip2zip_compression 0.3.4 |" in texts_table(RecordedCounts([counted()]))
 
 
 def test_rates_are_weighed_as_the_papers_text_is():
     rates = dict(zip(DOMAINS, (0.6, 0.7, 0.8, 0.9, 0.75), strict=True))
     lines = [counted("llama2", f"{domain}/some", rate) for domain, rate in rates.items()]
-    assert Counts(lines).mixed("llama2", 2048, "ids") == pytest.approx(sum(SHARES[d] * rates[d] for d in DOMAINS))
-    assert "| 3 | 60.00 | 70.00 | 80.00 | 90.00 | 75.00 | 73.50 | 71.21 |" in rates_by_merge_size(Counts(lines))
-    assert Counts(lines[1:]).mixed("llama2", 2048, "ids") is None
+    assert RecordedCounts(lines).mean_over_mixture("llama2", 2048, "ids") == pytest.approx(
+        sum(SHARES[d] * rates[d] for d in DOMAINS)
+    )
+    assert "| 3 | 60.00 | 70.00 | 80.00 | 90.00 | 75.00 | 73.50 | 71.21 |" in merge_sizes_table(RecordedCounts(lines))
+    assert RecordedCounts(lines[1:]).mean_over_mixture("llama2", 2048, "ids") is None
 
 
 def test_the_mixtures_flops_need_every_domain():
     lines = [counted("llama2", f"{domain}/some", 0.6) for domain in DOMAINS]
-    assert "| 0.6000 | 0.15 | 0.05 |" in mixture(Counts(lines))
-    assert "| Phi-3.5-mini (4B) | 32 | 3 | 2 | 0.1875 | - | 0.713 | 0.20 |" in flops_of_our_mixture(Counts(lines))
+    assert "| 0.6000 | 0.15 | 0.05 |" in mixture_table(RecordedCounts(lines))
+    assert "| Phi-3.5-mini (4B) | 32 | 3 | 2 | 0.1875 | - | 0.713 | 0.20 |" in mixture_flops_table(
+        RecordedCounts(lines)
+    )
     with pytest.raises(ValueError, match="not every domain"):
-        mixture(Counts(lines[1:]))
+        mixture_table(RecordedCounts(lines[1:]))
 
 
 def test_texts_of_a_domain_count_alike_in_the_mixture():
     lines = [counted("llama2", f"{domain}/some", 0.7) for domain in DOMAINS] + [counted("llama2", "code/other", 0.5)]
-    assert Counts(lines).mixed("llama2", 2048, "ids") == pytest.approx(0.25 * 0.6 + 0.75 * 0.7)
+    assert RecordedCounts(lines).mean_over_mixture("llama2", 2048, "ids") == pytest.approx(0.25 * 0.6 + 0.75 * 0.7)
 
 
 def test_a_codebook_that_no_window_fills_stands_for_larger_ones():
-    counts = Counts([counted()])
-    assert counts.row("llama3", "code/some", 1024, size=2048) == counts.row("llama3", "code/some", 1024, size=1024)
-    assert counts.row("llama3", "code/some", 2048, size=1024) is None
-    assert counts.row("llama3", "code/some", 1024, size=512) is None
+    counts = RecordedCounts([counted()])
+    assert counts.counts_of_setting("llama3", "code/some", 1024, size=2048) == counts.counts_of_setting(
+        "llama3", "code/some", 1024, size=1024
+    )
+    assert counts.counts_of_setting("llama3", "code/some", 2048, size=1024) is None
+    assert counts.counts_of_setting("llama3", "code/some", 1024, size=512) is None
 
 
 def test_latencies_are_shown_with_what_the_codecs_add():
@@ -177,7 +183,7 @@ def test_latencies_are_shown_with_what_the_codecs_add():
 
 
 def test_table_9_is_shown_with_the_papers_numbers():
-    assert "| LLM-4B | 14 | 2 | 1 | 0.1429 | 0.14 | 0.571 | 2.00 | 0.2857 | 0.643 |" in flops(FLOPS)
+    assert "| LLM-4B | 14 | 2 | 1 | 0.1429 | 0.14 | 0.571 | 2.00 | 0.2857 | 0.643 |" in flops_table(FLOPS)
 
 
 # ---- records that cannot be used
@@ -185,15 +191,15 @@ def test_table_9_is_shown_with_the_papers_numbers():
 
 def test_what_was_measured_twice_is_refused():
     with pytest.raises(MlxZipError, match="llama3 on code/some was measured twice"):
-        Counts([counted(), counted()])
+        RecordedCounts([counted(), counted()])
 
 
 def test_texts_that_differ_between_tokenizers_do_not_compare():
     other = copy.deepcopy(counted("qwen"))
     other["text"]["sha256"] = "other"
     with pytest.raises(MlxZipError, match="code/some is not the same text"):
-        Counts([counted(), other])
+        RecordedCounts([counted(), other])
 
 
 def test_lines_with_disabled_ids_are_left_out_of_the_tables():
-    assert Counts([{**counted(), "disabled": "digits"}]).tokenizers == []
+    assert RecordedCounts([{**counted(), "disabled": "digits"}]).tokenizers == []

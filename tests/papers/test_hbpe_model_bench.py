@@ -9,7 +9,7 @@ import pytest
 from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.papers.hbpe import hbpe_data
 from mlx_zip.bench.papers.hbpe import hbpe_model as bench
-from mlx_zip.bench.papers.hbpe.hbpe_data import Data, read_documents
+from mlx_zip.bench.papers.hbpe.hbpe_data import PatchTrainingData, read_documents
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, count_parameters
 from mlx_zip.training.patch_training import train
 from mlx_zip.vocab.hbpe.measures import Tower
@@ -53,19 +53,19 @@ def test_every_kind_is_trained_and_measured_on_the_same_text(capsys, texts):
 
 def data_of(args):
     texts = [read_documents(path, SEPARATOR) for path in (args.train, args.test)]
-    return Data(*texts, args.context, args.vocab_size, args.tokenizer)
+    return PatchTrainingData(*texts, args.context, args.vocab_size, args.tokenizer)
 
 
 def test_both_parts_of_a_text_keep_their_bytes(texts):
     data = data_of(parse(texts))
-    corpus, _, table = data.material("patches", 8)
+    corpus, _, table = data.windows_for_kind("patches", 8)
     read = table.decode(table.encode(corpus.ids.reshape(-1)))
     assert b"".join(data.train).startswith(read)
     assert len(read) == corpus.n_bytes
-    for corpora in (data.material("space", 8), data.material("bytes", 8)):
+    for corpora in (data.windows_for_kind("space", 8), data.windows_for_kind("bytes", 8)):
         assert corpora[0].n_bytes <= sum(map(len, data.train))
         assert corpora[0].n_bytes > 0.8 * sum(map(len, data.train))
-    assert data.material("space", 8)[1].n_bytes > 0
+    assert data.windows_for_kind("space", 8)[1].n_bytes > 0
 
 
 def test_the_entropies_that_give_the_threshold_are_those_that_cut(texts, monkeypatch):
@@ -77,7 +77,7 @@ def test_the_entropies_that_give_the_threshold_are_those_that_cut(texts, monkeyp
 
     monkeypatch.setattr(hbpe_data, "byte_entropies", byte_entropies)
     data.byte_model = object()
-    data.material("entropy", 8)
+    data.windows_for_kind("entropy", 8)
     assert sorted(foreseen) == sorted({*data.train, *data.test})
 
 
@@ -92,8 +92,8 @@ def test_a_first_stage_that_is_named_makes_the_ids(texts, tmp_path):
 @pytest.mark.parametrize("vocabulary", [300, 2000])
 def test_the_equal_model_has_no_more_parameters_than_plain_but_hardly_fewer(texts, vocabulary):
     args = parse(texts, "--vocab-size", vocabulary, "--latent", "1,64,96,2")
-    table = data_of(args).material("patches", 8)[2]
-    latent = bench.equal_latent(table, args.latent, args.local)
+    table = data_of(args).windows_for_kind("patches", 8)[2]
+    latent = bench.latent_with_equal_parameters(table, args.latent, args.local)
     size = lambda tower: count_parameters(PatchModel(PatchConfig(table.merges.symbols, 8, tower, args.local)))
     plain = count_parameters(bench.PlainModel(bench.PlainConfig(len(table), args.latent)))
     assert size(latent) <= plain
@@ -139,8 +139,8 @@ def test_a_recipe_sets_flags_and_flags_given_after_it_take_precedence(texts):
 
 def test_each_kind_has_its_learning_rate(texts):
     args = parse(texts, "--learning-rate", 0.01, "plain=0.002")
-    assert [bench._learning_rate(args, kind) for kind in ("plain", "bytes")] == [0.002, 0.01]
-    assert bench._learning_rate(parse(texts), "plain") == bench.LEARNING_RATE
+    assert [bench.learning_rate_of_kind(args, kind) for kind in ("plain", "bytes")] == [0.002, 0.01]
+    assert bench.learning_rate_of_kind(parse(texts), "plain") == bench.LEARNING_RATE
 
 
 def test_every_patch_size_is_a_line_for_the_kinds_that_have_one(capsys, texts):

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mlx_zip.bench.papers.hbpe import tables as hbpe_page
-from mlx_zip.bench.plots import Curve, Panel, lines, rendered
+from mlx_zip.bench.plots import Curve, Panel, line_charts, render_figure
 
 LINE = {
     "recipe": "table2",
@@ -56,8 +56,8 @@ def test_only_the_lines_of_a_recipe_are_in_its_table():
 
 def test_the_picture_has_every_curve_over_text_flops_and_time():
     pytest.importorskip("matplotlib")
-    picture = hbpe_page.picture(Lines(LINE, SIZED))
-    tree = ElementTree.fromstring(rendered(picture, ".svg"))
+    picture = hbpe_page.bits_per_byte_figure(Lines(LINE, SIZED))
+    tree = ElementTree.fromstring(render_figure(picture, ".svg"))
     shown = {node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")}
     assert {"plain BPE", "patches, local 2 x 48", "text read, MB", "processor seconds"} <= shown
     assert [len(axes.lines) for axes in picture.axes] == [2, 2, 2]
@@ -66,7 +66,7 @@ def test_the_picture_has_every_curve_over_text_flops_and_time():
 def test_a_curve_has_the_points_it_was_given_and_equal_pictures_have_equal_bytes():
     pytest.importorskip("matplotlib")
     panel = Panel("x", "y", [Curve("a < b", [(0.0, 1.0), (10.0, 3.0)])])
-    (curve,) = lines([panel]).axes[0].lines
+    (curve,) = line_charts([panel]).axes[0].lines
     assert curve.get_xydata().tolist() == [[0.0, 1.0], [10.0, 3.0]]
-    assert rendered(lines([panel]), ".svg") == rendered(lines([panel]), ".svg")
-    assert b"a &lt; b" in rendered(lines([panel]), ".svg")
+    assert render_figure(line_charts([panel]), ".svg") == render_figure(line_charts([panel]), ".svg")
+    assert b"a &lt; b" in render_figure(line_charts([panel]), ".svg")

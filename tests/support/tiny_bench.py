@@ -10,11 +10,17 @@ from typing import Any
 from mlx_zip.bench import machine
 from mlx_zip.bench import recording as record_fields
 from mlx_zip.bench.__main__ import BENCHES
-from mlx_zip.bench.engines import shapes
-from mlx_zip.bench.engines.runs import Run
+from mlx_zip.bench.engines import model_making as shapes
+from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.generation import batch
-from mlx_zip.bench.generation.generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
+from mlx_zip.bench.generation.generate_record import (
+    SCHEMA,
+    bandwidth_ceiling,
+    ceiling_record,
+    sum_counts,
+    summarize_figures,
+)
 from mlx_zip.bench.papers.__main__ import EXPERIMENTS
 from support import tiny, tiny_text
 
@@ -43,7 +49,7 @@ def models(seed: int = 0, **changes: Any) -> Models:
         weights="random",
         base_config=zipped.args.decoder_config,
         tokenizer=tiny_text.byte_level(),
-        plain=shapes._decoder_maker(zipped),
+        plain=shapes.decoder_copier(zipped),
         zipped=lambda: zipped,
     )
 
@@ -82,7 +88,7 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
     """
     per_step = 2 if "zip" in engine else 1
     runs = [made_run(step, per_step=per_step) for step in steps_s]
-    tops = [ceiling(1e6, 1000, 10, one) for one in runs]
+    tops = [bandwidth_ceiling(1e6, 1000, 10, one) for one in runs]
     workload = {"domain": "code", "data": "a.txt", "window": 0, "turn": 0, "turns": 1, "prompt_tokens": 8, "tokens": 4}
     workload |= {name: changes.pop(name) for name in list(changes) if name in {*workload, "conversations"}}
     return {
@@ -95,8 +101,8 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "model": {"name": "tiny", "precision": "float32", "weights": "random"},
         "workload": workload,
         "setting": {"trials": len(runs), "warmup": 1, "rows": "warm", "draft": 10},
-        "counts": counts([8], runs[:1]),
-        "figures": figures([8] * len(runs), runs, [None] * len(runs), tops),
+        "counts": sum_counts([8], runs[:1]),
+        "figures": summarize_figures([8] * len(runs), runs, [None] * len(runs), tops),
         "ceiling": ceiling_record(tops),
         "energy_source": None,
         "device": {"device": "Device(cpu, 0)", "chip": "a chip", "threads": {}},
@@ -118,7 +124,7 @@ def batch_record() -> dict[str, Any]:
     return {
         "model": {"zip": "stories", "base": "stories-base", "precision": "as stored"},
         "setting": {"requests": 8, "rows": "cold", "trials": 2},
-        "figures": {"whole": batch.figures(rates), "all_open": None},
+        "figures": {"whole": batch.throughput_figures(rates), "all_open": None},
         "preloaded": ["libopenblas.so.0"],
         "blas": ["libblas.so"],
     }

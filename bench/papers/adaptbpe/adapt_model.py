@@ -28,8 +28,8 @@ import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
@@ -41,7 +41,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 
-from .tables import picture
+from .tables import utility_and_bits_figure
 
 ROOT = Path(__file__).resolve().parents[3]  # of the checkout
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError`.
     """
     if args.plot is not None:
-        save(picture(Records(ROOT)), args.plot)
+        save_figure(utility_and_bits_figure(Records(ROOT)), args.plot)
         return 0
     if not args.train:
         raise MlxZipError("--train is missing; or give --plot to draw the record")
@@ -119,20 +119,22 @@ def run(args: argparse.Namespace) -> int:
     for name, corpus in train.items():
         words = words_of(models.base.front, [document.text for document in corpus.documents])
         whole = models.score(models.folder, test[name].documents)
-        texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": _names(test[name].files)}}
-        models.print_line(name, models.line(whole, whole) | texts)
+        texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": text_names(test[name].files)}}
+        models.print_record(name, models.make_record(whole, whole) | texts)
         for share in args.shares:
             for method in args.methods:
-                models.print_line(name, models.adapt(words, share, method, test[name].documents, whole) | texts)
+                models.print_record(
+                    name, models.adapt_and_score(words, share, method, test[name].documents, whole) | texts
+                )
     return 0
 
 
-def _names(files: Sequence[str]) -> list[str]:
+def text_names(files: Sequence[str]) -> list[str]:
     return [Path(file).name for file in files]
 
 
 @dataclass(frozen=True)
-class Result:
+class ModelScore:
     """A model's score on a text, and the model's size.
 
     ids: number of ids that the model reads; tokens: number of base ids. file_bytes: size of the weight files;
@@ -162,7 +164,9 @@ class AdaptedModels:
         self.args, self.folder = args, Path(find_model_folder(args.model))
         self.base: BaseVocabulary = read_base(self.folder)
 
-    def adapt(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:
+    def adapt_and_score(
+        self, words: Counter[bytes], share: float, method: str, documents: Any, whole: ModelScore
+    ) -> dict[str, Any]:
         """Keeps a share of the merges, converts the model to them, scores it on the documents; returns the record.
 
         words: how often each word occurs in the training text. whole: the unadapted model's result.
@@ -172,11 +176,11 @@ class AdaptedModels:
         with tempfile.TemporaryDirectory() as folder:
             file, out = Path(folder, "adapted.json"), Path(folder, "model")
             kept.save(file)
-            convert(self.folder, file, out)
+            convert_model_for_vocabulary(self.folder, file, out)
             found = self.score(out, documents)
-        return self.line(found, whole, kept) | {"share": share, "merges": n, "method": method}
+        return self.make_record(found, whole, kept) | {"share": share, "merges": n, "method": method}
 
-    def score(self, folder: Path, documents: Sequence[Document]) -> Result:
+    def score(self, folder: Path, documents: Sequence[Document]) -> ModelScore:
         """Loads the model in a folder and scores the documents with it, strictly."""
         from mlx_zip.engine.mlx.generate import load
 
@@ -188,7 +192,7 @@ class AdaptedModels:
         bits = np.array([window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         by_document = not is_zip(model) and len(windows.windows) == len(documents)
-        return Result(
+        return ModelScore(
             float(bits.sum() / n_bytes.sum()),
             ratio_error(bits, n_bytes),
             sum(len(row.ids) - 1 for row in rows),
@@ -197,11 +201,13 @@ class AdaptedModels:
             sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             weight_bytes(model),
             model.layout.vocab_size if is_zip(model) else model.args.vocab_size,
-            tuple(_spans(tokenizer, document.text) for document in documents) if by_document else (),
+            tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else (),
             tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )
 
-    def line(self, found: Result, whole: Result, kept: AdaptedVocabulary | None = None) -> dict[str, Any]:
+    def make_record(
+        self, found: ModelScore, whole: ModelScore, kept: AdaptedVocabulary | None = None
+    ) -> dict[str, Any]:
         """Returns the record of a model's result, with its differences from the unadapted model's result `whole`.
 
         kept: the adapted vocabulary; None for the unadapted model.
@@ -224,13 +230,13 @@ class AdaptedModels:
             "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
         }
 
-    def print_line(self, name: str, line: dict[str, Any]) -> None:
+    def print_record(self, name: str, line: dict[str, Any]) -> None:
         """Prints a record as a JSON line, with the names of model and text and with the machine."""
         head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
-        print(json.dumps({**head, **line, **surroundings("mlx", "mlx-lm")}), flush=True)
+        print(json.dumps({**head, **line, **environment_fields("mlx", "mlx-lm")}), flush=True)
 
 
-def convert(model: Path, vocabulary: Path, out: Path) -> None:
+def convert_model_for_vocabulary(model: Path, vocabulary: Path, out: Path) -> None:
     """Writes the model for an adapted vocabulary to `out` by `mlx_zip vocab adapt convert`, in a separate process.
 
     Raises `MlxZipError` with the error message of that process.
@@ -241,12 +247,12 @@ def convert(model: Path, vocabulary: Path, out: Path) -> None:
         raise MlxZipError(f"mlx_zip {' '.join(words)}: {done.stderr.strip()}")
 
 
-def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     ends = np.cumsum(encode_with_bytes(tokenizer, text)[1]).tolist()
     return list(zip([0, *ends], ends, strict=False))
 
 
-def bits_on_split_tokens(found: Result, whole: Result) -> dict[str, Any]:
+def bits_on_split_tokens(found: ModelScore, whole: ModelScore) -> dict[str, Any]:
     """Splits the bits per byte of the whole model (before) and of the adapted one (after) by kind of token.
 
     "same": tokens that both tokenizations have in the same place; "split": all other tokens. All bits are divided by

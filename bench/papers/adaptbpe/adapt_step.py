@@ -20,11 +20,11 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm
+from mlx_zip.bench.engines.model_making import make_model_with_kept_rows, models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
-from mlx_zip.bench.engines.shapes import from_folders, from_shape, sliced
 from mlx_zip.bench.engines.workloads import read_tokenizer
-from mlx_zip.bench.machine import device
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.machine import describe_mlx_device
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.errors import MlxZipError
 
 CLOCKS = ("wall_ms", "processor_ms")
@@ -76,14 +76,20 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = read_tokenizer(args.tokenizer) if args.shape else None
     for precision in args.precisions if args.shape else ["as stored"]:
         options = ZipOptions(encoder="averaging")  # the least that a shape has besides the plain model
-        models = from_folders(None, args.model) if args.model else from_shape(args.shape, precision, tokenizer, options)
+        models = (
+            models_from_folders(None, args.model)
+            if args.model
+            else models_from_shape(args.shape, precision, tokenizer, options)
+        )
         for share in args.keep:
-            line = {"bench": "adapt_step", **measure(models, share, args.tokens, args.trials)}
-            print(json.dumps({**line, "device": device(), **surroundings("mlx", "mlx-lm")}), flush=True)
+            line = {"bench": "adapt_step", **measure_kept_share(models, share, args.tokens, args.trials)}
+            print(
+                json.dumps({**line, "device": describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True
+            )
     return 0
 
 
-def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
+def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
     """Returns the record of one share of rows kept.
 
     Times are milliseconds per step. Each ratio is the smaller ("cut") model's time over the whole model's in one trial;
@@ -91,7 +97,7 @@ def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str,
     """
     vocab_size = models.base_config["vocab_size"]
     kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
-    engines = {"whole": MlxLm(models, models.plain), "cut": MlxLm(models, sliced(models, kept))}
+    engines = {"whole": MlxLm(models, models.plain), "cut": MlxLm(models, make_model_with_kept_rows(models, kept))}
     eos = set(models.tokenizer.eos_token_ids)
     ids = [i for i in range(min(len(kept), len(models.tokenizer))) if i not in eos][-tokens:]
     if not ids:
@@ -100,7 +106,7 @@ def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str,
     times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in engines} for clock in CLOCKS}
     for trial in range(trials + 1):
         for name in sorted(engines, reverse=bool(trial % 2)):
-            for clock, ms in zip(CLOCKS, _step_ms(engines[name], forced), strict=True):
+            for clock, ms in zip(CLOCKS, time_forced_steps_ms(engines[name], forced), strict=True):
                 times[clock][name] += [ms] if trial else []
     whole, cut = engines["whole"], engines["cut"]
     read, removed = whole.weight_bytes + whole.kv_bytes * tokens // 2, whole.weight_bytes - cut.weight_bytes
@@ -114,14 +120,14 @@ def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str,
         "trials": trials,
         "bytes": {"read_per_step": read, "removed": removed},
         "bound": round(removed / read, 4),
-        **{clock: {name: summary(samples) for name, samples in of.items()} for clock, of in times.items()},
-        "ratio": {clock: summary(found) for clock, found in ratios.items()},
+        **{clock: {name: summarize_samples(samples) for name, samples in of.items()} for clock, of in times.items()},
+        "ratio": {clock: summarize_samples(found) for clock, found in ratios.items()},
         "of_bound": {clock: round(gain * read / removed, 3) for clock, gain in gains.items()} if removed else None,
         "target_of_bound": TARGET,
     }
 
 
-def _step_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
+def time_forced_steps_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
     """Runs the forced ids once and returns the milliseconds per step by wall clock and by processor clock.
 
     Wall time is the median between consecutive steps; processor time is the whole run's, divided by its steps.

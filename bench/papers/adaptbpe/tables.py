@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Records, column_table, machines, shown, spread, table
+from mlx_zip.bench.records import (
+    Cell,
+    Records,
+    column_table,
+    machines_table,
+    make_column_table,
+    median_and_range,
+    table,
+)
 from mlx_zip.errors import MlxZipError
 
 if TYPE_CHECKING:
@@ -26,7 +34,7 @@ TEXTS = {
 METHODS = {"first-k": "first-k", "top-k": "top-k", "adapt": "adapted"}
 
 
-def groups(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
+def group_adapted_models(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
     """Sorts lines of `bench adapt_model` into result[text, bytes of the whole model's file][share of merges][method].
 
     A line of the whole model has share 1 and method "whole list"; it comes before the lines that are compared with it.
@@ -50,31 +58,29 @@ CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
 UTILITY, ENCODING = "utility", "encoding"  # values of a line's field `what`
 
 
-def _of(what: str) -> Callable[[Sequence[Line]], Iterator[Line]]:
+def lines_measuring(what: str) -> Callable[[Sequence[Line]], Iterator[Line]]:
     return lambda lines: (line for line in lines if line["what"] == what)
 
 
-def _utility_table(records: Records) -> str:
-    """Returns the table of compression utility by text, number of merges N and method, the best of a row in bold."""
+def utility_table(records: Records) -> str:
     rows, shown = [], ""
-    for line in _of(UTILITY)(records.lines("adaptbpe")):
+    for line in lines_measuring(UTILITY)(records.lines("adaptbpe")):
         first = line["text"] != shown
         shown = line["text"]
-        found = _best_in_bold([line["utility"][name] for name in COLUMNS])
+        found = bold_best([line["utility"][name] for name in COLUMNS])
         name = f"{TEXTS[shown]} ({line['train_bytes']:,} bytes)" if first else ""
         rows.append([name, str(line["merges"]), *found, f"{line['utility']['whole_list']:.4f}" if first else ""])
     return table(["text (adapted to)", "N", *COLUMNS.values(), "whole list"], rows)
 
 
-def _best_in_bold(values: Sequence[float]) -> list[str]:
+def bold_best(values: Sequence[float]) -> list[str]:
     top = max(values)
     alone = sum(value == top for value in values) == 1
     return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
 
 
 def _speed_table(records: Records) -> str:
-    """Returns the table of encoding speeds by text: the `tokenizers` library, the whole list, the adapted list."""
-    lines = list(_of(ENCODING)(records.lines("adaptbpe")))
+    lines = list(lines_measuring(ENCODING)(records.lines("adaptbpe")))
     heads = {
         "tokenizers": "`tokenizers`",
         "whole_list": "whole list",
@@ -83,14 +89,13 @@ def _speed_table(records: Records) -> str:
         "adapted_fresh": "*fresh*",
     }
     text: Cell = lambda line: f"{TEXTS[line['text']]} ({line['bytes']:,})"
-    speeds = ((head, lambda line, way=way: spread(line[way], 1)) for way, head in heads.items())
+    speeds = ((head, lambda line, way=way: median_and_range(line[way], 1)) for way, head in heads.items())
     return column_table(lines, (("text (bytes)", text), *speeds))
 
 
 def _bits_table(records: Records) -> str:
-    """Returns the table of bits per byte by text, model, share of merges kept and method."""
     rows = []
-    for (text, n_bytes), shares in groups(records.lines("adapt_model")).items():
+    for (text, n_bytes), shares in group_adapted_models(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
         name = f"{TEXTS.get(text, text)}, `{whole['model']}`: {whole['vocab_size']:,} ids, {n_bytes / 1e6:.1f} MB"
         for share, methods in _shares_below_1(shares):
@@ -110,10 +115,9 @@ def _bits_cell(line: Line | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
-def _saved_table(records: Records) -> str:
-    """Returns the table of compression utility on the texts of `adapt_model`, by share of merges kept and method."""
+def saved_tokens_table(records: Records) -> str:
     rows = []
-    for (text, _), shares in groups(records.lines("adapt_model")).items():
+    for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
         name = f"{TEXTS.get(text, text)}, `{whole['model']}`"
         for share, methods in _shares_below_1(shares):
@@ -123,14 +127,13 @@ def _saved_table(records: Records) -> str:
     return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows)
 
 
-def _where_table(records: Records) -> str:
-    """Returns the table of the bits per byte spent on tokens that the adapted tokenizer splits, and on all others."""
+def split_token_bits_table(records: Records) -> str:
     rows = []
-    for (text, _), shares in groups(records.lines("adapt_model")).items():
+    for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
         for share, methods in _shares_below_1(shares):
             line = methods.get("adapt")
             if line is not None and line["where"]:
-                rows.append([TEXTS.get(text, text), f"{share:.0%}", *_where_cells(line)])
+                rows.append([TEXTS.get(text, text), f"{share:.0%}", *split_token_cells(line)])
     header = [
         "text",
         "merges kept",
@@ -142,8 +145,7 @@ def _where_table(records: Records) -> str:
     return table(header, rows)
 
 
-def _where_cells(line: Line) -> list[str]:
-    """Returns the cells on split tokens of one adapted model: their share of the text, their number, bits per byte."""
+def split_token_cells(line: Line) -> list[str]:
     where, n_bytes = line["where"], line["test"]["bytes"]
     before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
     return [
@@ -154,11 +156,10 @@ def _where_cells(line: Line) -> list[str]:
 
 
 def _step_columns() -> Iterator[tuple[str, Cell]]:
-    """Yields the columns of decoding step times with fewer rows, relative to the whole model, and of the bound."""
     yield "model, ids", _model_and_ids
     yield "bytes of a step that go", "{bound:.1%}"
     for clock, head in CLOCKS.items():
-        yield head, lambda line, clock=clock: spread(line["ratio"][clock], 3)
+        yield head, lambda line, clock=clock: median_and_range(line["ratio"][clock], 3)
         yield "of the bound", f"{{of_bound[{clock}]:.2f}}"
 
 
@@ -172,7 +173,7 @@ def _over_top_k_table(records: Records) -> str:
 
     Differences of utility are in percentage points.
     """
-    lines = list(_of(UTILITY)(records.lines("adaptbpe-wide")))
+    lines = list(lines_measuring(UTILITY)(records.lines("adaptbpe-wide")))
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
     for line in lines:
@@ -187,20 +188,20 @@ def _over_top_k_table(records: Records) -> str:
 PANELS = {"compression utility": "utility", "bits per byte": "bits_per_byte"}
 
 
-def picture(records: Records) -> Figure:
+def utility_and_bits_figure(records: Records) -> Figure:
     """Returns a figure of utility and of bits per byte by share of merges kept, a curve per method.
 
     It shows the first text and model in the record `adapt_model`. Raises `InstallationError` without matplotlib,
     `MlxZipError` for a record without lines.
     """
-    found = groups(records.lines("adapt_model"))
+    found = group_adapted_models(records.lines("adapt_model"))
     if not found:
         raise MlxZipError("adapt_model.jsonl has no line to draw")
     (text, _), shares = next(iter(found.items()))
     figure = new_figure(8, 3)
     for panel, (label, key) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         for method, name in METHODS.items():
-            panel.plot(*_curve(shares, method, key), marker=".", label=name)
+            panel.plot(*curve_of_method(shares, method, key), marker=".", label=name)
         panel.set(xlabel="merges kept, %", ylabel=label)
         panel.grid(alpha=0.3)
         panel.legend()
@@ -208,10 +209,10 @@ def picture(records: Records) -> Figure:
     return figure
 
 
-def _curve(shares: Any, method: str, key: str) -> tuple[list[float], list[float]]:
+def curve_of_method(shares: Any, method: str, key: str) -> tuple[list[float], list[float]]:
     """Returns the points of one method: per cent of merges kept (rising up to 100), and the value of `key` for each.
 
-    shares: recorded lines by share kept and method, as `groups` returns them.
+    shares: recorded lines by share kept and method, as `group_adapted_models` returns them.
     """
     points = [(100 * share, methods[method][key]) for share, methods in shares.items() if method in methods]
     points.append((100, shares[1]["whole list"][key]))
@@ -220,13 +221,13 @@ def _curve(shares: Any, method: str, key: str) -> tuple[list[float], list[float]
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "adapt-utility": _utility_table,
+    "adapt-utility": utility_table,
     "adapt-over-top-k": _over_top_k_table,
     "adapt-speed": _speed_table,
     "adapt-bits": _bits_table,
-    "adapt-saved": _saved_table,
-    "adapt-where": _where_table,
-    "adapt-steps": shown("adapt_step", tuple(_step_columns())),
-    "adapt-machines": lambda records: machines(records, RECORDS),
+    "adapt-saved": saved_tokens_table,
+    "adapt-where": split_token_bits_table,
+    "adapt-steps": make_column_table("adapt_step", tuple(_step_columns())),
+    "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
-PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": picture}
+PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}

@@ -26,7 +26,7 @@ from mlx_zip.vocab.hbpe.patch_table import (
     tokens_of,
 )
 
-from .patches import first_stage
+from .patches import text_to_ids_function
 
 BYTE_END = 256
 ENTROPY_SAMPLE = 1 << 17  # bytes of training documents, at least, from which the entropy threshold is chosen
@@ -36,7 +36,7 @@ Material = tuple[Corpus, Corpus, PatchTable | None]  # training windows, test wi
 
 
 @dataclass
-class Data:
+class PatchTrainingData:
     """Training and test documents, and the windows that each kind of model reads from them.
 
     context: first-stage tokens per window; windows of other units hold about as many bytes. tokenizer: path of the
@@ -57,16 +57,18 @@ class Data:
     def __post_init__(self) -> None:
         tokens, encode = self._first_stage()
         self.tokens = [*tokens, b""]  # the last stands for the end of a document
-        self.ids = self._windows(
-            [[encode(document.decode()) for document in part] for part in self._parts()], len(tokens), self.context
+        self.ids = self._cut_windows(
+            [[encode(document.decode()) for document in part] for part in self._train_and_test_documents()],
+            len(tokens),
+            self.context,
         )
 
     @property
     def bytes_per_token(self) -> float:
         """Mean bytes per first-stage token of the training windows; the end of a document is a token of 0 bytes."""
-        return float(self._sizes(self.tokens)[self.ids[0]].mean())
+        return float(self._token_byte_counts(self.tokens)[self.ids[0]].mean())
 
-    def material(self, kind: str, patch_size: int) -> Material:
+    def windows_for_kind(self, kind: str, patch_size: int) -> Material:
         """Returns training windows, test windows and table of patches for one kind of model (`KINDS` of `model.py`).
 
         The table is None for `plain` and `bytes`, which have no patches. patch_size: most symbols in a patch of
@@ -74,28 +76,30 @@ class Data:
         """
         if kind == "bytes":
             length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])
-            ids = self._windows([[list(document) for document in part] for part in self._parts()], BYTE_END, length)
+            ids = self._cut_windows(
+                [[list(document) for document in part] for part in self._train_and_test_documents()], BYTE_END, length
+            )
             return Corpus(ids[0], sizes), Corpus(ids[1], sizes), None
         if kind in ("space", "entropy"):
-            return self._cut(space_patches if kind == "space" else self._entropy_patches())
+            return self._cut_into_patches(space_patches if kind == "space" else self._entropy_patch_cutter())
         table = None if kind == "plain" else PatchTable.learn(self.tokens, patch_size)
-        return self._corpora(self.ids, self.tokens, table)
+        return self._make_material(self.ids, self.tokens, table)
 
-    def _cut(self, cut: Callable[[bytes], list[bytes]]) -> Material:
+    def _cut_into_patches(self, cut: Callable[[bytes], list[bytes]]) -> Material:
         """Returns windows of the patches into which `cut` divides each document, and the table of these patches.
 
         A window holds about as many bytes as a window of first-stage tokens.
         """
-        pieces = [[cut(document) for document in part] for part in self._parts()]
+        pieces = [[cut(document) for document in part] for part in self._train_and_test_documents()]
         # The empty patch, which ends a document, is numbered as a document of its own after each part.
         ids, table = number([document for part in pieces for document in (*part, [b""])])
         first = len(self.train)
         patches, end = [ids[:first], ids[first + 1 : -1]], ids[-1][0]
         rate = sum(map(len, self.train)) / (sum(map(len, patches[0])) + first)
         context = max(1, round(self.context * self.bytes_per_token / rate))
-        return self._corpora(self._windows(patches, end, context), table.tokens, table)
+        return self._make_material(self._cut_windows(patches, end, context), table.tokens, table)
 
-    def _entropy_patches(self) -> Callable[[bytes], list[bytes]]:
+    def _entropy_patch_cutter(self) -> Callable[[bytes], list[bytes]]:
         """Returns a function that cuts a document where the model over bytes finds the next byte hard to predict.
 
         Its entropy threshold is chosen on training documents so that there are about as many patches as first-stage
@@ -114,14 +118,14 @@ class Data:
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
         """Returns the bytes of every first-stage token, by id, and a function from text to ids."""
         if self.tokenizer is not None:
-            return read_tokens(self.tokenizer), first_stage(self.tokenizer)
+            return read_tokens(self.tokenizer), text_to_ids_function(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
         return tokens_of(tokenizer), encoder_of(tokenizer)
 
-    def _parts(self) -> tuple[Documents, Documents]:
+    def _train_and_test_documents(self) -> tuple[Documents, Documents]:
         return self.train, self.test
 
-    def _windows(self, parts: Sequence[Any], end: int, length: int) -> tuple[Uint32s, Uint32s]:
+    def _cut_windows(self, parts: Sequence[Any], end: int, length: int) -> tuple[Uint32s, Uint32s]:
         """Returns training and test windows of `length` ids, [W, length]; the id `end` follows each document.
 
         parts: the ids of every training document, and those of every test document.
@@ -129,14 +133,14 @@ class Data:
         train, test = (windows(documents, end, length) for documents in parts)
         return train, test
 
-    def _corpora(self, ids: tuple[Uint32s, Uint32s], tokens: Sequence[bytes], table: PatchTable | None) -> Material:
-        """Returns what a model trains on and is tested on. ids: training and test windows; tokens: bytes of each id."""
-        sizes, rows = self._sizes(tokens), None if table is None else table.rows
+    def _make_material(
+        self, ids: tuple[Uint32s, Uint32s], tokens: Sequence[bytes], table: PatchTable | None
+    ) -> Material:
+        sizes, rows = self._token_byte_counts(tokens), None if table is None else table.rows
         return Corpus(ids[0], sizes, rows), Corpus(ids[1], sizes, rows), table
 
     @staticmethod
-    def _sizes(tokens: Sequence[bytes]) -> Any:
-        """Returns the number of bytes of each token, [V] int64."""
+    def _token_byte_counts(tokens: Sequence[bytes]) -> Any:
         return np.fromiter(map(len, tokens), np.int64, len(tokens))
 
 

@@ -29,8 +29,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.arguments import add_limit_bytes
-from mlx_zip.bench.machine import device
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.machine import describe_mlx_device
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import write_json
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
@@ -39,7 +39,7 @@ from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
-from .hbpe_data import Data, Material, read_documents
+from .hbpe_data import Material, PatchTrainingData, read_documents
 
 KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
 SIZED = ("patches", "equal")  # kinds that are trained with every --patch-size
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--recipe",
         choices=RECIPES,
-        action=_Recipe,
+        action=RecipeAction,
         help="set --models and --patch-size as in one of the paper's comparisons; flags after this one override it. "
         "table2: all kinds of model; table3: bytes and kinds of patches, for text without blanks; figure7: patch sizes",
     )
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--learning-rate",
-        type=_rate,
+        type=parse_learning_rate,
         nargs="+",
         default=[],
         metavar="RATE",
@@ -160,18 +160,22 @@ def run(args: argparse.Namespace) -> int:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
     learned = read_documents(args.train, args.separator, args.limit_train_bytes)
     test = read_documents(args.test, args.separator, args.limit_bytes)
-    data = Data(learned, test, args.context, args.vocab_size, args.tokenizer)
+    data = PatchTrainingData(learned, test, args.context, args.vocab_size, args.tokenizer)
     for seed in args.seeds:
         data.byte_model = None
         for kind in sorted(args.models, key=KINDS.index):
             for size in args.patch_size if kind in SIZED else args.patch_size[:1]:
-                line = {"bench": "hbpe_model", "recipe": args.recipe, **measure(Run(kind, size, seed), data, args)}
-                print(json.dumps({**line, **device(), **surroundings("mlx", "mlx-lm")}), flush=True)
+                line = {
+                    "bench": "hbpe_model",
+                    "recipe": args.recipe,
+                    **train_and_record(ModelRun(kind, size, seed), data, args),
+                }
+                print(json.dumps({**line, **describe_mlx_device(), **environment_fields("mlx", "mlx-lm")}), flush=True)
     return 0
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelRun:
     """One model to train. kind: one of `KINDS`. patch_size: most symbols in a patch, for the kinds in `SIZED` only."""
 
     kind: str
@@ -185,15 +189,15 @@ class Run:
         return f"{self.kind}{size}-seed{self.seed}"
 
 
-def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
+def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Namespace) -> dict[str, Any]:
     """Trains one model (or continues its training), evaluates it on the test text and returns its record."""
     begun = time.perf_counter()
-    material = data.material(one.kind, one.patch_size)
+    material = data.windows_for_kind(one.kind, one.patch_size)
     train_on, test_on, table = material
     prepared_s = time.perf_counter() - begun
-    model = _new_model(one, material, data, args)
-    with _run_folder(args.out, one.name) as folder:
-        points = _train_and_measure(model, one, material, data, args, folder)
+    model = make_model(one, material, data, args)
+    with open_run_folder(args.out, one.name) as folder:
+        points = measurements_at_marks(model, one, material, data, args, folder)
     if one.kind == "bytes":
         data.byte_model = model
     last = points[-1]
@@ -217,10 +221,10 @@ def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
         "symbols_per_unit": None if table is None else round(float(test_on.lengths[test_on.ids].mean()), 3),
         "context": train_on.ids.shape[1],
         "fertility": round(fertility(len(text.encode()) / rate, words_of(text)), 3),
-        "forward_flops_per_byte": round(flops(model, test_on)),
+        "forward_flops_per_byte": round(forward_flops_per_byte(model, test_on)),
         "curve": points,
         "config": model.config.to_dict(),
-        "learning_rate": _learning_rate(args, one.kind),
+        "learning_rate": learning_rate_of_kind(args, one.kind),
         "batch_size": args.batch_size,
         "vocab_size": len(data.tokens) - 1,
         "tokenizer": args.tokenizer and Path(args.tokenizer).name,
@@ -228,27 +232,29 @@ def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _train_and_measure(
-    model: Any, one: Run, material: Material, data: Data, args: argparse.Namespace, folder: Path
+def measurements_at_marks(
+    model: Any, one: ModelRun, material: Material, data: PatchTrainingData, args: argparse.Namespace, folder: Path
 ) -> list[dict[str, Any]]:
     """Trains a model and returns one measurement per mark of --marks, the last at the end of training.
 
     A measurement has the step, bytes read, seconds spent so far and bits per byte of the test text. Files in `folder`
     keep what is done, so that an interrupted run continues.
     """
-    make = lambda: _new_model(one, material, data, args)
-    steps = _stored_or_made(folder / "steps.json", lambda: args.steps or _steps_that_fit(make, material[0], args, one))
+    make = lambda: make_model(one, material, data, args)
+    steps = read_or_make_json(
+        folder / "steps.json", lambda: args.steps or steps_within_seconds(make, material[0], args, one)
+    )
     settings = _train_settings(args, steps, one)
     points, spent = [], dict.fromkeys(CLOCKS, 0.0)
     for until in sorted({max(1, round(steps * (k + 1) / args.marks)) for k in range(args.marks)}):
         used = {name: -clock() for name, clock in CLOCKS.items()}
         done = train(model, material[0], settings, folder, quiet=False, until=until)
         used = {name: used[name] + clock() for name, clock in CLOCKS.items()}
-        used = _stored_or_made(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
+        used = read_or_make_json(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
         spent = {name: spent[name] + used[name] for name in CLOCKS}
         old = folder / f"told-{until}.json"  # its name in folders of older versions
         file = old if old.exists() else folder / f"scores-{until}.json"
-        found = _stored_or_made(file, lambda: evaluate(model, material[1]))
+        found = read_or_make_json(file, lambda: evaluate(model, material[1]))
         points.append(
             {
                 "step": until,
@@ -262,7 +268,7 @@ def _train_and_measure(
     return points
 
 
-def flops(model: Any, corpus: Corpus) -> float:
+def forward_flops_per_byte(model: Any, corpus: Corpus) -> float:
     """Returns the FLOPs of a forward pass per byte of the corpus, by the paper's formulas.
 
     The cost of patches is counted with the mean number of symbols in the corpus, not with the largest one.
@@ -276,7 +282,7 @@ def flops(model: Any, corpus: Corpus) -> float:
     return hierarchical_flops(per_window, rate, config.latent, config.local, config.symbols, symbols) / per_window
 
 
-def equal_latent(table: PatchTable, latent: Tower, local: Tower) -> Tower:
+def latent_with_equal_parameters(table: PatchTable, latent: Tower, local: Tower) -> Tower:
     """Returns the largest latent transformer with which a model over patches has no more parameters than `plain` has.
 
     First the width grows (in steps of `STEP`, the feed-forward width in proportion), then the feed-forward width
@@ -284,34 +290,31 @@ def equal_latent(table: PatchTable, latent: Tower, local: Tower) -> Tower:
     """
     wanted = count_parameters(PlainModel(PlainConfig(len(table), latent)))
 
-    def left(tower: Tower) -> int:
-        """Returns how many parameters `plain` has more than a model over patches with this latent transformer."""
+    def parameters_left(tower: Tower) -> int:
         return wanted - count_parameters(PatchModel(PatchConfig(table.merges.symbols, table.patch_size, tower, local)))
 
-    def widened(width: int) -> Tower:
-        """Returns `latent` at another width, its feed-forward part in proportion."""
+    def with_width(width: int) -> Tower:
         return Tower(latent.layers, width, latent.ffn * width // latent.width, latent.heads)
 
     tower = latent
-    while left(widened(tower.width + STEP)) >= 0:
-        tower = widened(tower.width + STEP)
-    more = max(0, left(tower)) // (3 * tower.layers * tower.width)
+    while parameters_left(with_width(tower.width + STEP)) >= 0:
+        tower = with_width(tower.width + STEP)
+    more = max(0, parameters_left(tower)) // (3 * tower.layers * tower.width)
     return Tower(tower.layers, tower.width, tower.ffn + more, tower.heads)
 
 
-def _new_model(one: Run, material: Material, data: Data, args: argparse.Namespace) -> Any:
+def make_model(one: ModelRun, material: Material, data: PatchTrainingData, args: argparse.Namespace) -> Any:
     corpus, _, table = material
     mx.random.seed(one.seed)
     if table is None:
         return PlainModel(PlainConfig(len(corpus.unit_bytes), args.latent))
-    latent = equal_latent(table, args.latent, args.local) if one.kind == "equal" else args.latent
+    latent = latent_with_equal_parameters(table, args.latent, args.local) if one.kind == "equal" else args.latent
     mx.random.seed(one.seed)
     return PatchModel(PatchConfig(table.merges.symbols, table.patch_size, latent, args.local))
 
 
-def _train_settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSettings:
-    """Returns the settings to train a model for `iters` steps."""
-    rate = _learning_rate(args, one.kind)
+def _train_settings(args: argparse.Namespace, iters: int, one: ModelRun) -> TrainSettings:
+    rate = learning_rate_of_kind(args, one.kind)
     return TrainSettings(
         iters=iters,
         batch_size=args.batch_size,
@@ -324,7 +327,7 @@ def _train_settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSett
     )
 
 
-def _steps_that_fit(make: Any, corpus: Corpus, args: argparse.Namespace, one: Run) -> int:
+def steps_within_seconds(make: Any, corpus: Corpus, args: argparse.Namespace, one: ModelRun) -> int:
     """Returns how many training steps fit into --seconds, at least 2, judged by `TIMED` steps of a throw-away model.
 
     make: returns a new model.
@@ -337,7 +340,7 @@ def _steps_that_fit(make: Any, corpus: Corpus, args: argparse.Namespace, one: Ru
         return max(2, round(args.seconds * TIMED / (clock() - begun)))
 
 
-def _stored_or_made(path: Path, make: Any) -> Any:
+def read_or_make_json(path: Path, make: Any) -> Any:
     """Returns the JSON at `path`; if there is none, calls `make` and writes its result there first."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -351,7 +354,7 @@ def _stored_or_made(path: Path, make: Any) -> Any:
 
 
 @contextmanager
-def _run_folder(out: Path | None, name: str) -> Iterator[Path]:
+def open_run_folder(out: Path | None, name: str) -> Iterator[Path]:
     """Yields the folder OUT/NAME of a run; without OUT a temporary folder, which is removed afterwards."""
     if out is not None:
         yield out / name
@@ -360,7 +363,7 @@ def _run_folder(out: Path | None, name: str) -> Iterator[Path]:
         yield Path(folder, name)
 
 
-class _Recipe(argparse.Action):
+class RecipeAction(argparse.Action):
     """The action of --recipe: sets the flags of a recipe, which later flags override."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -368,13 +371,12 @@ class _Recipe(argparse.Action):
             setattr(namespace, name, value)
 
 
-def _learning_rate(args: argparse.Namespace, kind: str) -> float:
-    """Returns the peak learning rate of a kind: its own KIND=RATE, else the one for all kinds, else the default."""
+def learning_rate_of_kind(args: argparse.Namespace, kind: str) -> float:
     rates = dict(args.learning_rate)
     return rates.get(kind, rates.get(None, LEARNING_RATE))
 
 
-def _rate(text: str) -> tuple[str | None, float]:
+def parse_learning_rate(text: str) -> tuple[str | None, float]:
     """Reads a value of --learning-rate, RATE or KIND=RATE, as (kind or None for all kinds, rate)."""
     kind, equals, rate = text.rpartition("=")
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
@@ -56,26 +56,26 @@ def run(args: argparse.Namespace) -> int:
     """Measures every patch size and prints one JSON line for each. Raises `MlxZipError`."""
     check_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
-    text = None if args.text is None else _text(args.text)
-    ids = None if text is None else np.array(first_stage(args.tokenizer)(text), np.uint32)
+    text = None if args.text is None else read_text(args.text)
+    ids = None if text is None else np.array(text_to_ids_function(args.tokenizer)(text), np.uint32)
     for size in args.sizes:
-        line = measure(tokens, size, args.trials)
+        line = measure_patch_size(tokens, size, args.trials)
         if text is not None and ids is not None:
             line |= measure_text(tokens, size, text, ids, args.trials)
         names = {"tokenizer": Path(args.tokenizer).name, "text": args.text and Path(args.text).name}
-        line = {"bench": "hbpe", **names, **line, **surroundings()}
+        line = {"bench": "hbpe", **names, **line, **environment_fields()}
         print(json.dumps(line), flush=True)
     return 0
 
 
-def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
+def measure_patch_size(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
     """Returns the record of one patch size: number of merges, size of the patch table, times of learning and building.
 
     tokens: the bytes of each first-stage token. size: most symbols in a patch.
     """
     merges = learn(tokens, size).merges
     table = PatchTable.build(merges, tokens)
-    learn_ms = _ms(trials, lambda: learn(tokens, size))
+    learn_ms = summarize_call_ms(trials, lambda: learn(tokens, size))
     line = {
         "patch_size": size,
         "tokens": len(tokens),
@@ -84,7 +84,7 @@ def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
         "table_bytes": table.rows.nbytes,
         "longest_token_bytes": max(map(len, tokens)),
         "learn_ms": learn_ms,
-        "build_ms": _ms(trials, lambda: PatchTable.build(merges, tokens)),
+        "build_ms": summarize_call_ms(trials, lambda: PatchTable.build(merges, tokens)),
     }
     if fingerprint(tokens) == GPT2_FINGERPRINT:
         line |= {"expected_merges": GPT2.get(size), "target_ms": TARGETS_MS.get(size)}
@@ -110,7 +110,9 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
         "fertility": fertility(len(ids), words_of(text)),
         "symbols_per_patch_stop": symbols,
         "symbols_per_patch_full": float(full.lengths[ids].mean()),
-        "encode_ns_per_patch": summary([1e9 * s / len(ids) for s in _samples(trials, lambda: stop.encode(ids))]),
+        "encode_ns_per_patch": summarize_samples(
+            [1e9 * s / len(ids) for s in call_seconds(trials, lambda: stop.encode(ids))]
+        ),
         "flops_plain": plain_flops(*sizes, len(tokens)),
         "flops_patches_paper": hierarchical_flops(*sizes, LOCAL, len(merges.pairs)),
         "flops_patches_counted": hierarchical_flops(*sizes, LOCAL, merges.symbols, symbols),
@@ -118,7 +120,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
     }
 
 
-def first_stage(path: str) -> Callable[[str], Sequence[int]]:
+def text_to_ids_function(path: str) -> Callable[[str], Sequence[int]]:
     """Returns a function from text to a tokenizer's ids, without special ids.
 
     A path with .tiktoken in its name is read as tiktoken's format, any other as a tokenizer of `vocab hbpe`.
@@ -128,7 +130,7 @@ def first_stage(path: str) -> Callable[[str], Sequence[int]]:
     return text_encoder(path)
 
 
-def _text(path: str) -> str:
+def read_text(path: str) -> str:
     """Reads the UTF-8 file of --text. Raises `MlxZipError`."""
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -136,12 +138,11 @@ def _text(path: str) -> str:
         raise MlxZipError(f"--text {path} cannot be read: {error}") from error
 
 
-def _ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
-    """Returns the summary of a call's processor milliseconds over the trials."""
-    return summary([1e3 * seconds for seconds in _samples(trials, call)])
+def summarize_call_ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
+    return summarize_samples([1e3 * seconds for seconds in call_seconds(trials, call)])
 
 
-def _samples(trials: int, call: Callable[[], Any]) -> list[float]:
+def call_seconds(trials: int, call: Callable[[], Any]) -> list[float]:
     """Returns the processor seconds of each of `trials` calls, after one warm-up call."""
     call()
     out = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.plots import Curve, Panel, lines
-from mlx_zip.bench.records import Cell, Columns, column_table, machines, shown
+from mlx_zip.bench.plots import Curve, Panel, line_charts
+from mlx_zip.bench.records import Cell, Columns, column_table, machines_table, make_column_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,38 +30,34 @@ TABLE3_PATCHES = {"patches": "3.62", "space": "3.06", "entropy": "1.66"}  # byte
 Line = dict[str, Any]
 
 
-def _models(records: Any, recipe: str | None) -> list[Line]:
+def recorded_models(records: Any, recipe: str | None) -> list[Line]:
     """Returns the recorded lines of `bench hbpe_model` that were run with a --recipe (None: without one)."""
     return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
 
 
-def _made_so_far(records: Any, recipe: str, columns: Columns) -> str:
-    """Returns a table of the models of a recipe; if there are none, a sentence with the command that records them."""
-    if found := _models(records, recipe):
+def models_table(records: Any, recipe: str, columns: Columns) -> str:
+    if found := recorded_models(records, recipe):
         return column_table(found, columns)
     return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
 
 
-def _gflops(name: str) -> Cell:
-    """Returns a cell of FLOPs in 10^9."""
+def gflops_cell(name: str) -> Cell:
     return lambda line: f"{line[name] / 1e9:.0f}"
 
 
-def _of_paper(figures: Mapping[str, str]) -> Cell:
-    """Returns a cell of the paper's figure of a kind of model, "" where the paper has none."""
+def paper_cell(figures: Mapping[str, str]) -> Cell:
     return lambda line: figures.get(line["model"], "")
 
 
-def _gpt2(lines: Sequence[Line]) -> list[Line]:
+def gpt2_lines(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if line["tokenizer"] == GPT2]
 
 
-def _with_text(lines: Sequence[Line]) -> list[Line]:
+def lines_with_text(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if "bytes_per_patch_space" in line]
 
 
 def _model_label(line: Line) -> str:
-    """Returns a model's name in tables, with layers and width of its local models if it has any."""
     local = line["config"].get("local")
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
@@ -77,10 +73,10 @@ CODEC_COLUMNS: Columns = (
 )
 FLOPS_COLUMNS: Columns = (  # GFLOPs of the paper's small model on 8,192 bytes, with patches counted in three ways
     ("S", "{patch_size}"),
-    ("plain BPE", _gflops("flops_plain")),
-    ("patches, the paper's count", _gflops("flops_patches_paper")),
-    ("with the symbols that there are", _gflops("flops_patches_counted")),
-    ("with S symbols", _gflops("flops_patches_padded")),
+    ("plain BPE", gflops_cell("flops_plain")),
+    ("patches, the paper's count", gflops_cell("flops_patches_paper")),
+    ("with the symbols that there are", gflops_cell("flops_patches_counted")),
+    ("with S symbols", gflops_cell("flops_patches_padded")),
 )
 TEXT_COLUMNS: Columns = (  # "patches, counted" has the symbols that the text's patches have, by the paper's formula
     ("text", "{text}"),
@@ -90,9 +86,9 @@ TEXT_COLUMNS: Columns = (  # "patches, counted" has the symbols that the text's 
     ("bytes per patch", "{bytes_per_patch:.2f}"),
     ("cut at blanks", "{bytes_per_patch_space:.2f}"),
     ("symbols per patch", "{symbols_per_patch_stop:.2f}"),
-    ("GFLOPs, plain", _gflops("flops_plain")),
-    ("patches, paper's", _gflops("flops_patches_paper")),
-    ("patches, counted", _gflops("flops_patches_counted")),
+    ("GFLOPs, plain", gflops_cell("flops_plain")),
+    ("patches, paper's", gflops_cell("flops_patches_paper")),
+    ("patches, counted", gflops_cell("flops_patches_counted")),
 )
 SPENT: Columns = (
     ("parameters", "{parameters:,}"),
@@ -106,20 +102,20 @@ KIND_COLUMNS: Columns = (  # the paper's table 2: bits per byte by kind of model
     ("model", _model_label),
     *SPENT,
     ("fertility", "{fertility:.2f}"),
-    ("paper", _of_paper(TABLE2_FERTILITY)),
+    ("paper", paper_cell(TABLE2_FERTILITY)),
     KFLOPS,
-    ("paper, GFLOPs per 8,192 bytes", _of_paper(TABLE2_FLOPS)),
+    ("paper, GFLOPs per 8,192 bytes", paper_cell(TABLE2_FLOPS)),
     BITS,
-    ("paper", _of_paper(TABLE2)),
+    ("paper", paper_cell(TABLE2)),
 )
 CHINESE_COLUMNS: Columns = (  # the paper's table 3: patches of Chinese text by kind
     ("model", _model_label),
     *SPENT,
     ("bytes per patch", "{bytes_per_unit:.2f}"),
-    ("paper", _of_paper(TABLE3_PATCHES)),
+    ("paper", paper_cell(TABLE3_PATCHES)),
     KFLOPS,
     BITS,
-    ("paper", _of_paper(TABLE3)),
+    ("paper", paper_cell(TABLE3)),
 )
 SIZE_COLUMNS: Columns = (  # models over patches by patch size, which the paper draws as figure 7
     ("S", "{config[patch_size]}"),
@@ -131,22 +127,21 @@ SIZE_COLUMNS: Columns = (  # models over patches by patch size, which the paper 
 )
 
 
-def picture(records: Any) -> Figure:
+def bits_per_byte_figure(records: Any) -> Figure:
     """Returns a figure of held-out bits per byte, a curve per kind of model, in three panels.
 
     The panels' x axes are text read, training FLOPs and processor seconds.
     """
-    found = _models(records, "table2")
+    found = recorded_models(records, "table2")
     over = {
         "text read, MB": lambda line, point: point["train_bytes"] / 1e6,
         "FLOPs of training, 10^12": lambda line, point: _training_flops(line, point) / 1e12,
         "processor seconds": lambda line, point: point["processor_s"],
     }
-    return lines([Panel(label, "bits per byte", _curves(found, x)) for label, x in over.items()])
+    return line_charts([Panel(label, "bits per byte", bits_per_byte_curves(found, x)) for label, x in over.items()])
 
 
-def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
-    """Returns a curve of bits per byte for each model. x: returns a point's x value, given the line and the point."""
+def bits_per_byte_curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
     return [
         Curve(_model_label(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
         for line in lines
@@ -159,12 +154,12 @@ def _training_flops(line: Line, point: Line) -> float:
 
 
 TABLES = {
-    "hbpe-codec": shown(CODEC, CODEC_COLUMNS, _gpt2),
-    "hbpe-kinds": lambda records: _made_so_far(records, "table2", KIND_COLUMNS),
-    "hbpe-chinese": lambda records: _made_so_far(records, "table3", CHINESE_COLUMNS),
-    "hbpe-sizes": lambda records: _made_so_far(records, "figure7", SIZE_COLUMNS),
-    "hbpe-cuts": shown(CODEC, TEXT_COLUMNS, _with_text),
-    "hbpe-flops": shown(CODEC, FLOPS_COLUMNS, _gpt2),
-    "hbpe-machines": lambda records: machines(records, (CODEC, MODELS)),
+    "hbpe-codec": make_column_table(CODEC, CODEC_COLUMNS, gpt2_lines),
+    "hbpe-kinds": lambda records: models_table(records, "table2", KIND_COLUMNS),
+    "hbpe-chinese": lambda records: models_table(records, "table3", CHINESE_COLUMNS),
+    "hbpe-sizes": lambda records: models_table(records, "figure7", SIZE_COLUMNS),
+    "hbpe-cuts": make_column_table(CODEC, TEXT_COLUMNS, lines_with_text),
+    "hbpe-flops": make_column_table(CODEC, FLOPS_COLUMNS, gpt2_lines),
+    "hbpe-machines": lambda records: machines_table(records, (CODEC, MODELS)),
 }
-PICTURES = {"docs/reports/hbpe.svg": picture}
+PICTURES = {"docs/reports/hbpe.svg": bits_per_byte_figure}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.vocab.multitok import Samples
 
-from .labelled import Encoded
+from .labelled import EncodedTexts
 
 WIDTH, HEADS, HIDDEN, RATE = 100, 2, 200, 0.01
 EPSILONS = (0.1, 0.01)
@@ -61,8 +61,8 @@ class Classifier(nn.Module):
         return self.head(mean)
 
 
-def learn(
-    encoded: Encoded, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace
+def train_classifier(
+    encoded: EncodedTexts, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Trains one classifier and returns its part of the record, with accuracy on the test texts after each epoch.
 
@@ -70,22 +70,22 @@ def learn(
     """
     mx.random.seed(seed)
     order = np.random.default_rng(seed)
-    sizes = [lengths(part) for part in (encoded.train, encoded.test)]
+    sizes = [token_counts(part) for part in (encoded.train, encoded.test)]
     model = Classifier(encoded.trained, encoded.used, classes, max(1, *(int(part.max()) for part in sizes)))
     optimizer = optim.Adam(learning_rate=args.learning_rate)
-    gradient = nn.value_and_grad(model, _loss)
+    gradient = nn.value_and_grad(model, classifier_loss)
     losses, walls, processors, scores = [], [], [], []
     for _ in range(args.epochs):
         total, begun = 0.0, (time.perf_counter(), time.process_time())
-        for which in batches(sizes[0], args.batch_size, order):
-            loss, gradients = gradient(model, mx.array(padded(encoded.train, which)), mx.array(answers[0][which]))
+        for which in batches_of_similar_length(sizes[0], args.batch_size, order):
+            loss, gradients = gradient(model, mx.array(pad_samples(encoded.train, which)), mx.array(answers[0][which]))
             optimizer.update(model, gradients)
             mx.eval(model.state, optimizer.state, loss)
             total += float(loss) * len(which)
         walls.append(time.perf_counter() - begun[0])
         processors.append(time.process_time() - begun[1])
         losses.append(total / len(answers[0]))
-        scores.append(judge(model, encoded.test, answers[1], args.batch_size))
+        scores.append(accuracy_and_auc(model, encoded.test, answers[1], args.batch_size))
     flat: Any = tree_flatten(model.parameters())
     body = sum(array.size for name, array in flat if name != "table")
     return {
@@ -101,21 +101,21 @@ def learn(
         "aucs": [s[1] for s in scores],
         "seconds": [round(s, 3) for s in walls],
         "processor_s": [round(s, 3) for s in processors],
-        **training_times(losses, walls, processors),
+        **times_to_converge(losses, walls, processors),
     }
 
 
-def training_times(losses: Sequence[float], walls: Sequence[float], processors: Sequence[float]) -> dict[str, Any]:
+def times_to_converge(losses: Sequence[float], walls: Sequence[float], processors: Sequence[float]) -> dict[str, Any]:
     """Returns C(eps) for each of `EPSILONS`, in epochs, wall seconds and processor seconds; None where not reached.
 
     losses, walls, processors: the training loss and the two times of each epoch.
     """
-    epochs = {str(eps): reached(losses, eps) for eps in EPSILONS}
+    epochs = {str(eps): epochs_to_converge(losses, eps) for eps in EPSILONS}
     until = lambda times: {eps: None if n is None else round(sum(times[:n]), 2) for eps, n in epochs.items()}
     return {"epochs_to": epochs, "seconds_to": until(walls), "processor_s_to": until(processors)}
 
 
-def reached(losses: Sequence[float], epsilon: float) -> int | None:
+def epochs_to_converge(losses: Sequence[float], epsilon: float) -> int | None:
     """Returns C(eps): the fewest epochs after which the next ten losses (or all that are left) are below epsilon.
 
     None if there is no such epoch.
@@ -123,19 +123,20 @@ def reached(losses: Sequence[float], epsilon: float) -> int | None:
     return next((i for i in range(len(losses)) if max(losses[i : i + STAYS]) < epsilon), None)
 
 
-def _loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.array:
+def classifier_loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.array:
     return nn.losses.cross_entropy(model(ids), labels, reduction="mean")
 
 
 # ---- batches
 
 
-def lengths(samples: Samples) -> NDArray[np.int64]:
-    """Returns the number of tokens of each sample."""
+def token_counts(samples: Samples) -> NDArray[np.int64]:
     return np.diff(samples.ends.astype(np.int64), prepend=0)
 
 
-def batches(sizes: NDArray[np.int64], size: int, order: np.random.Generator | None = None) -> Iterator[Integers]:
+def batches_of_similar_length(
+    sizes: NDArray[np.int64], size: int, order: np.random.Generator | None = None
+) -> Iterator[Integers]:
     """Yields batches of `size` sample numbers, samples of similar length together, until each sample was in one.
 
     sizes: length of each sample. order: draws samples at random, `POOL` batches at a time, sorts these by length and
@@ -152,9 +153,8 @@ def batches(sizes: NDArray[np.int64], size: int, order: np.random.Generator | No
     return (cut[i] for i in (range(len(cut)) if order is None else order.permutation(len(cut))))
 
 
-def padded(samples: Samples, which: Integers) -> NDArray[np.int32]:
-    """Returns the samples with the numbers `which`, [N, L], padded with 0 to the longest of them."""
-    ends, sizes = samples.ends[which].tolist(), lengths(samples)[which].tolist()
+def pad_samples(samples: Samples, which: Integers) -> NDArray[np.int32]:
+    ends, sizes = samples.ends[which].tolist(), token_counts(samples)[which].tolist()
     rows = [samples.ids[end - n : end] for end, n in zip(ends, sizes, strict=True)]
     out = np.zeros((len(which), max(1, *map(len, rows))), np.int32)
     for row, ids in zip(out, rows, strict=True):
@@ -165,23 +165,23 @@ def padded(samples: Samples, which: Integers) -> NDArray[np.int32]:
 # ---- judging
 
 
-def judge(model: Classifier, samples: Samples, labels: Integers, batch_size: int) -> tuple[float, float]:
+def accuracy_and_auc(model: Classifier, samples: Samples, labels: Integers, batch_size: int) -> tuple[float, float]:
     """Returns the accuracy on the samples, and the area under the ROC curve.
 
     With two classes the area is that of the second class, else the mean over classes of each against all others.
     """
     model.eval()
-    order = list(batches(lengths(samples), batch_size))
-    chances_of = lambda which: np.array(mx.softmax(model(mx.array(padded(samples, which))), axis=-1))
+    order = list(batches_of_similar_length(token_counts(samples), batch_size))
+    chances_of = lambda which: np.array(mx.softmax(model(mx.array(pad_samples(samples, which))), axis=-1))
     chances = np.concatenate([chances_of(which) for which in order])
     model.train()
     labels = labels[np.concatenate(order)]
     classes = chances.shape[1]
-    area = np.mean([auc(chances[:, c], labels == c) for c in ([1] if classes == 2 else range(classes))])
+    area = np.mean([area_under_roc(chances[:, c], labels == c) for c in ([1] if classes == 2 else range(classes))])
     return round(float((chances.argmax(axis=1) == labels).mean()), 4), round(float(area), 4)
 
 
-def auc(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
+def area_under_roc(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
     """Returns the area under the ROC curve: the probability that a positive sample scores higher than a negative one.
 
     Ties count half. 0.5 if there are no positive or no negative samples.

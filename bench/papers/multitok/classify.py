@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import whole_file
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
 
-from .classifier import RATE, learn
-from .labelled import PLAIN, Labelled, Setting, encode, read_labelled
-from .tables import losses
+from .classifier import RATE, train_classifier
+from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_labelled
+from .tables import training_loss_figure
 
 RECORD = Path(__file__).resolve().parent / "records" / "classify.jsonl"
 Line = dict[str, Any]
@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     With --figure draws the lines that there are. Raises `MlxZipError` for wrong flags or files before any training.
     """
     if args.figure is not None:
-        save(losses(read_lines(args.out or RECORD)), args.figure)
+        save_figure(training_loss_figure(read_lines(args.out or RECORD)), args.figure)
         return 0
-    settings = _checked(args)
+    settings = check_flags(args)
     done = read_lines(args.out) if args.out and args.out.exists() else []
-    keep(args.out, done)  # a missing folder is an error now and not after a run
-    train, test = _texts(args)
-    name, units, split = _units(args.tokenizer, [*train.texts, *test.texts])
+    write_or_print_lines(args.out, done)  # a missing folder is an error now and not after a run
+    train, test = read_texts(args)
+    name, units, split = units_of_texts(args.tokenizer, [*train.texts, *test.texts])
     pieces = [[split(text) for text in part.texts] for part in (train, test)]
     classes = sorted({*train.labels, *test.labels})
     answers = [np.array([classes.index(label) for label in part.labels]) for part in (train, test)]
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     }
     for text, setting in zip(args.settings, settings, strict=True):
         begun = time.process_time()
-        encoded = encode(setting, units, *pieces)
+        encoded = encode_texts(setting, units, *pieces)
         took = time.process_time() - begun
         for seed in args.seeds:
             line: Line = {
@@ -125,17 +125,17 @@ def run(args: argparse.Namespace) -> int:
                 "ratio": round(encoded.ratio, 4),
                 "per_word": round(len(encoded.train.ids) / train.words, 4),
                 "encode_processor_s": round(took, 2),
-                **learn(encoded, answers, len(classes), seed, args),
+                **train_classifier(encoded, answers, len(classes), seed, args),
                 "load_average": round(os.getloadavg()[0], 1),
-                **surroundings("mlx"),
+                **environment_fields("mlx"),
             }
             done.append(line)
-            keep(args.out, done)
+            write_or_print_lines(args.out, done)
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)
     return 0
 
 
-def _checked(args: argparse.Namespace) -> list[Setting]:
+def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
     """Checks the flags and returns the settings of --settings. Raises `MlxZipError`."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
         raise MlxZipError(f"{' and '.join(missing)} missing; or give --figure to draw what the record holds")
@@ -143,15 +143,15 @@ def _checked(args: argparse.Namespace) -> list[Setting]:
     check_at_least(args, 0, "seeds")
     if not 0 < args.learning_rate < float("inf"):
         raise MlxZipError(f"--learning-rate must be above 0, got {args.learning_rate}")
-    return [Setting.parse(text) for text in args.settings]
+    return [EncodingSetting.parse(text) for text in args.settings]
 
 
-def _texts(args: argparse.Namespace) -> tuple[Labelled, Labelled]:
-    train = read_labelled(args.train).some(args.samples, args.words)
-    return train, read_labelled(args.test).some(args.test_samples, args.words)
+def read_texts(args: argparse.Namespace) -> tuple[LabelledTexts, LabelledTexts]:
+    train = read_labelled(args.train).first_texts(args.samples, args.words)
+    return train, read_labelled(args.test).first_texts(args.test_samples, args.words)
 
 
-def _units(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
+def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
     """Returns the name of the units, their vocabulary, and a function that splits a text into units.
 
     Units are the ids of a tokenizer, or with None the words of the texts.
@@ -173,7 +173,7 @@ def read_lines(path: Path) -> list[Line]:
     return lines
 
 
-def keep(path: Path | None, lines: Sequence[Line]) -> None:
+def write_or_print_lines(path: Path | None, lines: Sequence[Line]) -> None:
     """Writes all lines to the file at `path`, whole or not at all; with path None prints the last line instead.
 
     Raises `DataError`.

@@ -24,7 +24,7 @@ PRUNING = "single"  # as in the paper: a phrase that is used too rarely is repla
 
 
 @dataclass(frozen=True)
-class Setting:
+class EncodingSetting:
     """A way to encode texts, in the paper's notation PERCENT,WINDOW-WINDOW[,>=USES], for example 100,2-1,>=2.
 
     percent: share of the samples that phrases are learned from; 0: no phrases, units stay as they are. windows: most
@@ -37,7 +37,7 @@ class Setting:
     least_uses: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Setting:
+    def parse(cls, text: str) -> EncodingSetting:
         """Reads a setting: `plain` or PERCENT,WINDOW-WINDOW[,>=USES]. Raises `MlxZipError`."""
         try:
             if text == PLAIN:
@@ -53,7 +53,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledTexts:
     """Texts, and the class label of each."""
 
     texts: tuple[str, ...]
@@ -64,32 +64,31 @@ class Labelled:
         """Number of words of all texts together."""
         return sum(len(text.split()) for text in self.texts)
 
-    def some(self, n: int | None, words: int) -> Labelled:
+    def first_texts(self, n: int | None, words: int) -> LabelledTexts:
         """Returns `n` texts (None: all), each cut to its first `words` words.
 
         They are drawn in a fixed random order, because files may be sorted by label.
         """
         order = np.random.default_rng(0).permutation(len(self.texts))[:n].tolist()
         cut = tuple(" ".join(self.texts[i].split()[:words]) for i in order)
-        return Labelled(cut, tuple(self.labels[i] for i in order))
+        return LabelledTexts(cut, tuple(self.labels[i] for i in order))
 
 
-def read_labelled(path: Path) -> Labelled:
+def read_labelled(path: Path) -> LabelledTexts:
     """Reads all labelled texts of a .jsonl or .tsv file (.gz is unpacked). Raises `DataError` naming file and line."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
         lines = data.decode("utf-8").split("\n")  # a text may hold other ends of lines
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    read = [_labelled(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    read = [parse_labelled_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not read:
         raise DataError(f"{path} holds no text")
     texts, labels = zip(*read, strict=True)
-    return Labelled(texts, labels)
+    return LabelledTexts(texts, labels)
 
 
-def _labelled(path: Path, number: int, line: str) -> tuple[str, int]:
-    """Returns (text, label) of one line of a file. number: the line's, for the error message."""
+def parse_labelled_line(path: Path, number: int, line: str) -> tuple[str, int]:
     try:
         if ".tsv" in path.name:
             text, label = line.rsplit("\t", 1)
@@ -102,7 +101,7 @@ def _labelled(path: Path, number: int, line: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedTexts:
     """Training and test texts as ids of an embedding table.
 
     Id 0 is padding, ids 1..trained occur in training texts, higher ones in test texts only. trained: number of ids
@@ -118,7 +117,7 @@ class Encoded:
     ratio: float
 
 
-def encode(setting: Setting, units: Words | Tokens, train: list[Any], test: list[Any]) -> Encoded:
+def encode_texts(setting: EncodingSetting, units: Words | Tokens, train: list[Any], test: list[Any]) -> EncodedTexts:
     """Encodes training and test texts by a setting.
 
     units: the vocabulary of words or tokenizer ids. train, test: each text's units.
@@ -138,4 +137,4 @@ def encode(setting: Setting, units: Words | Tokens, train: list[Any], test: list
     place = lambda part: Samples(numbers(part.ids), part.ends)
     rows = 1 + units.size + int((dictionary.ids != NO_ID).sum())
     ratio = len(ids.ids) / max(1, len(samples.ids))
-    return Encoded(place(ids), place(judged), len(trained), 1 + len(known), rows, ratio)
+    return EncodedTexts(place(ids), place(judged), len(trained), 1 + len(known), rows, ratio)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -81,16 +81,16 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "trials")
     if args.tokenizer and args.only == "speed":
         raise MlxZipError("--only speed measures words: leave --tokenizer out")
-    corpus = Corpus(args)
-    speeds = [] if args.tokenizer or args.only == "ratios" else _speeds(corpus, args.trials)
-    for line in [*speeds, *([] if args.only == "speed" else _ratios(corpus))]:
+    corpus = PhraseCorpus(args)
+    speeds = [] if args.tokenizer or args.only == "ratios" else speed_records(corpus, args.trials)
+    for line in [*speeds, *([] if args.only == "speed" else ratio_records(corpus))]:
         shown = {"bench": "multitok", **line, "data": corpus.record}
-        print(json.dumps({**shown, **surroundings(*corpus.libraries)}), flush=True)
+        print(json.dumps({**shown, **environment_fields(*corpus.libraries)}), flush=True)
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
     return 0
 
 
-class Corpus:
+class PhraseCorpus:
     """The texts of a run as samples of units.
 
     learned: samples of --text; held_out: samples of --held-out, or None. units: their vocabulary; words: number of
@@ -121,7 +121,7 @@ class Corpus:
         }
         self.record["files"] = [name.rsplit("/", 1)[-1] for name in self.record["files"]]
 
-    def dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
+    def learn_dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
         """Returns a dictionary learned from the first `percent` per cent of the samples, and the ids of all samples.
 
         window: most units in a phrase; 0: no limit.
@@ -134,41 +134,40 @@ class Corpus:
 # ---- speed
 
 
-def _speeds(corpus: Corpus, trials: int) -> Iterator[dict[str, Any]]:
-    """Yields a record of speed for learning and for encoding with each window, and for encoding after pruning."""
+def speed_records(corpus: PhraseCorpus, trials: int) -> Iterator[dict[str, Any]]:
     samples, tuples = corpus.learned, [tuple(sample.tolist()) for sample in corpus.learned]
     for window in WINDOWS:
-        dictionary, ids = corpus.dictionary(window)
-        known, plain_ids = plain_train(tuples, corpus.units.size, window)
+        dictionary, ids = corpus.learn_dictionary(window)
+        known, plain_ids = learn_phrases_in_plain_python(tuples, corpus.units.size, window)
         if plain_ids != ids.lists():
             raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
         setting = {"window": window}
         learn = lambda window=window: Dictionary(Settings(corpus.units, window)).train(samples)
-        slow = lambda window=window: plain_train(tuples, corpus.units.size, window)
+        slow = lambda window=window: learn_phrases_in_plain_python(tuples, corpus.units.size, window)
         bytes_per_phrase = (dictionary.nbytes - 4 * corpus.units.size) / len(dictionary)
         yield {
             "what": "train",
             "setting": setting,
-            **_compared_speed(len(samples.ids), trials, learn, slow),
+            **compare_speeds(len(samples.ids), trials, learn, slow),
             "phrases": len(dictionary),
             "bytes_per_phrase": round(bytes_per_phrase, 2),
         }
         use = lambda dictionary=dictionary: dictionary.encode_all(samples)
-        slow = lambda known=known: [plain_encode(known, sample) for sample in tuples]
+        slow = lambda known=known: [encode_in_plain_python(known, sample) for sample in tuples]
         if slow() != use().lists():
             raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
-        yield {"what": "encode", "setting": setting, **_compared_speed(len(samples.ids), trials, use, slow)}
+        yield {"what": "encode", "setting": setting, **compare_speeds(len(samples.ids), trials, use, slow)}
         pruned = prune(dictionary, 1)
         for matching in ("longest", "walk"):
             use = lambda pruned=pruned, matching=matching: pruned.encode_all(samples, matching=matching)
             yield {
                 "what": "encode",
                 "setting": {**setting, "pruned": 1, "matching": matching},
-                **_compared_speed(len(samples.ids), trials, use, None),
+                **compare_speeds(len(samples.ids), trials, use, None),
             }
 
 
-def plain_train(
+def learn_phrases_in_plain_python(
     samples: Sequence[tuple[int, ...]], units: int, window: int
 ) -> tuple[dict[tuple[int, ...], int], list[list[int]]]:
     """Learns phrases in plain Python; returns the id of every unit and phrase (from 1 on), and the ids of each sample.
@@ -192,7 +191,7 @@ def plain_train(
     return known, encoded
 
 
-def plain_encode(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> list[int]:
+def encode_in_plain_python(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> list[int]:
     """Encodes one sample in plain Python without learning; returns its ids. known: the id of each unit and phrase."""
     ids, at, n = [], 0, len(sample)
     while at < n:
@@ -207,7 +206,7 @@ def plain_encode(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> 
     return ids
 
 
-def _compared_speed(
+def compare_speeds(
     n_units: int, trials: int, ours: Callable[[], Any], plain: Callable[[], Any] | None
 ) -> dict[str, Any]:
     """Times two functions that process the same `n_units` units, in turn; returns their speeds and the ratio.
@@ -221,14 +220,13 @@ def _compared_speed(
         mine.append(_million_units_per_s(ours, n_units))
         if plain is not None and trial < SLOW_TRIALS:
             other.append(_million_units_per_s(plain, n_units))
-    record = {"unit": "million units per s", "ours": summary(mine)}
+    record = {"unit": "million units per s", "ours": summarize_samples(mine)}
     if other:
-        record |= {"plain_python": summary(other), "ratio": round(median(mine) / median(other), 1)}
+        record |= {"plain_python": summarize_samples(other), "ratio": round(median(mine) / median(other), 1)}
     return record
 
 
 def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
-    """Returns the speed of one call that processes `n_units` units, by the thread's processor time."""
     begun = time.thread_time()
     call()
     return n_units / (time.thread_time() - begun) / 1e6
@@ -237,12 +235,11 @@ def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
 # ---- ratios
 
 
-def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
-    """Yields a record of the ratio for each percentage of samples and window, then those after pruning."""
+def ratio_records(corpus: PhraseCorpus) -> Iterator[dict[str, Any]]:
     paper = PAPER_TOKENS.get(corpus.name, {}) if isinstance(corpus.units, Tokens) else PAPER_WORDS
     settings = dict.fromkeys([*paper, *((percent, window) for percent in (100, 50) for window in WINDOWS)])
     for percent, window in settings:
-        dictionary, ids = corpus.dictionary(window, percent)
+        dictionary, ids = corpus.learn_dictionary(window, percent)
         setting = {"percent": percent, "window": window}
         stats = dictionary.stats()
         kept = ("phrases", "never_used", "used_once", "longest", "phrases_by_length", "memory_bytes")
@@ -254,16 +251,15 @@ def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
             "per_word": round(len(ids.ids) / corpus.words, 4),
             "paper": paper.get((percent, window)),
             **{name: stats[name] for name in kept},
-            **_held_out_ratios(corpus, dictionary),
+            **held_out_ratios(corpus, dictionary),
         }
         if percent == 100:
-            yield from _prunings(corpus, dictionary, ids, setting)
+            yield from pruned_ratio_records(corpus, dictionary, ids, setting)
 
 
-def _prunings(
-    corpus: Corpus, dictionary: Dictionary, ids: Samples, setting: dict[str, Any]
+def pruned_ratio_records(
+    corpus: PhraseCorpus, dictionary: Dictionary, ids: Samples, setting: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record of the ratio for each way to prune a dictionary. ids: the samples, encoded before pruning."""
     window = setting["window"]
     for at_most in AT_MOST:
         bound = growth_bound(dictionary, at_most)
@@ -281,11 +277,11 @@ def _prunings(
                 "growth": round(len(again.ids) / len(ids.ids), 4),
                 "lemma_printed": round(bound.printed, 4),
                 "lemma_corrected": round(bound.corrected, 4),
-                **_held_out_ratios(corpus, pruned),
+                **held_out_ratios(corpus, pruned),
             }
 
 
-def _held_out_ratios(corpus: Corpus, dictionary: Dictionary) -> dict[str, Any]:
+def held_out_ratios(corpus: PhraseCorpus, dictionary: Dictionary) -> dict[str, Any]:
     """Returns the held-out samples' ratios of tokens to units, by the most units in a phrase; {} without samples."""
     if corpus.held_out is None:
         return {}

@@ -9,34 +9,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, spread, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, median_and_range, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _speed_table(records: Records) -> str:
-    """Returns the table of the speed of learning and encoding, ours and plain Python's."""
+def speed_table(records: Records) -> str:
     lines = (line for line in records.lines("multitok") if line["what"] in ("train", "encode"))
     columns: tuple[tuple[str, Cell], ...] = (
-        ("", _measured),
+        ("", measured_by),
         WINDOW,
-        ("M units/s", lambda line: spread(line["ours"])),
-        ("plain Python", lambda line: spread(line.get("plain_python"))),
+        ("M units/s", lambda line: median_and_range(line["ours"])),
+        ("plain Python", lambda line: median_and_range(line.get("plain_python"))),
         ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
         ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
     )
     return column_table(lines, columns)
 
 
-def _measured(line: Record) -> str:
+def measured_by(line: Record) -> str:
     setting = line["setting"]
     return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
 
 
 def _ratios_table(records: Records) -> str:
-    """Returns the table of ratios r of words, by percentage of samples learned from and window."""
     columns: tuple[tuple[str, Cell], ...] = (
         LEARNED_FROM,
         WINDOW,
@@ -44,13 +42,12 @@ def _ratios_table(records: Records) -> str:
         PHRASES,
         ("never used", lambda line: f"{line['never_used'] / line['phrases']:.0%}"),
         HELD_OUT,
-        ("by pairs at most", _held_out("2")),
+        ("by pairs at most", held_out_cell("2")),
     )
-    return column_table(_ratios(records, "ratio", words=True), columns)
+    return column_table(ratio_lines(records, "ratio", words=True), columns)
 
 
 def _pruned_table(records: Records) -> str:
-    """Returns the table of ratios r of words after phrases used at most K times are pruned."""
     columns: tuple[tuple[str, Cell], ...] = (
         WINDOW,
         ("K", "{setting[at_most]}"),
@@ -62,11 +59,10 @@ def _pruned_table(records: Records) -> str:
         ("corrected", "{lemma_corrected:.3f}"),
         HELD_OUT,
     )
-    return column_table(_ratios(records, "pruned", words=True), columns)
+    return column_table(ratio_lines(records, "pruned", words=True), columns)
 
 
 def _tokenizer_ratios_table(records: Records) -> str:
-    """Returns the table of ratios r where phrases are made of a tokenizer's ids."""
     columns: tuple[tuple[str, Cell], ...] = (
         ("units", "{data[units_are]}"),
         LEARNED_FROM,
@@ -76,33 +72,32 @@ def _tokenizer_ratios_table(records: Records) -> str:
         PHRASES,
         HELD_OUT,
     )
-    return column_table(_ratios(records, "ratio", words=False), columns)
+    return column_table(ratio_lines(records, "ratio", words=False), columns)
 
 
-def _ratios(records: Records, what: str, words: bool) -> Iterator[Record]:
+def ratio_lines(records: Records, what: str, words: bool) -> Iterator[Record]:
     for line in records.lines("multitok"):
         if line["what"] == what and (line["data"]["units_are"] == "words") == words:
             yield line
 
 
-def _paper_ratio(line: Record) -> str:
+def paper_ratio_cell(line: Record) -> str:
     return "" if line["paper"] is None else f"{line['paper']:.2f}"
 
 
-def _held_out(window: str) -> Cell:
+def held_out_cell(window: str) -> Cell:
     """Returns a cell of the ratio of held-out samples. window: "0" for phrases of any length, "2" for pairs at most."""
     return lambda line: f"{found[window]:.3f}" if window in (found := line.get("held_out", {})) else ""
 
 
 LEARNED_FROM: tuple[str, Cell] = ("learn from", "{setting[percent]} %")
 WINDOW: tuple[str, Cell] = ("window", lambda line: str(line["setting"]["window"] or "Max"))  # most units in a phrase
-RATIOS: tuple[tuple[str, Cell], ...] = (("r", "{ratio:.3f}"), ("paper's r", _paper_ratio))
+RATIOS: tuple[tuple[str, Cell], ...] = (("r", "{ratio:.3f}"), ("paper's r", paper_ratio_cell))
 PHRASES: tuple[str, Cell] = ("phrases", "{phrases:,}")
-HELD_OUT: tuple[str, Cell] = ("r held out", _held_out("0"))
+HELD_OUT: tuple[str, Cell] = ("r held out", held_out_cell("0"))
 
 
 def _packs_table(records: Records) -> str:
-    """Returns the table of base ids per id with packs made by `vocab pack learn` and by `vocab multitok export`."""
     rows = []
     for line in records.lines("packs"):
         found = {(pack["size"], pack["learner"]): pack for pack in line["packs"]}
@@ -139,39 +134,36 @@ PAPER = {
 EPSILON = "0.01"  # of C(eps), the column "epochs to 0.01"
 
 
-def classified(lines: Sequence[Record], of_paper: bool) -> str:
+def classifier_table(lines: Sequence[Record], of_paper: bool) -> str:
     """Returns a table with a row per data set, units and setting.
 
     of_paper: the rows of IMDB, next to the paper's figures; else the rows of all other data sets.
     """
-    runs = [line for line in lines if line["bench"] == "classify" and (_data_set(line) == "IMDB") == of_paper]
-    rows = [_row(group, of_paper) for group in grouped(runs)]
+    runs = [line for line in lines if line["bench"] == "classify" and (data_set_name(line) == "IMDB") == of_paper]
+    rows = [classifier_row(group, of_paper) for group in group_by_seed(runs)]
     quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
     cost = ["epochs to 0.01", "processor s to 0.01", "processor s per epoch", "rows", "of them trained"]
     return table(["texts", "encoding", "seeds", *quality, *cost], rows)
 
 
-def grouped(runs: Sequence[Record]) -> list[list[Record]]:
-    """Returns the runs in groups; those of one group differ only in their seed."""
+def group_by_seed(runs: Sequence[Record]) -> list[list[Record]]:
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for line in runs:
-        groups.setdefault((_data_set(line), line["data"]["units_are"], line["setting"]), []).append(line)
+        groups.setdefault((data_set_name(line), line["data"]["units_are"], line["setting"]), []).append(line)
     return list(groups.values())
 
 
-def _data_set(line: Record) -> str:
+def data_set_name(line: Record) -> str:
     name: str = line["data"]["train"].split(".")[0]
     return SAMPLED.get(name, name)
 
 
-def encoding(line: Record) -> str:
-    """Returns the name of a line's encoding in the tables: its setting, with the tokenizer first if there is one."""
+def encoding_name(line: Record) -> str:
     units, setting = line["data"]["units_are"], line["setting"]
     return setting if units == "words" else units if setting == "plain" else f"{units}, {setting}"
 
 
-def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
-    """Returns the row of a group of runs that differ only in their seed. of_paper: add cells of the paper's figures."""
+def classifier_row(runs: Sequence[Record], of_paper: bool) -> list[str]:
     line = runs[0]
     units, setting = line["data"]["units_are"], line["setting"]
     ratio = line["per_word"] if setting == "plain" else line["ratio"]
@@ -179,16 +171,16 @@ def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
     paper = [f"{found[0]:.2f}", f"{found[1]:.3f}", f"{found[2]:.2f}"] if found else [""] * 3
     measured = [
         f"{ratio:.3f}",
-        _mean_and_range([run["accuracy"] for run in runs]),
-        _mean_and_range([run["auc"] for run in runs]),
+        mean_and_range([run["accuracy"] for run in runs]),
+        mean_and_range([run["auc"] for run in runs]),
     ]
     quality = [cell for pair in zip(measured, paper, strict=True) for cell in pair] if of_paper else measured
     epochs, seconds = (
-        _mean_and_range([run[name][EPSILON] for run in runs], 1) for name in ("epochs_to", "processor_s_to")
+        mean_and_range([run[name][EPSILON] for run in runs], 1) for name in ("epochs_to", "processor_s_to")
     )
     return [
-        _data_set(line),
-        encoding(line),
+        data_set_name(line),
+        encoding_name(line),
         str(len(runs)),
         *quality,
         epochs,
@@ -199,7 +191,7 @@ def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
     ]
 
 
-def _mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
+def mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
     """Formats one figure per run as "mean (least-greatest)", followed by "n of m" where some runs have None.
 
     None stands for a run that did not reach the value. places: digits after the decimal point.
@@ -213,39 +205,41 @@ def _mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
     return cell if len(reached) == len(figures) else f"{cell}, {len(reached)} of {len(figures)}"
 
 
-def accuracy_spread(lines: Sequence[Record]) -> str:
+def accuracy_by_seed_table(lines: Sequence[Record]) -> str:
     """Returns a table of accuracy by seed, a row per setting that was run with several seeds.
 
     The last column is the greatest less the least accuracy, in percentage points.
     """
     rows = []
-    for runs in grouped([line for line in lines if line["bench"] == "classify"]):
+    for runs in group_by_seed([line for line in lines if line["bench"] == "classify"]):
         found = [run["accuracy"] for run in runs]
         if len(found) > 1:
             listed = ", ".join(f"{accuracy:.3f}" for accuracy in found)
-            rows.append([_data_set(runs[0]), encoding(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"])
+            rows.append(
+                [data_set_name(runs[0]), encoding_name(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"]
+            )
     return table(["texts", "encoding", "accuracy by seed", "points apart"], rows)
 
 
-def losses(lines: Sequence[Record]) -> Figure:
+def training_loss_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
 
     There is a curve per encoding: the mean over seeds, in a band from the least to the greatest. Raises `DataError` for
     a record without runs, `InstallationError` without matplotlib.
     """
-    groups = grouped([line for line in lines if line.get("bench") == "classify"])
+    groups = group_by_seed([line for line in lines if line.get("bench") == "classify"])
     if not groups:
         raise DataError("the record holds no line of `classify`")
-    names = list(dict.fromkeys(_data_set(group[0]) for group in groups))
-    encodings = list(dict.fromkeys(encoding(group[0]) for group in groups))
+    names = list(dict.fromkeys(data_set_name(group[0]) for group in groups))
+    encodings = list(dict.fromkeys(encoding_name(group[0]) for group in groups))
     figure = new_figure(10, 3.4 * len(names))
     panels = figure.subplots(len(names), 2, squeeze=False, sharey="row")
     for group in groups:
-        row, color = panels[names.index(_data_set(group[0]))], f"C{encodings.index(encoding(group[0])) % 10}"
+        row, color = panels[names.index(data_set_name(group[0]))], f"C{encodings.index(encoding_name(group[0])) % 10}"
         losses = np.array([run["loss"] for run in group])
         spent = np.mean([np.cumsum(run["processor_s"]) for run in group], axis=0)
         for panel, at in zip(row, (np.arange(1, losses.shape[1] + 1), spent), strict=True):
-            panel.plot(at, losses.mean(axis=0), color=color, marker=".", label=encoding(group[0]))
+            panel.plot(at, losses.mean(axis=0), color=color, marker=".", label=encoding_name(group[0]))
             panel.fill_between(at, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.12, linewidth=0)
     for name, (left, right) in zip(names, panels, strict=True):
         left.set(yscale="log", xlabel="epochs", ylabel="training loss", title=name)
@@ -257,15 +251,15 @@ def losses(lines: Sequence[Record]) -> Figure:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "multitok-speed": _speed_table,
+    "multitok-speed": speed_table,
     "multitok-ratios": _ratios_table,
     "multitok-pruned": _pruned_table,
     "multitok-cascade": _tokenizer_ratios_table,
     "multitok-packs": _packs_table,
-    "classifier": lambda records: classified(records.lines("classify"), of_paper=True),
-    "classifier-others": lambda records: classified(records.lines("classify"), of_paper=False),
-    "classifier-seeds": lambda records: accuracy_spread(records.lines("classify")),
+    "classifier": lambda records: classifier_table(records.lines("classify"), of_paper=True),
+    "classifier-others": lambda records: classifier_table(records.lines("classify"), of_paper=False),
+    "classifier-seeds": lambda records: accuracy_by_seed_table(records.lines("classify")),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
-    "docs/reports/multitok-classifier.svg": lambda records: losses(records.lines("classify"))
+    "docs/reports/multitok-classifier.svg": lambda records: training_loss_figure(records.lines("classify"))
 }

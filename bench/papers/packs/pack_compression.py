@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import load_before, surroundings
+from mlx_zip.bench.recording import environment_fields, load_before_bench
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
@@ -81,14 +81,16 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for wrong flags or files before any pack is learned.
     """
     check_at_least(args, 1, "sizes", "window")
-    load_before()
+    load_before_bench()
     CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # refuses a size out of range before texts are read
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
     if untested := train.keys() - test.keys():
         raise MlxZipError(f"{min(untested)} has texts to learn from but none to try packs on: add it to --test")
     disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
     params = CodecParams(vocabulary.size, GROWTH + max(args.sizes), args.merge_size, disabled)
-    held_out = {domain: _windows(_ids(vocabulary, corpus), args.window) for domain, corpus in test.items()}
+    held_out = {
+        domain: cut_windows(tokenize_documents(vocabulary, corpus), args.window) for domain, corpus in test.items()
+    }
     fixed = {
         "bench": "packs",
         "tokenizer": vocabulary.name,
@@ -96,20 +98,20 @@ def run(args: argparse.Namespace) -> int:
         "window": args.window,
         "growth": GROWTH,
         "disabled": args.disabled,
-        "tests": {domain: _test_record(params, test[domain], windows) for domain, windows in held_out.items()},
+        "tests": {domain: held_out_record(params, test[domain], windows) for domain, windows in held_out.items()},
     }
     for domain, corpus in train.items():
-        texts = _ids(vocabulary, corpus)
-        line = {**fixed, "domain": domain, "train": _corpus_record(corpus), "train_ids": sum(map(len, texts))}
+        texts = tokenize_documents(vocabulary, corpus)
+        line = {**fixed, "domain": domain, "train": corpus_record(corpus), "train_ids": sum(map(len, texts))}
         sizes = sorted(args.sizes)
-        line["packs"] = list(packs(params, texts, held_out, sizes, args.window))
-        line["retokenized"] = [retokenized(params, texts, held_out, size, args.window) for size in sizes]
-        print(json.dumps({**line, **surroundings(vocabulary.library, "tokenizers")}), flush=True)
+        line["packs"] = list(pack_records(params, texts, held_out, sizes, args.window))
+        line["retokenized"] = [retokenized_record(params, texts, held_out, size, args.window) for size in sizes]
+        print(json.dumps({**line, **environment_fields(vocabulary.library, "tokenizers")}), flush=True)
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
     return 0
 
 
-def packs(
+def pack_records(
     params: CodecParams,
     texts: Sequence[Uint32s],
     held_out: Mapping[str, Sequence[Uint32s]],
@@ -132,44 +134,44 @@ def packs(
                 "learner": name,
                 "entries": len(pack),
                 "learned_s": round(took, 2),
-                "rates": {domain: rate(params, windows, pack) for domain, windows in held_out.items()},
-                "static": {domain: rate(params, windows, pack, growth=0) for domain, windows in held_out.items()},
+                "rates": {domain: base_ids_per_id(params, windows, pack) for domain, windows in held_out.items()},
+                "static": {
+                    domain: base_ids_per_id(params, windows, pack, growth=0) for domain, windows in held_out.items()
+                },
             }
 
 
-def retokenized(
+def retokenized_record(
     params: CodecParams, texts: Sequence[Uint32s], held_out: Mapping[str, Sequence[Uint32s]], size: int, window: int
 ) -> dict[str, Any]:
     """Returns the record of a larger tokenizer without a codebook: base ids per token on every domain of `held_out`.
 
     The tokenizer has `size` merges more than the given one, learned from `texts`.
     """
-    bpe = Bpe(params, texts, size, window)
+    bpe = BaseIdBpe(params, texts, size, window)
     rates = {name: round(sum(map(len, ids)) / sum(map(bpe.count, ids)), 4) for name, ids in held_out.items()}
     return {"size": size, "merges": len(bpe.entries()), "rates": rates}
 
 
-def vocab_pack_learn(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
-    """Returns the entries of a pack of `size` entries that is made as by `mlx_zip vocab pack learn`."""
+def learn_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
     return learn(params, texts, size, window=window).entries
 
 
-def multitok(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+def multitok_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
     """Returns the entries of a pack made from a MultiTok dictionary of whole texts (`window` is ignored)."""
     dictionary = Dictionary(Settings(Tokens(params.vocab_size), params.merge_size))
     dictionary.train(Samples.of(texts))
     return pack_of_phrases(dictionary, size, params.merge_size, None, params.disabled_ids).entries
 
 
-def plain_bpe(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
-    """Returns the entries of a pack made by plain byte pair encoding over base ids."""
-    return Bpe(params, texts, size, window, params.merge_size).entries()
+def bpe_pack_entries(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    return BaseIdBpe(params, texts, size, window, params.merge_size).entries()
 
 
-LEARNERS: dict[str, Learner] = {"learn": vocab_pack_learn, "multitok": multitok, "bpe": plain_bpe}
+LEARNERS: dict[str, Learner] = {"learn": learn_pack_entries, "multitok": multitok_pack_entries, "bpe": bpe_pack_entries}
 
 
-def rate(
+def base_ids_per_id(
     params: CodecParams, windows: Sequence[Uint32s], pack: Sequence[Sequence[int]] = (), growth: int = GROWTH
 ) -> float:
     """Returns base ids per id of windows that are compressed one by one.
@@ -182,20 +184,20 @@ def rate(
     return round(sum(map(len, windows)) / sum(len(compress(codec, ids)[0]) for ids in windows), 4)
 
 
-def _test_record(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
-    return {"text": _corpus_record(corpus), "ids": sum(map(len, windows)), "empty": rate(params, windows)}
+def held_out_record(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
+    return {"text": corpus_record(corpus), "ids": sum(map(len, windows)), "empty": base_ids_per_id(params, windows)}
 
 
-def _corpus_record(corpus: Any) -> dict[str, Any]:
+def corpus_record(corpus: Any) -> dict[str, Any]:
     record = corpus.record()
     return {**record, "files": [Path(name).name for name in record["files"]]}
 
 
-def _ids(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
+def tokenize_documents(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
     return [as_ids(vocabulary.encode(document.text)) for document in corpus.documents]
 
 
-def _windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
+def cut_windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
     """Joins all documents end to end and cuts them into windows of `window` base ids; the last may be shorter."""
     joined = np.concatenate(texts)
     return [joined[at : at + window] for at in range(0, len(joined), window)]
@@ -205,7 +207,7 @@ FIRST = 0x10000  # the code point that stands for base id 0: above all surrogate
 MOST = 0x110000 - FIRST  # number of base ids that have a code point
 
 
-class Bpe:
+class BaseIdBpe:
     """Byte pair encoding with `size` merges over base ids, learned from texts that are cut into windows.
 
     texts: base ids of each text. window: base ids per window; no merge crosses a window's border or a disabled id.
@@ -222,7 +224,7 @@ class Bpe:
             raise ValueError(f"{params.vocab_size} base ids have no characters of their own, {MOST} have")
         self.disabled = params.disabled_ids
         windows = [text[start : start + window] for text in texts for start in range(0, len(text), window)]
-        words = [word for piece in windows for word in self._words(piece)]
+        words = [word for piece in windows for word in self._words_of_ids(piece)]
         self.tokenizer = Tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=len(set().union(*words)) + size,
@@ -232,7 +234,7 @@ class Bpe:
         )
         self.tokenizer.train_from_iterator(words, trainer)
 
-    def _words(self, ids: Uint32s) -> Iterator[str]:
+    def _words_of_ids(self, ids: Uint32s) -> Iterator[str]:
         for run in np.split(ids, np.flatnonzero(np.isin(ids, self.disabled))):
             if word := "".join(chr(FIRST + int(i)) for i in run if i not in self.disabled):
                 yield word
@@ -244,7 +246,7 @@ class Bpe:
 
     def count(self, ids: Uint32s) -> int:
         """Returns the number of tokens that base ids are merged into; an id that learning never met is one token."""
-        words = list(self._words(ids))
+        words = list(self._words_of_ids(ids))
         found = [self.tokenizer.encode(word).tokens for word in words]
         known = sum(len(token) for tokens in found for token in tokens)
         return sum(map(len, found)) + len(ids) - known

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.text.documents import read_corpus
 
-from .tables import picture
+from .tables import bits_against_compression_figure
 
 CONTEXT = 1024
 
@@ -65,7 +65,7 @@ def add_models(add: Any, required: bool = False) -> None:
     add("--base-name", help="name of --base in the JSON lines (default: its folder's name)")
 
 
-def names_of(args: argparse.Namespace) -> dict[str, str]:
+def record_names(args: argparse.Namespace) -> dict[str, str]:
     """Returns what a record calls the texts, the model and its base."""
     names = {name: getattr(args, f"{name}_name") or Path(getattr(args, name)).name for name in ("model", "base")}
     return {"data": " ".join(Path(name).name for name in args.data), **names}
@@ -77,16 +77,16 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for wrong flags or files before anything is measured.
     """
     if args.draw:
-        save(picture(_read(args.draw[0])), args.draw[1])
+        save_figure(bits_against_compression_figure(read_records(args.draw[0])), args.draw[1])
         return 0
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
-    for line in measure(args):
+    for line in quality_records(args):
         print(json.dumps(line), flush=True)
     return 0
 
 
-def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Scores the documents; yields the record of the model without a pack, then one per pack in the order given."""
     from mlx_zip.engine.mlx.generate import load
 
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))
     fixed = {
         "bench": "pack_quality",
-        **names_of(args),
+        **record_names(args),
         "documents": len(corpus.documents),
         "base_bits_per_byte": control.bits_per_byte,
     }
@@ -114,12 +114,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "curve": curve,
             "pack": file,
             "entries": entries,
-            **scored(bits, control, empty),
-            **surroundings("mlx"),
+            **quality_measures(bits, control, empty),
+            **environment_fields("mlx"),
         }
 
 
-def scored(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
+def quality_measures(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
     """Returns the measures of a pack, with the relative change of bits per byte from the base and from no pack.
 
     bits: the model with the pack. control: the base model. empty: the model without a pack.
@@ -136,11 +136,11 @@ Named = tuple[str, str, Pack]  # name of the curve, name of the file, pack
 
 def read_packs(words: Sequence[str]) -> list[Named]:
     """Reads the packs of --pack, given as NAME=FILE. Raises `MlxZipError`."""
-    named = [_split(word) for word in words]
+    named = [split_name_and_file(word) for word in words]
     return [(curve, Path(file).name, load_pack(file)) for curve, file in named]
 
 
-def _split(word: str) -> tuple[str, str]:
+def split_name_and_file(word: str) -> tuple[str, str]:
     name, is_there, file = word.partition("=")
     if not (name and is_there and file):
         raise MlxZipError(f"--pack takes NAME=FILE, not {word!r}")
@@ -154,7 +154,7 @@ def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
         model.make_cache(pack=pack)  # refuses what does not fit
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, ValueError, RecursionError) as error:

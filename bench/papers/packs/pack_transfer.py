@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_zip.arguments import add_separator, check_at_least
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec
 from mlx_zip.errors import MlxZipError
@@ -30,7 +30,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import WINDOW, learn
 
-from .pack_quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
+from .pack_quality import CONTEXT, Named, add_models, check_packs, quality_measures, read_packs, record_names
 
 SIZES, OPENING, TOKENS, STORIES = (256, 1024), 32, 128, 24
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}
@@ -108,29 +108,29 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for wrong flags or files before anything is measured.
     """
     check_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
-    for line in measure(args):
+    for line in transfer_records(args):
         print(json.dumps(line), flush=True)
     return 0
 
 
-def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the record of the model without a pack, then those of each size: the learned pack, then each --pack."""
     from mlx_zip.engine.mlx.generate import load
 
     given = read_packs(args.pack)
     (model, tokenizer), (base, _) = load(args.model, codebook_size=args.codebook_size), load(args.base)
-    known, held_out = halves(read_corpus(args.data, args.separator).documents)
-    opened = openings_of(tokenizer, held_out, args)
+    known, held_out = split_at_half_of_bytes(read_corpus(args.data, args.separator).documents)
+    opened = cut_openings(tokenizer, held_out, args)
     sizes = sorted(set(args.sizes))
-    packs = [pack for size in sizes for pack in _packs_of_size(size, model, tokenizer, known, given, args.window)]
+    packs = [pack for size in sizes for pack in packs_of_size(size, model, tokenizer, known, given, args.window)]
     check_packs(packs, model, tokenizer)
-    read = _first_documents(held_out, args.limit_bytes)
+    read = documents_within_limit(held_out, args.limit_bytes)
     windows = cut_windows(tokenizer, read, CONTEXT)
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))
     fixed = {
         "bench": "pack_transfer",
-        **names_of(args),
+        **record_names(args),
         "learned_documents": len(known),
         "learned_bytes": sum(document.n_bytes for document in known),
         "documents": len(read),
@@ -143,14 +143,19 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
     for curve, file, pack in [("empty", None, Pack(())), *packs]:
         bits = measure_bits(model, windows, args.batch_size, pack=pack) if len(pack) else empty
-        line = {"curve": curve, "pack": file or None, "entries": len(pack.entries), **scored(bits, control, empty)}
-        line |= writing(model, tokenizer, opened, pack, args)
+        line = {
+            "curve": curve,
+            "pack": file or None,
+            "entries": len(pack.entries),
+            **quality_measures(bits, control, empty),
+        }
+        line |= measure_writing(model, tokenizer, opened, pack, args)
         rates = ", ".join(f"{name} {line[name]['base_tokens_per_step']:.3f}" for name in TEMPERATURES)
         print(f"{curve} {line['entries']}: {bits.bits_per_byte:.4f} bits/byte; {rates}", file=sys.stderr)
-        yield {**fixed, **line, **surroundings("mlx")}
+        yield {**fixed, **line, **environment_fields("mlx")}
 
 
-def halves(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:
+def split_at_half_of_bytes(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:
     """Splits documents where half of their bytes are reached, with at least one document on each side.
 
     Raises `MlxZipError` for a single document.
@@ -163,12 +168,12 @@ def halves(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[
     return documents[:at], documents[at:]
 
 
-def _first_documents(documents: Sequence[Document], limit: int | None) -> Sequence[Document]:
+def documents_within_limit(documents: Sequence[Document], limit: int | None) -> Sequence[Document]:
     ends = accumulate(document.n_bytes for document in documents)
     return documents if limit is None else documents[: max(1, sum(end <= limit for end in ends))]
 
 
-def _packs_of_size(
+def packs_of_size(
     size: int, model: Any, tokenizer: Any, known: Sequence[Document], given: Sequence[Named], window: int
 ) -> list[Named]:
     """Returns a pack of `size` entries learned from the documents `known`, then the best `size` entries of each given.
@@ -184,7 +189,7 @@ def _packs_of_size(
 Opened = tuple[Prompt, list[int]]  # a document's opening, and the base ids that follow it
 
 
-def openings_of(tokenizer: Any, documents: Sequence[Document], args: argparse.Namespace) -> list[Opened]:
+def cut_openings(tokenizer: Any, documents: Sequence[Document], args: argparse.Namespace) -> list[Opened]:
     """Returns opening and continuation of the first --stories documents that are long enough for --opening + --tokens.
 
     Raises `MlxZipError` when there are too few.
@@ -202,7 +207,7 @@ def openings_of(tokenizer: Any, documents: Sequence[Document], args: argparse.Na
     return opened
 
 
-def writing(
+def measure_writing(
     model: Any, tokenizer: Any, opened: Sequence[Opened], pack: Pack, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Continues the openings with a pack; returns base tokens per step and shares of the possible gain, by temperature.
@@ -235,12 +240,12 @@ def writing(
         rate = found["base_tokens_per_step"]
         line[name] = {
             **found,
-            "of_gain": _share_of_gain(rate, found["canonical_base_tokens_per_step"]),
-            "of_own_gain": _share_of_gain(rate, own_rate),
+            "of_gain": share_of_possible_gain(rate, found["canonical_base_tokens_per_step"]),
+            "of_own_gain": share_of_possible_gain(rate, own_rate),
         }
     return line
 
 
-def _share_of_gain(rate: float, possible: float) -> float | None:
+def share_of_possible_gain(rate: float, possible: float) -> float | None:
     """Returns the gain of a rate over 1 as a share of the possible rate's gain over 1; None if that is 0."""
     return (rate - 1) / (possible - 1) if possible > 1 else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Columns, Record, Records, machines, shown, table
+from mlx_zip.bench.records import Cell, Columns, Record, Records, machines_table, make_column_table, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def _own_domain_table(records: Records) -> str:
     rows = []
     for line in lines:
         test = line["tests"][line["domain"]]
-        rates = [f"{_pack(line, size, 'learn')['rates'][line['domain']]:.3f}" for size in sizes]
+        rates = [f"{pack_of_size_and_learner(line, size, 'learn')['rates'][line['domain']]:.3f}" for size in sizes]
         rows.append([_text_cell(line["domain"], test), f"{line['train_ids']:,}", f"{test['empty']:.3f}", *rates])
     return table(["text", "base ids learned from", "growth alone", *(f"{size:,}" for size in sizes)], rows)
 
@@ -40,7 +40,7 @@ def _crossed_table(records: Records) -> str:
     tests = lines[0]["tests"]
     rows = [["none: growth alone", *(f"{test['empty']:.3f}" for test in tests.values())]]
     for line in lines:
-        rates = _pack(line, CROSSED, "learn")["rates"]
+        rates = pack_of_size_and_learner(line, CROSSED, "learn")["rates"]
         cells = [f"**{rate:.3f}**" if name == line["domain"] else f"{rate:.3f}" for name, rate in rates.items()]
         rows.append([line["domain"], *cells])
     return table(["pack of", *tests], rows)
@@ -55,14 +55,14 @@ def _learners_table(records: Records) -> str:
     for line in records.lines("packs"):
         domain = line["domain"]
         for more in line["retokenized"]:
-            packs = [_pack(line, more["size"], name) for name in LEARNERS]
+            packs = [pack_of_size_and_learner(line, more["size"], name) for name in LEARNERS]
             rates = [*(pack["rates"][domain] for pack in packs), packs[0]["static"][domain], more["rates"][domain]]
             rows.append([domain, f"{more['size']:,}", *(f"{rate:.3f}" for rate in rates)])
     static = ["`learn`, static", "larger tokenizer"]
     return table(["text", "entries", *(f"`{name}`" for name in LEARNERS), *static], rows)
 
 
-def _pack(line: Record, size: int, learner: str) -> Record:
+def pack_of_size_and_learner(line: Record, size: int, learner: str) -> Record:
     return next(pack for pack in line["packs"] if (pack["size"], pack["learner"]) == (size, learner))
 
 
@@ -104,7 +104,7 @@ def _written_columns(head: str, key: str) -> Columns:
     return ((head, tokens), ("of the gain", share("of_gain")), ("of the authors'", share("of_own_gain")))
 
 
-def picture(lines: Sequence[Record]) -> Figure:
+def bits_against_compression_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of bits per byte against base ids per id, from lines of `bench pack_quality`.
 
     Each curve begins at the model without a pack; the dotted line is the base model. Bars are standard errors over
@@ -132,11 +132,11 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "packs": _own_domain_table,
     "packs-crossed": _crossed_table,
     "packs-learners": _learners_table,
-    "packs-machines": lambda records: machines(records, ("packs", "pack_quality", "pack_transfer")),
-    "pack-quality": shown("pack_quality", (*_pack_columns(PACKS), *_scored_columns("control"))),
+    "packs-machines": lambda records: machines_table(records, ("packs", "pack_quality", "pack_transfer")),
+    "pack-quality": make_column_table("pack_quality", (*_pack_columns(PACKS), *_scored_columns("control"))),
     "price": _bundled_table,
-    "pack-transfer": shown("pack_transfer", (*_pack_columns(TRANSFERRED), *_scored_columns("base"))),
-    "pack-transfer-written": shown(
+    "pack-transfer": make_column_table("pack_transfer", (*_pack_columns(TRANSFERRED), *_scored_columns("base"))),
+    "pack-transfer-written": make_column_table(
         "pack_transfer",
         (
             *_pack_columns(TRANSFERRED),
@@ -147,5 +147,5 @@ TABLES: dict[str, Callable[[Records], str]] = {
     ),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
-    "docs/reports/packs.svg": lambda records: picture(records.lines("pack_quality"))
+    "docs/reports/packs.svg": lambda records: bits_against_compression_figure(records.lines("pack_quality"))
 }

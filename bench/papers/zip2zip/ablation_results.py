@@ -48,11 +48,10 @@ def read_lines(path: Path) -> list[Line]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise MlxZipError(f"{path} cannot be read: {error}") from error
-    return [_checked(path, number, text) for number, text in enumerate(texts, 1)]
+    return [parse_result_line(path, number, text) for number, text in enumerate(texts, 1)]
 
 
-def _checked(path: Path, number: int, text: str) -> Line:
-    """Returns one JSON line of a file after checking its fields. Raises `MlxZipError` naming file and line number."""
+def parse_result_line(path: Path, number: int, text: str) -> Line:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -60,23 +59,29 @@ def _checked(path: Path, number: int, text: str) -> Line:
     needed = {"setting", "conditions", "training", "texts", "parameters", "machine", "versions"}
     whole = isinstance(line, dict) and needed <= line.keys()
     parts: list[Any] = [line[part] for part in ("setting", "conditions", "training", "texts")] if whole else [None]
-    if not all(isinstance(part, dict) for part in parts) or not _is_setting(parts[0]) or not _is_measured(*parts[1:]):
+    if (
+        not all(isinstance(part, dict) for part in parts)
+        or not is_valid_setting(parts[0])
+        or not has_all_measurements(*parts[1:])
+    ):
         raise MlxZipError(f"{path}, line {number}: no result of `mlx_zip bench ablations`")
     return line
 
 
-def _is_setting(setting: Mapping[str, Any]) -> bool:
-    """Returns whether a line's setting is valid: a merge size, a seed, and an encoder unless the merge size is 1."""
+def is_valid_setting(setting: Mapping[str, Any]) -> bool:
     merge_size, seed = (setting.get(name) for name in ("merge_size", "seed"))
     if len(setting) != 3 or type(merge_size) is not int or type(seed) is not int or merge_size < 1 or seed < 0:
         return False
     return setting.get("encoder", "") in ([None] if merge_size == 1 else list(ENCODERS))
 
 
-def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
-    """Returns whether a line has numbers for every text of its conditions and for every point of its training curve."""
+def has_all_measurements(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
     valid, curve = conditions.get("valid"), training.get("curve")
-    if not _are_lists(valid, 2) or not _are_lists(curve, 3) or not all(isinstance(name, str) for name, _ in valid):
+    if (
+        not are_lists_of_length(valid, 2)
+        or not are_lists_of_length(curve, 3)
+        or not all(isinstance(name, str) for name, _ in valid)
+    ):
         return False
     found = [texts.get(name) for name, _ in valid]
     figures = [text.get(name) if isinstance(text, dict) else None for text in found for name in FIGURES_OF_A_TEXT]
@@ -85,7 +90,7 @@ def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], tex
     return all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
 
 
-def _are_lists(value: Any, length: int) -> TypeGuard[list[list[Any]]]:
+def are_lists_of_length(value: Any, length: int) -> TypeGuard[list[list[Any]]]:
     return isinstance(value, list) and all(isinstance(one, list) and len(one) == length for one in value)
 
 
@@ -103,25 +108,25 @@ class Sweep:
     found: Mapping[Any, Sequence[Line]] = field(default_factory=dict)
 
 
-class Results:
+class AblationResults:
     """Our lines, sorted into the two sweeps. Raises `MlxZipError` for lines measured under different conditions."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
-        self.lines = sorted(lines, key=_order)
+        self.lines = sorted(lines, key=setting_order)
         self.conditions: dict[str, Any] = lines[0]["conditions"] if lines else {}
         for line in lines:
             if line["conditions"] != self.conditions:
                 raise MlxZipError("the lines were measured under different conditions and do not compare")
         self.texts = [name for name, _ in self.conditions.get("valid", [])]
         self.seeds = sorted({line["setting"]["seed"] for line in lines})
-        sizes = self._group("merge_size", "encoder", (None, self.conditions.get("encoder")))
-        encoders = self._group("encoder", "merge_size", (self.conditions.get("merge_size"),))
+        sizes = self._group_lines("merge_size", "encoder", (None, self.conditions.get("encoder")))
+        encoders = self._group_lines("encoder", "merge_size", (self.conditions.get("merge_size"),))
         self.sizes = Sweep("merge size", PAPER_SIZES, "M = {}".format, sizes)
         ordered = {name: encoders[name] for name in ENCODERS if name in encoders}
         self.encoders = Sweep("hyper-encoder", PAPER_ENCODERS, lambda name: ENCODERS[name][2], ordered)
         self.sweeps = (self.sizes, self.encoders)
 
-    def _group(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Line]]:
+    def _group_lines(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Line]]:
         """Returns the lines by their setting's `key`, only those whose setting `other` is one of `allowed`."""
         groups: dict[Any, list[Line]] = {}
         for line in self.lines:
@@ -130,7 +135,7 @@ class Results:
         return groups
 
 
-def _order(line: Line) -> tuple[int, int, int]:
+def setting_order(line: Line) -> tuple[int, int, int]:
     setting = line["setting"]
     encoder = list(ENCODERS).index(setting["encoder"]) if setting["encoder"] else -1
     return setting["merge_size"], encoder, setting["seed"]

@@ -18,8 +18,8 @@ from .ablation_results import (
     PAPER_RATES,
     PAPER_SIZES,
     PAPER_TEXTS,
+    AblationResults,
     Line,
-    Results,
     Sweep,
     setting_label,
 )
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def tables(results: Results) -> str:
+def tables_7_and_8(results: AblationResults) -> str:
     """Returns the paper's tables 7 and 8 as Markdown, with our figures next to the paper's."""
     return f"Table 7: merge size\n\n{table7(results)}\n\nTable 8: hyper-encoder\n\n{table8(results)}"
 
 
-def table7(results: Results) -> str:
+def table7(results: AblationResults) -> str:
     """Returns the table of byte-perplexity and compression rate by merge size, ours and the paper's."""
     rate = ["compression rate (%)"] if results.lines else []
     rows = [["M", *results.texts, *rate, *_paper_heads(PAPER_TEXTS), "paper: rate (%)"]]
@@ -41,12 +41,12 @@ def table7(results: Results) -> str:
         lines = results.sizes.found.get(m, [])
         rates = [100 * line["training"]["compression_rate"] for line in lines]
         theirs = [*_paper_cells(PAPER_SIZES.get(m)), f"{PAPER_RATES[m]:.2f}" if m in PAPER_RATES else "-"]
-        ours = [*_perplexity_cells(lines, results.texts), _spread(rates, 2)] if results.lines else []
+        ours = [*_perplexity_cells(lines, results.texts), mean_and_range(rates, 2)] if results.lines else []
         rows.append([str(m), *ours, *theirs])
     return table(rows[0], rows[1:])
 
 
-def table8(results: Results) -> str:
+def table8(results: AblationResults) -> str:
     """Returns the table of byte-perplexity by hyper-encoder, ours and the paper's."""
     parameters = ["parameters"] if results.lines else []
     rows = [["encoder", *results.texts, *parameters, *_paper_heads(PAPER_TEXTS)]]
@@ -60,13 +60,12 @@ def table8(results: Results) -> str:
     return table(rows[0], rows[1:])
 
 
-def all_figures(results: Results) -> str:
-    """Returns a table of all our figures, with a row per setting, seed and text."""
+def all_figures_table(results: AblationResults) -> str:
     texts = [(line, name, text) for line in results.lines for name, text in line["texts"].items()]
     return column_table(({"line": line, "name": name, "text": text} for line, name, text in texts), _FIGURES)
 
 
-def _standard_error(row: Record) -> str:
+def standard_error_cell(row: Record) -> str:
     error = row["text"]["bits_per_byte_standard_error"]
     return "-" if error is None else f"{error:.4f}"
 
@@ -76,7 +75,7 @@ _FIGURES: tuple[tuple[str, Cell], ...] = (
     ("seed", "{line[setting][seed]}"),
     ("text", "{name}"),
     ("bits/byte", "{text[bits_per_byte]:.4f}"),
-    ("standard error", _standard_error),
+    ("standard error", standard_error_cell),
     ("byte-perplexity", "{text[byte_perplexity]:.4f}"),
     ("compression rate", "{text[compression_rate]:.1%}"),
     ("hypertokens among ids", "{text[hyper_share]:.1%}"),
@@ -94,38 +93,40 @@ def _paper_cells(values: Sequence[float] | None) -> list[str]:
 
 
 def _perplexity_cells(lines: Sequence[Line], texts: Sequence[str]) -> list[str]:
-    return [_spread([line["texts"][text]["byte_perplexity"] for line in lines], 3) for text in texts]
+    return [mean_and_range([line["texts"][text]["byte_perplexity"] for line in lines], 3) for text in texts]
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
+def mean_and_range(values: Sequence[float], digits: int) -> str:
     if not values:
         return "-"
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), mean(values), max(values)))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def orders(results: Results) -> str:
+def best_and_worst_table(results: AblationResults) -> str:
     """Returns the table of best and worst settings, the paper's and ours by text.
 
     The last row is what compression costs in bits per byte.
     """
-    found = _answers(results)
-    rows = [[a.question.text, a.of_paper, *(a.of_text(text) for text in results.texts)] for a in found]
-    cost = [_spread([100 * value for value in _cost_of_compression(results, text)], 1) for text in results.texts]
-    theirs = [100 * value for value in _paper_cost()]
+    found = all_answers(results)
+    rows = [
+        [a.question.text, a.paper_answers_in_words, *(a.our_answers_in_words(text) for text in results.texts)]
+        for a in found
+    ]
+    cost = [mean_and_range([100 * value for value in extra_bits_by_seed(results, text)], 1) for text in results.texts]
+    theirs = [100 * value for value in extra_bits_of_paper()]
     rows.append(["bits per byte of M = 3 over M = 1 (%)", f"{min(theirs):.1f} to {max(theirs):.1f}", *cost])
     return table(["", "paper", *results.texts], rows)
 
 
-def setup(results: Results) -> str:
-    """Returns the table of the conditions under which all settings were trained."""
+def conditions_table(results: AblationResults) -> str:
     c, line = results.conditions, results.lines[0]
     trained = "all weights" if c["fine_tune_type"] == "full" else f"LoRA of rank {c['lora_rank']} and the encoders"
     read = [line["training"]["bytes"] / 1e6 for line in results.lines]
     versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items() if number)
     rows = [
         ["base", f"{c['model']['name']}, {line['parameters']['decoder']:,} parameters"],
-        ["training text", f"{', '.join(name for name, _ in c['data'])}, {_spread(read, 2)} MB of it"],
+        ["training text", f"{', '.join(name for name, _ in c['data'])}, {mean_and_range(read, 2)} MB of it"],
         ["steps", f"{c['iters']}, of {c['batch_size']} windows of {c['context']} base ids"],
         ["trained", f"{trained}; {c['optimizer']}, {c['dtype']}"],
         ["encoder of the merge sizes", ENCODERS[c["encoder"]][2]],
@@ -138,8 +139,7 @@ def setup(results: Results) -> str:
     return table(["", ""], rows)
 
 
-def longer(short: Results, long: Sequence[Record]) -> str:
-    """Returns the table of bits per byte of settings that were trained twice, for fewer and for more steps, by text."""
+def longer_training_table(short: AblationResults, long: Sequence[Record]) -> str:
     rows = []
     for line in long:
         before = next(other for other in short.lines if other["setting"] == line["setting"])
@@ -196,42 +196,41 @@ class Answers:
     paper: tuple[tuple[Any, ...], ...]
     ours: Mapping[str, Counter[Any]]
 
-    def shown(self, answer: Sequence[Any]) -> str:
+    def answer_in_words(self, answer: Sequence[Any]) -> str:
         """Returns an answer in words; keys that are equally good are joined by "or"."""
         return " or ".join(self.label(key) for key in answer)
 
     @property
-    def of_paper(self) -> str:
+    def paper_answers_in_words(self) -> str:
         """The paper's answers in words, each with the number of texts on which it holds."""
-        counts = Counter(self.shown(answer) for answer in self.paper)
+        counts = Counter(self.answer_in_words(answer) for answer in self.paper)
         return "; ".join(f"{answer} ({n} of {len(self.paper)} texts)" for answer, n in counts.items())
 
-    def of_text(self, text: str) -> str:
+    def our_answers_in_words(self, text: str) -> str:
         """Returns our answer on one text in words; where seeds disagree, each answer with its number of seeds."""
         counts = self.ours[text]
         if len(counts) < 2:
             return self.label(next(iter(counts))) if counts else "not measured"
         return ", ".join(f"{self.label(key)} ({n} of {counts.total()} seeds)" for key, n in counts.most_common())
 
-    def strange(self, text: str) -> list[Any]:
+    def answers_unlike_the_paper(self, text: str) -> list[Any]:
         """Returns our answers on one text that the paper gives on none of its texts."""
         known = {key for answer in self.paper for key in answer}
         return [key for key in self.ours[text] if key not in known]
 
 
-def _answers(results: Results) -> list[Answers]:
-    """Returns the answers to all questions, by the paper's tables and by our lines."""
+def all_answers(results: AblationResults) -> list[Answers]:
     found = []
     for question in QUESTIONS:
         sweep = results.sizes if question.sizes else results.encoders
         columns = range(len(PAPER_TEXTS))
         paper = tuple(question.answer({key: row[i] for key, row in sweep.paper.items()}) for i in columns)
-        ours = {text: Counter(_per_seed(question, sweep, text, results.seeds)) for text in results.texts}
+        ours = {text: Counter(answers_per_seed(question, sweep, text, results.seeds)) for text in results.texts}
         found.append(Answers(question, sweep.label, paper, ours))
     return found
 
 
-def _per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int]) -> Iterator[Any]:
+def answers_per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int]) -> Iterator[Any]:
     """Yields the answer of each seed on one text; several if keys are equal, none if a key was not measured."""
     for seed in seeds:
         values = {
@@ -243,7 +242,7 @@ def _per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int])
         yield from question.answer(values)
 
 
-def _cost_of_compression(results: Results, text: str) -> list[float]:
+def extra_bits_by_seed(results: AblationResults, text: str) -> list[float]:
     """Returns for each seed how many more bits per byte merge size 3 needs than merge size 1, as a fraction.
 
     Seeds for which one of the two was not measured are left out.
@@ -255,7 +254,7 @@ def _cost_of_compression(results: Results, text: str) -> list[float]:
     return [by_seed[1][seed] / by_seed[0][seed] - 1 for seed in by_seed[0] if seed in by_seed[1]]
 
 
-def _paper_cost() -> list[float]:
+def extra_bits_of_paper() -> list[float]:
     """Returns how many more bits per byte merge size 3 needs than 1 in the paper's table 7, as a fraction, per text.
 
     Bits per byte are the logarithm of byte-perplexity.
@@ -269,7 +268,7 @@ def _paper_cost() -> list[float]:
 PANELS = ((1, "nats per id"), (2, "bits per byte"))  # (index into a point of a training curve, label of the y axis)
 
 
-def curves(sweep: Sweep) -> Figure:
+def training_loss_figure(sweep: Sweep) -> Figure:
     """Returns the figure of one sweep: training loss against text read; the seeds of a setting share one colour.
 
     The paper draws nats per id. An id stands for more text at higher compression, so settings can be compared only by
@@ -289,19 +288,25 @@ def curves(sweep: Sweep) -> Figure:
     return figure
 
 
-def _from_records(make: Callable[[Results], str]) -> Callable[[Records], str]:
-    return lambda records: make(Results(records.lines("ablations")))
+def table_from_records(make: Callable[[AblationResults], str]) -> Callable[[Records], str]:
+    return lambda records: make(AblationResults(records.lines("ablations")))
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "ablations-setup": _from_records(setup),
-    "ablations-merge-sizes": _from_records(table7),
-    "ablations-encoders": _from_records(table8),
-    "ablations-orders": _from_records(orders),
-    "ablations-longer": lambda records: longer(Results(records.lines("ablations")), records.lines("ablations-longer")),
-    "ablations-all": _from_records(all_figures),
+    "ablations-setup": table_from_records(conditions_table),
+    "ablations-merge-sizes": table_from_records(table7),
+    "ablations-encoders": table_from_records(table8),
+    "ablations-orders": table_from_records(best_and_worst_table),
+    "ablations-longer": lambda records: longer_training_table(
+        AblationResults(records.lines("ablations")), records.lines("ablations-longer")
+    ),
+    "ablations-all": table_from_records(all_figures_table),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
-    "docs/reports/ablations-figure5.svg": lambda records: curves(Results(records.lines("ablations")).sizes),
-    "docs/reports/ablations-figure6.svg": lambda records: curves(Results(records.lines("ablations")).encoders),
+    "docs/reports/ablations-figure5.svg": lambda records: training_loss_figure(
+        AblationResults(records.lines("ablations")).sizes
+    ),
+    "docs/reports/ablations-figure6.svg": lambda records: training_loss_figure(
+        AblationResults(records.lines("ablations")).encoders
+    ),
 }

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes, add_separator
-from mlx_zip.bench.plots import save
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.plots import save_figure
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
-from .ablation_results import ENCODERS, FIGURES, Results, read_lines
-from .ablation_tables import curves, tables
+from .ablation_results import ENCODERS, FIGURES, AblationResults, read_lines
+from .ablation_tables import tables_7_and_8, training_loss_figure
 
 LINES = "ablations.jsonl"
 POINTS = 100  # most points in a training curve
@@ -135,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
             raise MlxZipError(f"--{name} is missing")
     lines = Path(args.out) / LINES
     measure_all(args, lines)
-    results = Results(read_lines(lines))
-    draw_all(results, lines.parent)
-    print(tables(results))
+    results = AblationResults(read_lines(lines))
+    draw_sweeps(results, lines.parent)
+    print(tables_7_and_8(results))
     return 0
 
 
@@ -155,7 +155,7 @@ class Setting:
         return "-".join([f"m{self.merge_size}", *([self.encoder] if self.encoder else []), f"seed{self.seed}"])
 
 
-def settings(args: argparse.Namespace) -> list[Setting]:
+def settings_from_flags(args: argparse.Namespace) -> list[Setting]:
     """Returns the settings that the flags ask for, without duplicates, for every seed.
 
     They are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError`.
@@ -174,15 +174,15 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
 
     Raises `MlxZipError` when lines of the file were measured under other conditions.
     """
-    wanted, now = settings(args), conditions(args)
+    wanted, now = settings_from_flags(args), shared_conditions(args)
     lines = read_lines(path)
     for line in lines:
-        if differing := sorted(_differences(line["conditions"], now)):
+        if differing := sorted(condition_differences(line["conditions"], now)):
             raise MlxZipError(
                 f"{path} was measured under other conditions ({', '.join(differing)}); choose another --out"
             )
     done = {Setting(**line["setting"]) for line in lines}
-    laboratory = Laboratory(args, path.parent)
+    laboratory = AblationRunner(args, path.parent)
     for i, setting in enumerate(wanted, 1):
         if setting in done:
             continue
@@ -194,14 +194,14 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
                 "setting": vars(setting),
                 "conditions": now,
                 **measured,
-                **surroundings("mlx", "mlx-lm"),
+                **environment_fields("mlx", "mlx-lm"),
             }
         )
         with whole_file(path) as partial:
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def conditions(args: argparse.Namespace) -> dict[str, Any]:
+def shared_conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the conditions that all settings share: values of flags, and files by name and SHA-256.
 
     Raises `MlxZipError` for a zip2zip model and for two --valid texts of the same name.
@@ -216,9 +216,9 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         raise MlxZipError(f"--valid: two texts are called {twice[0]}, and each is a column of the tables")
     weights = sorted(folder.glob("model*.safetensors"))
     return {
-        "model": {"name": folder.name, "sha256": [_digest(file) for file in [folder / "config.json", *weights]]},
-        "data": [[Path(name).name, _digest(Path(name))] for name in args.data],
-        "valid": [[name, _digest(Path(path))] for name, path in zip(names, args.valid, strict=True)],
+        "model": {"name": folder.name, "sha256": [file_sha256(file) for file in [folder / "config.json", *weights]]},
+        "data": [[Path(name).name, file_sha256(Path(name))] for name in args.data],
+        "valid": [[name, file_sha256(Path(path))] for name, path in zip(names, args.valid, strict=True)],
         **{name: getattr(args, name) for name in _TRAINING},
         "warmup": args.iters // 20 if args.warmup is None else args.warmup,
         **{name: getattr(args, name) for name in ("encoder", "merge_size", "encoder_heads", "context")},
@@ -226,21 +226,21 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _digest(path: Path) -> str | None:
+def file_sha256(path: Path) -> str | None:
     if not path.is_file():
         return None
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def condition_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     plain = json.loads(json.dumps(now))
     for name in before.keys() | plain.keys():
         if before.get(name) != plain.get(name):
             yield name
 
 
-class Laboratory:
+class AblationRunner:
     """Prepares data, trains and evaluates in the folder `out`, and continues what was interrupted there."""
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
@@ -254,7 +254,7 @@ class Laboratory:
         """
         folder, index = self._prepare(setting.merge_size)
         run_folder = self._train(setting, folder)
-        return {"training": self._training(run_folder, index), **self._evaluate(run_folder)}
+        return {"training": self._training_fields(run_folder, index), **self._evaluate(run_folder)}
 
     def _prepare(self, merge_size: int) -> tuple[Path, dict[str, Any]]:
         """Prepares the training windows of a merge size; returns their folder and its index.
@@ -289,7 +289,6 @@ class Laboratory:
         return out, index
 
     def _train(self, setting: Setting, data: Path) -> Path:
-        """Trains a setting on the windows in `data` and returns the run's folder; a finished run is not repeated."""
         from mlx_zip.training.run import RunOptions, train
         from mlx_zip.training.settings import EncoderOptions, TrainSettings
 
@@ -310,7 +309,7 @@ class Laboratory:
             raise SystemExit(128 + outcome.stopped_by)
         return out
 
-    def _training(self, run_folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
+    def _training_fields(self, run_folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a line says of a training run: what was read, the seconds, the compression rate and the curve.
 
         Each point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the point
@@ -331,7 +330,6 @@ class Laboratory:
         }
 
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
-        """Scores the trained model of a run on every text of --valid; returns its parameters and the texts' figures."""
         from mlx_zip.engine.mlx.generate import load
         from mlx_zip.evaluation.bits import measure_bits
         from mlx_zip.training.run import trained_model
@@ -339,12 +337,11 @@ class Laboratory:
         model, tokenizer = load(str(trained_model(run_folder)))
         texts = {}
         for path in self.args.valid:
-            windows = self._text(path, tokenizer)
+            windows = self._windows_of_text(path, tokenizer)
             texts[Path(path).name] = measure_bits(model, windows, self.args.batch_size).record()
-        return {"parameters": _parameters(model), "texts": texts}
+        return {"parameters": count_parameters(model), "texts": texts}
 
-    def _text(self, path: str, tokenizer: Any) -> Any:
-        """Returns the windows of a --valid text. They are cut once and are the same for every setting."""
+    def _windows_of_text(self, path: str, tokenizer: Any) -> Any:
         from mlx_zip.evaluation.bits import cut_windows
         from mlx_zip.text.documents import read_corpus
 
@@ -354,8 +351,7 @@ class Laboratory:
         return self._windows[path]
 
 
-def _parameters(model: Any) -> dict[str, int]:
-    """Returns the number of weights in the decoder and in the hyper-encoders."""
+def count_parameters(model: Any) -> dict[str, int]:
     from mlx.utils import tree_flatten
 
     from mlx_zip.config import SIDES
@@ -366,8 +362,7 @@ def _parameters(model: Any) -> dict[str, int]:
     return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}
 
 
-def draw_all(results: Results, folder: Path) -> None:
-    """Writes a figure of each sweep that has results to FOLDER/NAME.png. Raises `InstallationError`."""
+def draw_sweeps(results: AblationResults, folder: Path) -> None:
     for sweep in results.sweeps:
         if sweep.found:
-            save(curves(sweep), folder / f"{FIGURES[sweep.name]}.png")
+            save_figure(training_loss_figure(sweep), folder / f"{FIGURES[sweep.name]}.png")

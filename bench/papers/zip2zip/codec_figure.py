@@ -16,9 +16,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
-from mlx_zip.bench.plots import new_figure, save
-from mlx_zip.bench.recording import load_before, summary, surroundings
+from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
+from mlx_zip.bench.plots import new_figure, save_figure
+from mlx_zip.bench.recording import environment_fields, load_before_bench, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
@@ -43,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures every size of text, prints one JSON line for each and with --plot draws them. Raises `MlxZipError`."""
     check_at_least(args, 1, "trials")
-    load_before()
+    load_before_bench()
     found = []
     for line in measure_figure(args):
         found.append(line)
-        print(json.dumps({"bench": "codec", **line, **surroundings("zip2zip_compression")}), flush=True)
+        print(json.dumps({"bench": "codec", **line, **environment_fields("zip2zip_compression")}), flush=True)
     if args.plot is not None:
-        save(drawn_figure(found), args.plot)
+        save_figure(latency_figure(found), args.plot)
     return 0
 
 
@@ -72,11 +72,11 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     vocabulary = read_vocabulary(args.tokenizer)
     names = ", ".join(Path(name).name for name in corpus.files)
     for size in sizes:
-        line = latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)
+        line = measure_latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)
         yield {**line, "data": f"{names}; {vocabulary.name}"}
 
 
-def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
+def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     """Returns the record of one text: microseconds of the tokenizer alone, with our codec and with the published one.
 
     The published codec's are None where it is not installed.
@@ -87,9 +87,9 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     ids = list(vocabulary.encode(text))
     samples: dict[str, list[float]] = {name: [] for name in CURVES}
     for trial in range(trials + 1):  # the first one warms up
-        alone = seconds(lambda: vocabulary.encode(text)) * 1e6
-        ours = seconds(lambda: compress(params, ids)) * 1e6
-        other = seconds(lambda: theirs.encode(ids)) * 1e6 if theirs else 0.0
+        alone = mean_call_seconds(lambda: vocabulary.encode(text)) * 1e6
+        ours = mean_call_seconds(lambda: compress(params, ids)) * 1e6
+        other = mean_call_seconds(lambda: theirs.encode(ids)) * 1e6 if theirs else 0.0
         if trial:
             for name, sample in zip(CURVES, (alone, alone + ours, alone + other), strict=True):
                 samples[name].append(sample)
@@ -101,7 +101,7 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
         "bytes": len(text.encode("utf-8")),
         "base_ids": len(ids),
         "ids": len(compress(params, ids)[0]),
-        **{name: summary(values) if values else None for name, values in samples.items()},
+        **{name: summarize_samples(values) if values else None for name, values in samples.items()},
         "setting": {
             "codebook_size": WINDOW,
             "merge_size": MERGE_SIZE,
@@ -111,7 +111,7 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     }
 
 
-def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
+def latency_figure(lines: Sequence[dict[str, Any]]) -> Figure:
     """Returns a figure of latency, and of what each codec adds to it, from the lines of one tokenizer.
 
     Points are medians; bars reach from the least to the greatest trial.
@@ -123,9 +123,9 @@ def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
         if not found:
             continue
         sizes = [line["bytes"] for line in found]
-        _points(latency_panel, sizes, [[x / 1e3 for x in line[name]["samples"]] for line in found], i, label)
+        draw_points(latency_panel, sizes, [[x / 1e3 for x in line[name]["samples"]] for line in found], i, label)
         if name != "tokenizer":
-            _points(added_panel, sizes, [added(line, name) for line in found], i, label)
+            draw_points(added_panel, sizes, [added_latency_percent(line, name) for line in found], i, label)
     latency_panel.set(xscale="log", yscale="log", xlabel="bytes of text", ylabel="ms")
     added_panel.set(xscale="log", ylim=(0, None), xlabel="bytes of text", ylabel="added to the tokenizer's time, %")
     for panel in (latency_panel, added_panel):
@@ -135,7 +135,7 @@ def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def added(line: dict[str, Any], name: str) -> list[float]:
+def added_latency_percent(line: dict[str, Any], name: str) -> list[float]:
     """Returns the time that a codec adds to the tokenizer's in each trial, in per cent of the tokenizer's.
 
     name: "with_ours" or "with_upstream".
@@ -144,8 +144,7 @@ def added(line: dict[str, Any], name: str) -> list[float]:
     return [100 * (total / alone - 1) for alone, total in pairs]
 
 
-def _points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]], color: int, label: str) -> None:
-    """Draws a curve of medians with bars from least to greatest. samples: the trials of each size."""
+def draw_points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]], color: int, label: str) -> None:
     middle = [median(values) for values in samples]
     low = [m - min(values) for m, values in zip(middle, samples, strict=True)]
     high = [max(values) - m for m, values in zip(middle, samples, strict=True)]

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from mlx_zip.bench.flops import TRAINED, record
-from mlx_zip.bench.records import Cell, Records, column_table, shown, spread, table
+from mlx_zip.bench.flops import TRAINED, make_record
+from mlx_zip.bench.records import Cell, Records, column_table, make_column_table, median_and_range, table
 from mlx_zip.errors import MlxZipError
 
 from .ablation_results import PAPER_RATES
-from .codec_figure import added
+from .codec_figure import added_latency_percent
 
 MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # as in the paper (§3.1, table 7), except the codebook size
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Printed:
+class PaperRows:
     """A tokenizer's two rows of the paper's table 2: bytes per token on each of `DOMAINS`.
 
     name: the tokenizer's name in the paper; ours: its name in our records, None if it was not measured. base: without
@@ -42,7 +42,7 @@ class Printed:
         i = DOMAINS.index(domain)
         return self.compressed[i] / self.base[i] - 1
 
-    def bounds(self, domain: str) -> tuple[float, float]:
+    def gain_bounds(self, domain: str) -> tuple[float, float]:
         """Returns the least and the greatest gain on a domain that rounding to one decimal leaves possible."""
         i = DOMAINS.index(domain)
         low, high = (self.compressed[i] + step for step in (-0.05, 0.05))
@@ -53,23 +53,22 @@ class Printed:
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
 SHARES = {"code": 0.25, "math": 0.20, "chat": 0.20, "multilingual": 0.15, "web": 0.20}
 TABLE_2 = (
-    Printed("Llama-3-128K", "llama3", (4.1, 2.7, 5.1, 3.8, 4.6), (6.3, 4.0, 6.4, 4.7, 5.4)),
-    Printed("Qwen-2-150K", "qwen", (4.0, 2.3, 5.1, 3.7, 4.4), (6.2, 3.7, 6.4, 4.6, 5.2)),
-    Printed("Phi-4-200K", "o200k_base", (4.1, 2.7, 5.4, 4.6, 4.7), (6.3, 4.1, 6.7, 5.5, 5.4)),
-    Printed("Gemma-3-256K", None, (3.3, 2.3, 5.0, 4.4, 4.5), (5.6, 3.7, 6.4, 5.4, 5.4)),
+    PaperRows("Llama-3-128K", "llama3", (4.1, 2.7, 5.1, 3.8, 4.6), (6.3, 4.0, 6.4, 4.7, 5.4)),
+    PaperRows("Qwen-2-150K", "qwen", (4.0, 2.3, 5.1, 3.7, 4.4), (6.2, 3.7, 6.4, 4.6, 5.2)),
+    PaperRows("Phi-4-200K", "o200k_base", (4.1, 2.7, 5.4, 4.6, 4.7), (6.3, 4.1, 6.7, 5.5, 5.4)),
+    PaperRows("Gemma-3-256K", None, (3.3, 2.3, 5.0, 4.4, 4.5), (5.6, 3.7, 6.4, 5.4, 5.4)),
 )
 PHI_35 = "llama2"  # our name of Phi-3.5's tokenizer, with which table 7's rates were measured
 
 
-def printed_of(tokenizer: str) -> Printed | None:
-    """Returns the paper's rows of one of our tokenizers; None if the paper does not have it."""
+def paper_rows_of(tokenizer: str) -> PaperRows | None:
     return next((row for row in TABLE_2 if row.ours == tokenizer), None)
 
 
 # ---- recorded lines
 
 
-class Counts:
+class RecordedCounts:
     """Lines of `bench tokens` by tokenizer and text, only those without disabled ids.
 
     Raises `MlxZipError` for two lines of the same tokenizer and text, and for a text whose content differs by line.
@@ -88,7 +87,7 @@ class Counts:
                 raise MlxZipError(f"{text} is not the same text in every line; its figures do not compare")
             self.lines[key] = line
         self.tokenizers = list(dict.fromkeys(tokenizer for tokenizer, _ in self.lines))
-        self.texts = sorted(texts, key=lambda text: _order(domain_of(text)))
+        self.texts = sorted(texts, key=lambda text: domain_order(domain_of(text)))
 
     @property
     def windows(self) -> list[int | str]:
@@ -96,7 +95,7 @@ class Counts:
         found = {row[0] for line in self.lines.values() for row in line["counts"]}
         return sorted(found, key=lambda window: (isinstance(window, str), window))
 
-    def row(
+    def counts_of_setting(
         self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
     ) -> Mapping[str, int] | None:
         """Returns the counts of one setting by column, or None if it was not measured.
@@ -105,23 +104,25 @@ class Counts:
         """
         line = self.lines.get((tokenizer, text))
         for values in line["counts"] if line else ():
-            row = dict(zip(line["columns"], values, strict=True)) if line else {}
-            no_end = isinstance(window, int) and size >= window and row["codebook_size"] >= window
-            if (row["window"], row["merge_size"]) == (window, merge_size) and (row["codebook_size"] == size or no_end):
-                return row
+            counts_of_setting = dict(zip(line["columns"], values, strict=True)) if line else {}
+            no_end = isinstance(window, int) and size >= window and counts_of_setting["codebook_size"] >= window
+            if (counts_of_setting["window"], counts_of_setting["merge_size"]) == (window, merge_size) and (
+                counts_of_setting["codebook_size"] == size or no_end
+            ):
+                return counts_of_setting
         return None
 
     def rate(self, tokenizer: str, text: str, window: int | str, **setting: int) -> float | None:
         """Returns the compression rate of a setting: ids over base ids; None if it was not measured."""
-        row = self.row(tokenizer, text, window, **setting)
+        row = self.counts_of_setting(tokenizer, text, window, **setting)
         return row["ids"] / self.lines[tokenizer, text]["base_ids"] if row else None
 
-    def base(self, tokenizer: str, text: str) -> float | None:
+    def bytes_per_base_id(self, tokenizer: str, text: str) -> float | None:
         """Returns the bytes per base id of a text; None if it was not measured."""
         line = self.lines.get((tokenizer, text))
         return line["bytes_per_base_id"] if line else None
 
-    def of_domain(
+    def mean_over_domain(
         self, tokenizer: str, domain: str, window: int | str, column: str = "ids", **setting: int
     ) -> float | None:
         """Returns a count divided by base ids, the mean over a domain's texts; None unless all of them were measured.
@@ -129,18 +130,18 @@ class Counts:
         column: which count, for example "ids".
         """
         texts = [text for text in self.texts if domain_of(text) == domain]
-        rows = [(self.row(tokenizer, text, window, **setting), text) for text in texts]
+        rows = [(self.counts_of_setting(tokenizer, text, window, **setting), text) for text in texts]
         parts = [row[column] / self.lines[tokenizer, text]["base_ids"] for row, text in rows if row]
         return sum(parts) / len(parts) if parts and len(parts) == len(texts) else None
 
-    def mixed(self, tokenizer: str, window: int | str, column: str, **setting: int) -> float | None:
+    def mean_over_mixture(self, tokenizer: str, window: int | str, column: str, **setting: int) -> float | None:
         """Returns a count divided by base ids in a mixture of domains by the paper's `SHARES` of the base ids.
 
         column: which count, for example "ids". None unless every domain has texts and all of them were measured.
         """
         total = 0.0
         for domain, share in SHARES.items():
-            part = self.of_domain(tokenizer, domain, window, column, **setting)
+            part = self.mean_over_domain(tokenizer, domain, window, column, **setting)
             if part is None:
                 return None
             total += share * part
@@ -152,7 +153,7 @@ def domain_of(text: str) -> str:
     return text.partition("/")[0]
 
 
-def _order(domain: str) -> int:
+def domain_order(domain: str) -> int:
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)
 
 
@@ -164,24 +165,23 @@ SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several 
 # ---- table 2
 
 
-def bytes_per_token(counts: Counts, tokenizer: str) -> str:
+def bytes_per_token_table(counts: RecordedCounts, tokenizer: str) -> str:
     """Returns table 2 for one tokenizer: bytes per token by text and window.
 
     The paper's figures stand next to ours if the paper has this tokenizer.
     """
-    paper = printed_of(tokenizer)
+    paper = paper_rows_of(tokenizer)
     windows = [f"{window:,} ids" if isinstance(window, int) else "documents" for window in counts.windows]
     theirs = ["paper: base", "paper: with"] if paper else []
     rows = []
     for text in counts.texts:
-        if (base := counts.base(tokenizer, text)) is not None:
+        if (base := counts.bytes_per_base_id(tokenizer, text)) is not None:
             cells = [_rate_cell(base, counts.rate(tokenizer, text, window)) for window in counts.windows]
             rows.append([text, f"{base:.2f}", *cells, *(_paper_cells(paper, domain_of(text)) if paper else [])])
     return table(["text", "base", *windows, *theirs], rows)
 
 
-def only_in_the_paper(counts: Counts) -> str:
-    """Returns the paper's rows of table 2 for tokenizers that were not measured here."""
+def paper_only_table(counts: RecordedCounts) -> str:
     rows = []
     for row in TABLE_2:
         if row.ours not in counts.tokenizers:
@@ -191,11 +191,10 @@ def only_in_the_paper(counts: Counts) -> str:
 
 
 def _rate_cell(base: float, rate: float | None) -> str:
-    """Formats bytes per token and the gain. base: bytes per base id; rate: ids over base ids, None if not measured."""
     return "-" if rate is None else f"{base / rate:.2f} ({1 / rate - 1:+.1%})"
 
 
-def _paper_cells(paper: Printed, domain: str) -> list[str]:
+def _paper_cells(paper: PaperRows, domain: str) -> list[str]:
     gain = paper.gain(domain)
     if gain is None:
         return ["-", "-"]
@@ -203,26 +202,26 @@ def _paper_cells(paper: Printed, domain: str) -> list[str]:
     return [f"{paper.base[i]:.1f}", f"{paper.compressed[i]:.1f} ({gain:+.0%})"]
 
 
-def gains_for_code(counts: Counts) -> str:
+def code_gains_table(counts: RecordedCounts) -> str:
     """Returns the table of the windows whose gain on code is close to the paper's, a row per tokenizer and text."""
     rows = [row for tokenizer in counts.tokenizers for row in _gain_rows(counts, tokenizer)]
     return table(["tokenizer, text", "paper's gain", "open by rounding", "windows within 3 points", "nearest"], rows)
 
 
-def _gain_rows(counts: Counts, tokenizer: str) -> Iterator[list[str]]:
-    """Yields a tokenizer's rows of `gains_for_code`: for all texts of code together, then for each text.
+def _gain_rows(counts: RecordedCounts, tokenizer: str) -> Iterator[list[str]]:
+    """Yields a tokenizer's rows of `code_gains_table`: for all texts of code together, then for each text.
 
     Yields nothing for a tokenizer that the paper does not have.
     """
-    paper = printed_of(tokenizer)
+    paper = paper_rows_of(tokenizer)
     gain = paper.gain("code") if paper else None
     if paper is None or gain is None:
         return
-    low, high = paper.bounds("code")
+    low, high = paper.gain_bounds("code")
     texts = [text for text in counts.texts if domain_of(text) == "code"]
     found = {text: {w: counts.rate(tokenizer, text, w) for w in counts.windows} for text in texts}
     if len(texts) > 1:
-        alike = {w: counts.of_domain(tokenizer, "code", w) for w in counts.windows}
+        alike = {w: counts.mean_over_domain(tokenizer, "code", w) for w in counts.windows}
         found = {"all of code, each text counting alike": alike, **found}
     for text, rates in found.items():
         yield [f"{tokenizer}, {text}", f"{gain:+.0%}", f"{low:+.1%} to {high:+.1%}", *_close_cells(rates, gain)]
@@ -243,7 +242,7 @@ def _window_label(window: int | str) -> str:
     return f"windows of {window:,}" if isinstance(window, int) else "whole documents"
 
 
-def by_codebook_size(counts: Counts, tokenizer: str) -> str:
+def codebook_sizes_table(counts: RecordedCounts, tokenizer: str) -> str:
     """Returns the table of one tokenizer's gains over base ids, by text, window and codebook size."""
     sizes = _codebook_sizes(next(line for key, line in counts.lines.items() if key[0] == tokenizer))
     windows = [window for window in counts.windows if isinstance(window, str) or window > min(sizes)]
@@ -261,14 +260,14 @@ def _codebook_sizes(line: Line) -> list[int]:
 # ---- tables 7 and 9, figure 4
 
 
-def rates_by_merge_size(counts: Counts) -> str:
+def merge_sizes_table(counts: RecordedCounts) -> str:
     """Returns table 7: ids over base ids in per cent by merge size M, with the tokenizer of Phi-3.5."""
     rows = []
     for m, paper in PAPER_RATES.items():
         ours: list[float | None] = [1.0] * (len(counts.texts) + 1)
         if m > 1:
             ours = [counts.rate(PHI_35, text, RATE_WINDOW, merge_size=m) for text in counts.texts]
-            ours.append(counts.mixed(PHI_35, RATE_WINDOW, "ids", merge_size=m))
+            ours.append(counts.mean_over_mixture(PHI_35, RATE_WINDOW, "ids", merge_size=m))
         rows.append([str(m), *("-" if rate is None else f"{100 * rate:.2f}" for rate in ours), f"{paper:.2f}"])
     return table(["M", *counts.texts, "mixture", "paper"], rows)
 
@@ -287,7 +286,7 @@ _FLOPS: tuple[tuple[str, Cell], ...] = (
 )
 
 
-def flops(lines: Sequence[Line]) -> str:
+def flops_table(lines: Sequence[Line]) -> str:
     """Returns table 9: the hyper-encoder's FLOPs in training relative to the decoder's, by model.
 
     They are counted as in the paper, and by the rows that are encoded per id.
@@ -295,14 +294,12 @@ def flops(lines: Sequence[Line]) -> str:
     return column_table(lines, _FLOPS)
 
 
-def flops_of_our_mixture(counts: Counts) -> str:
-    """Returns table 9 for the models that the paper trains, with the rate and the encoded rows of our mixture."""
+def mixture_flops_table(counts: RecordedCounts) -> str:
     rate, entries, used = _mixture_rates(counts)
-    return flops([record(shape, rate, (entries + used) / rate) for shape in TRAINED])
+    return flops_table([make_record(shape, rate, (entries + used) / rate) for shape in TRAINED])
 
 
-def mixture(counts: Counts) -> str:
-    """Returns the table of our mixture: its compression rate, and the entries installed and read per id."""
+def mixture_table(counts: RecordedCounts) -> str:
     rate, entries, used = _mixture_rates(counts)
     row = [f"{rate:.4f}", f"{entries / rate:.2f}", f"{used / rate:.2f}"]
     return table(
@@ -310,12 +307,12 @@ def mixture(counts: Counts) -> str:
     )
 
 
-def _mixture_rates(counts: Counts) -> tuple[float, float, float]:
+def _mixture_rates(counts: RecordedCounts) -> tuple[float, float, float]:
     """Returns ids, entries installed and entries read of our mixture, each divided by base ids.
 
     Raises ValueError where a domain was not measured.
     """
-    found = [counts.mixed(PHI_35, RATE_WINDOW, column) for column in ("ids", "entries", "entries_used")]
+    found = [counts.mean_over_mixture(PHI_35, RATE_WINDOW, column) for column in ("ids", "entries", "entries_used")]
     if any(value is None for value in found):
         raise ValueError(f"not every domain was counted with {PHI_35}")
     rate, entries, used = (value or 0.0 for value in found)
@@ -329,14 +326,16 @@ def _latency_columns() -> Iterator[tuple[str, Cell]]:
     yield "library", "{setting[library]}"
     yield "bytes", "{bytes:,}"
     for head, of in {"tokenizer alone": "tokenizer", **{f"with {name}": of for name, of in codecs.items()}}.items():
-        yield f"{head}, ms", lambda line, of=of: spread(line[of], 2, " to ", 1e3) or "-"
+        yield f"{head}, ms", lambda line, of=of: median_and_range(line[of], 2, " to ", 1e3) or "-"
     for name, of in codecs.items():
-        yield f"added by {name}", lambda line, of=of: f"{median(added(line, of)):+.1f}%" if line[of] else "-"
+        yield (
+            f"added by {name}",
+            lambda line, of=of: f"{median(added_latency_percent(line, of)):+.1f}%" if line[of] else "-",
+        )
     yield "load average", "{load_average}"
 
 
-def texts(counts: Counts) -> str:
-    """Returns the table of the texts: files, documents, bytes, and the implementations that gave the same ids."""
+def texts_table(counts: RecordedCounts) -> str:
     rows = []
     for text in counts.texts:
         lines = [line for key, line in counts.lines.items() if key[1] == text]
@@ -347,20 +346,20 @@ def texts(counts: Counts) -> str:
     return table(["text", "files", "documents", "bytes", "ids checked against"], rows)
 
 
-def _from_records(make: Callable[..., str], *args: Any) -> Callable[[Records], str]:
-    return lambda records: make(Counts(records.lines("tokens")), *args)
+def table_from_records(make: Callable[..., str], *args: Any) -> Callable[[Records], str]:
+    return lambda records: make(RecordedCounts(records.lines("tokens")), *args)
 
 
 LATENCY = tuple(_latency_columns())
 TABLES: dict[str, Callable[[Records], str]] = {
-    **{f"tokens-{name}": _from_records(bytes_per_token, name) for name in TOKENIZERS},
-    "tokens-paper": _from_records(only_in_the_paper),
-    "tokens-code": _from_records(gains_for_code),
-    **{f"tokens-codebooks-{name}": _from_records(by_codebook_size, name) for name in SEVERAL_SIZES},
-    "tokens-rates": _from_records(rates_by_merge_size),
-    "tokens-mixture": _from_records(mixture),
-    "tokens-texts": _from_records(texts),
-    "flops": lambda records: flops(records.lines("flops")),
-    "flops-mixture": _from_records(flops_of_our_mixture),
-    "codec-latency": shown("codec-figure4", LATENCY),
+    **{f"tokens-{name}": table_from_records(bytes_per_token_table, name) for name in TOKENIZERS},
+    "tokens-paper": table_from_records(paper_only_table),
+    "tokens-code": table_from_records(code_gains_table),
+    **{f"tokens-codebooks-{name}": table_from_records(codebook_sizes_table, name) for name in SEVERAL_SIZES},
+    "tokens-rates": table_from_records(merge_sizes_table),
+    "tokens-mixture": table_from_records(mixture_table),
+    "tokens-texts": table_from_records(texts_table),
+    "flops": lambda records: flops_table(records.lines("flops")),
+    "flops-mixture": table_from_records(mixture_flops_table),
+    "codec-latency": make_column_table("codec-figure4", LATENCY),
 }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def _latency(records: Records) -> Figure:
     lines = records.lines("codec-figure4")
-    return codec_figure.drawn_figure([line for line in lines if line["data"] == lines[0]["data"]])
+    return codec_figure.latency_figure([line for line in lines if line["data"] == lines[0]["data"]])
 
 
 TABLES: dict[str, Callable[[Records], str]] = {**ablation_tables.TABLES, **compression_tables.TABLES}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_zip.bench.app_page import browser, missing
+from mlx_zip.bench.app_page import missing_browser_requirement, running_browser
 from support.browsing import App, Tab, running
 
 WIDE = {"width": 1280, "height": 800}
@@ -17,7 +17,7 @@ NARROW = {"width": 390, "height": 780}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests of this folder slow, and skips them where no browser can be driven, with the reason."""
-    reason = missing()
+    reason = missing_browser_requirement()
     for item in items:
         if "apps/browser" in item.path.as_posix():
             item.add_marker(pytest.mark.slow)
@@ -37,7 +37,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Any]:
     """Gives a browser without a window."""
-    with browser() as made:
+    with running_browser() as made:
         yield made
 
 

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
+from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.cuda.kernels.install import install_rows  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
@@ -43,7 +43,7 @@ def test_each_entry_gets_its_rows_its_flag_and_its_span_and_nothing_else_changes
 def test_it_is_one_launch_and_no_entry_is_none(guard, impl):
     pool, tables, installed, spans = tables_of(guard, 2, 8, torch.float32)
     new = guard(torch.tensor(NEW))
-    with counted() as found:
+    with counting_launches() as found:
         install_rows(new, pool, tables, installed, spans, impl)
     assert found.count == 1
     install_rows(guard(torch.zeros((4, 0), dtype=torch.int64)), pool, tables, installed, spans, impl)

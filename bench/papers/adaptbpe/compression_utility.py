@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.recording import summary, surroundings
+from mlx_zip.bench.recording import environment_fields, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for wrong flags before anything is measured.
     """
     check_at_least(args, 1, "trials")
-    train, test = _joined(args.train), _joined(args.test)
+    train, test = join_texts(args.train), join_texts(args.test)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
     base = read_base(args.base)
@@ -87,16 +87,16 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:
         for n in args.merges:
-            _print(name, base, utility(base, train[name], test[name], n, args.margin, args.trials))
-        _print(name, base, encoding(base, train[name], min(args.merges), args.trials))
+            print_record(name, base, measure_utility(base, train[name], test[name], n, args.margin, args.trials))
+        print_record(name, base, measure_encoding(base, train[name], min(args.merges), args.trials))
     return 0
 
 
-def _joined(texts: list[str]) -> dict[str, str]:
+def join_texts(texts: list[str]) -> dict[str, str]:
     return {name: "\n".join(d.text for d in corpus.documents) for name, corpus in read_domains(texts).items()}
 
 
-def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, trials: int) -> dict[str, Any]:
+def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, trials: int) -> dict[str, Any]:
     """Returns the record of keeping `n` merges: compression utility on `test`, seconds of adapting to `train`.
 
     margin: see --margin. trials: how often adapting is timed.
@@ -124,27 +124,27 @@ def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, tr
         "test_bytes": n_bytes,
         "utility": {name: saved(len(vocabulary.encode(test))) for name, vocabulary in cut.items()}
         | {"whole_list": saved(len(base.encode(test)))},
-        "adapting_s": summary(seconds),
+        "adapting_s": summarize_samples(seconds),
     }
 
 
-def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, Any]:
+def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, Any]:
     """Returns the record of the speeds of encoding one text, by the `tokenizers` library and by our encoders.
 
     n: merges of the adapted list. Raises `MlxZipError` where the library gives other ids than our whole list.
     """
     data, kept = text.encode("utf-8"), adapted(base, words_of(base.front, [text]), n)
-    plain, library = base.encoder(), _library(base)
+    plain, library = base.encoder(), build_library_tokenizer(base)
     theirs = library.encode_batch_fast([text])[0].ids
-    same = np.array_equal(_library_ids(base)[plain.encode(data)], theirs)
+    same = np.array_equal(library_ids_of_our_tokens(base)[plain.encode(data)], theirs)
     if not same:
         raise MlxZipError(f"{base.name}: the tokenizers library gives other ids, so speeds do not compare")
     ways: dict[str, Callable[[], float]] = {  # each encodes the text once and returns the seconds
-        "tokenizers": lambda: _seconds(lambda: library.encode_batch_fast([text])),
-        "whole_list": lambda: _seconds(lambda: plain.encode(data)),
-        "whole_list_fresh": lambda: _encoding_seconds(base.encoder(), data),
-        "adapted": lambda: _seconds(lambda: kept.encoder.encode(data)),
-        "adapted_fresh": lambda: _encoding_seconds(Encoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
+        "tokenizers": lambda: time_call(lambda: library.encode_batch_fast([text])),
+        "whole_list": lambda: time_call(lambda: plain.encode(data)),
+        "whole_list_fresh": lambda: time_encoding(base.encoder(), data),
+        "adapted": lambda: time_call(lambda: kept.encoder.encode(data)),
+        "adapted_fresh": lambda: time_encoding(Encoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for trial in range(trials + 1):
@@ -159,21 +159,21 @@ def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, 
         "unit": "MB/s",
         "ids": len(theirs),
         "same_ids": same,
-        **{name: summary(samples) for name, samples in speeds.items()},
+        **{name: summarize_samples(samples) for name, samples in speeds.items()},
     }
 
 
-def _encoding_seconds(encoder: Encoder, data: bytes) -> float:
-    return _seconds(lambda: encoder.encode(data))
+def time_encoding(encoder: Encoder, data: bytes) -> float:
+    return time_call(lambda: encoder.encode(data))
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def time_call(call: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
 
 
-def _library(base: BaseVocabulary) -> Any:
+def build_library_tokenizer(base: BaseVocabulary) -> Any:
     """Returns a tokenizer of the `tokenizers` library with the whole merge list, which uses one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
@@ -182,11 +182,10 @@ def _library(base: BaseVocabulary) -> Any:
     return Tokenizer.from_str(json.dumps(tokenizer_json(whole, base.source)))
 
 
-def _library_ids(base: BaseVocabulary) -> Any:
-    """Returns the `tokenizers` library's id of each of our tokens, an array indexed by our id."""
+def library_ids_of_our_tokens(base: BaseVocabulary) -> Any:
     return adapted(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 
 
-def _print(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
+def print_record(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
     line = {"bench": "adaptbpe", "text": name, "base": base.name, **record}
-    print(json.dumps({**line, **surroundings("tokenizers")}), flush=True)
+    print(json.dumps({**line, **environment_fields("tokenizers")}), flush=True)

@@ -20,21 +20,21 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import is_zip
 
-from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, zip_config
+from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, config_with_hypertokens
 
 
-def from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0) -> Models:
+def models_from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions) -> Models:
     """Makes models with random weights of a shape in `SHAPES`.
 
     Raises `MlxZipError` for an unknown name, and for a shape with fewer base ids than the tokenizer.
     """
     if name not in SHAPES:
         raise MlxZipError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
-    return from_config(name, SHAPES[name], precision, tokenizer, options, seed)
+    return models_from_config(name, SHAPES[name], precision, tokenizer, options)
 
 
-def from_config(
-    name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0
+def models_from_config(
+    name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions
 ) -> Models:
     """Makes models with random weights for a decoder's config.json. precision: "float32", or "16", "8" or "4" bits."""
     from mlx_zip.models.zip_model import Model
@@ -43,31 +43,31 @@ def from_config(
         raise MlxZipError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
     if len(tokenizer) > config["vocab_size"]:
         raise MlxZipError(f"the tokenizer has {len(tokenizer)} ids, shape {name} only {config['vocab_size']}")
-    mx.random.seed(seed)
-    args = zip_args(config, options)
-    quantization = quantization_of(precision, options, Model(args))
-    weights = _random_weights(Model(args), _dtype(precision), quantization)
-    decoder = _without_encoders(weights)
+    mx.random.seed(0)
+    args = model_args_with_hypertokens(config, options)
+    quantization = quantization_config(precision, options, Model(args))
+    weights = make_random_weights(Model(args), activation_dtype_of(precision), quantization)
+    decoder = drop_encoder_weights(weights)
     return Models(
         name=name,
         precision=precision,
         weights="random",
         base_config=config,
         tokenizer=tokenizer,
-        plain=lambda: _with_weights(_plain_model(config), decoder, quantization),
-        zipped=lambda: _with_weights(Model(args), weights, quantization),
+        plain=lambda: load_weights_into(make_plain_model(config), decoder, quantization),
+        zipped=lambda: load_weights_into(Model(args), weights, quantization),
         options=options,
     )
 
 
-def zip_args(config: Mapping[str, Any], options: ZipOptions) -> Any:
+def model_args_with_hypertokens(config: Mapping[str, Any], options: ZipOptions) -> Any:
     """Returns the arguments of a model with hypertokens. config: the decoder's config.json."""
     from mlx_zip.models.model_folder import ModelArgs
 
-    return ModelArgs.from_dict(zip_config(config, options))
+    return ModelArgs.from_dict(config_with_hypertokens(config, options))
 
 
-def from_folders(model: str | None, base: str | None) -> Models:
+def models_from_folders(model: str | None, base: str | None) -> Models:
     """Loads stored models: `model` with hypertokens and the plain `base`, each a folder, hub id, bundled model or None.
 
     Without `base` the plain model is the decoder of `model`. Raises `MlxZipError` for a model of the wrong kind and for
@@ -93,14 +93,14 @@ def from_folders(model: str | None, base: str | None) -> Models:
         weights="trained",
         base_config=vars(plain.args) if zipped is None else zipped.args.decoder_config,
         tokenizer=tokenizer or base_tokenizer,
-        plain=_decoder_maker(zipped) if plain is None else _maker(plain, base),
-        zipped=None if zipped is None else _maker(zipped, model),
+        plain=decoder_copier(zipped) if plain is None else model_copier(plain, base),
+        zipped=None if zipped is None else model_copier(zipped, model),
         folder=find_model_folder(base) if base else None,
         zip_folder=find_model_folder(model) if model else None,
     )
 
 
-def sliced(models: Models, ids: Any) -> Callable[[], Any]:
+def make_model_with_kept_rows(models: Models, ids: Any) -> Callable[[], Any]:
     """Returns a function that makes the plain model with only these rows of its embedding and head. ids: uint32 [n]."""
     whole, chosen = models.plain(), mx.array(ids)
     has_id_rows = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
@@ -125,7 +125,7 @@ def sliced(models: Models, ids: Any) -> Callable[[], Any]:
     return make
 
 
-def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
+def model_copier(loaded: Any, name: Any) -> Callable[[], Any]:
     """Returns a function that makes new model objects over a loaded model's weights, each beginning with its pack.
 
     name: where it was loaded from.
@@ -139,7 +139,7 @@ def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
     pack = loaded.row_source.pack if is_zip(loaded) else None
 
     def make() -> Any:
-        model = _with_weights(type(loaded)(loaded.args), weights, quantization)
+        model = load_weights_into(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
             model.take_pack(pack)
         return model
@@ -147,13 +147,13 @@ def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
     return make
 
 
-def _decoder_maker(zipped: Any) -> Callable[[], Any]:
+def decoder_copier(zipped: Any) -> Callable[[], Any]:
     config = zipped.args.decoder_config
-    weights = _without_encoders(dict(tree_flatten(zipped.parameters())))
-    return lambda: _with_weights(_plain_model(config), weights, config.get("quantization"))
+    weights = drop_encoder_weights(dict(tree_flatten(zipped.parameters())))
+    return lambda: load_weights_into(make_plain_model(config), weights, config.get("quantization"))
 
 
-def _dtype(precision: str) -> mx.Dtype:
+def activation_dtype_of(precision: str) -> mx.Dtype:
     """Returns the number type of activations and of weights that are not quantized.
 
     Quantized models on the CPU have float32, because quantized products in 16 bit are slow there.
@@ -163,54 +163,54 @@ def _dtype(precision: str) -> mx.Dtype:
     return mx.bfloat16
 
 
-def quantization_of(precision: str, options: ZipOptions, model: Any) -> dict[str, Any] | None:
+def quantization_config(precision: str, options: ZipOptions, model: Any) -> dict[str, Any] | None:
     """Returns the quantization for a config.json; None if the precision is not 8 or 4 bits. model: with hypertokens."""
     if precision not in ("8", "4"):
         return None
     common = {"group_size": GROUP_SIZE, "bits": int(precision)}
     if options.encoder_bits is None:
         return common
-    return common | {path: {**common, "bits": options.encoder_bits} for path in _encoder_layers(model)}
+    return common | {path: {**common, "bits": options.encoder_bits} for path in encoder_layer_names(model)}
 
 
-def _random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> dict[str, mx.array]:
+def make_random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> dict[str, mx.array]:
     """Returns a model's random weights in their final number type or quantized.
 
     They are evaluated one by one, so that at most one array is in memory twice.
     """
-    quantize(model, dtype, quantization)
+    cast_and_quantize(model, dtype, quantization)
     weights = dict(tree_flatten(model.parameters()))
     for value in weights.values():
         mx.eval(value)
     return weights
 
 
-def quantize(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> None:
+def cast_and_quantize(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> None:
     """Gives a model's weights their number type, and quantizes the layers that it allows and those named apart.
 
     Nothing is evaluated. quantization: as in a config.json; a mapping in it names a layer and its own values.
     """
     model.set_dtype(dtype)
     if quantization:
-        common, special = _split_quantization(quantization)
+        common, special = split_encoder_quantization(quantization)
         allowed = lambda path, module: hasattr(module, "to_quantized") and model.quant_predicate(path, module)
         nn.quantize(model, **common, class_predicate=lambda path, module: special.get(path) or allowed(path, module))
 
 
-def _split_quantization(quantization: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_encoder_quantization(quantization: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     special = {key: value for key, value in quantization.items() if isinstance(value, Mapping)}
     return {key: quantization[key] for key in ("group_size", "bits")}, special
 
 
-def _encoder_layers(model: Any) -> list[str]:
+def encoder_layer_names(model: Any) -> list[str]:
     return [path for path, one in model.named_modules() if path.startswith(SIDES) and isinstance(one, nn.Linear)]
 
 
-def _without_encoders(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def drop_encoder_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return {name: value for name, value in weights.items() if not name.startswith(SIDES)}
 
 
-def _plain_model(config: Mapping[str, Any]) -> Any:
+def make_plain_model(config: Mapping[str, Any]) -> Any:
     from mlx_lm.utils import _get_classes
 
     from mlx_zip.models.loading import rope_settings_for_mlx_lm
@@ -220,9 +220,9 @@ def _plain_model(config: Mapping[str, Any]) -> Any:
     return model(args.from_dict(full))
 
 
-def _with_weights(model: Any, weights: Mapping[str, mx.array], quantization: Mapping[str, Any] | None) -> Any:
+def load_weights_into(model: Any, weights: Mapping[str, mx.array], quantization: Mapping[str, Any] | None) -> Any:
     if quantization:
-        common, special = _split_quantization(quantization)
+        common, special = split_encoder_quantization(quantization)
         stored: Any = lambda path, module: f"{path}.scales" in weights and special.get(path, True)
         nn.quantize(model, **common, class_predicate=stored)
     model.load_weights(list(weights.items()))

@@ -16,12 +16,12 @@ from typing import IO
 
 from mlx_zip.errors import MlxZipError
 
-from .client import ask
+from .client import send_request
 
 START_S, END_S = 180.0, 30.0  # longest time for a server to start, and to end
 
 
-class Served:
+class ServerProcess:
     """A server in a process of its own, from entering the `with` statement to leaving it.
 
     words: the command after `python -m`, without host and port. health: a path that answers when the server is ready.
@@ -33,7 +33,7 @@ class Served:
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServerProcess:
         self._log = TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-m", *self.words, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -42,23 +42,23 @@ class Served:
             stderr=self._log,
         )
         try:
-            self._wait()
+            self.wait_until_ready()
         except BaseException:
-            self.end(signal.SIGKILL)
+            self.stop_with(signal.SIGKILL)
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end(signal.SIGTERM)
+        self.stop_with(signal.SIGTERM)
 
-    def _wait(self) -> None:
+    def wait_until_ready(self) -> None:
         """Waits until the server answers. Raises `MlxZipError` if it ends before that or takes too long."""
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             if self.process.poll() is not None:
                 raise MlxZipError(f"the server {' '.join(self.words)} ended at once: {self.last_line()}")
             try:
-                if asyncio.run(ask(self.port, self.health, timeout_s=5)).status == 200:
+                if asyncio.run(send_request(self.port, self.health, timeout_s=5)).status == 200:
                     return
             except MlxZipError:  # it does not listen yet
                 time.sleep(0.1)
@@ -70,7 +70,7 @@ class Served:
         assert self._process is not None, "the server has not been started"
         return self._process
 
-    def end(self, by: signal.Signals) -> int:
+    def stop_with(self, by: signal.Signals) -> int:
         """Sends a signal, waits for the process, at last with SIGKILL, and returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(by)
@@ -98,12 +98,11 @@ class Served:
 
 
 def free_port() -> int:
-    """Returns a port of 127.0.0.1 that nobody uses now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
 
 
-def ours(model: str, folder: Path) -> list[str]:
+def serve_command(model: str, folder: Path) -> list[str]:
     """Returns the command that serves a model with sessions kept in a folder."""
     return ["mlx_zip", "serve", "--model", model, "--session-cache", str(folder)]

@@ -14,15 +14,15 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from mlx_zip.bench.engines.cuda_engines import CHUNK, Replay, TorchEngine, installed_bytes, prompt_array
-from mlx_zip.bench.engines.device_clock import Clock, wait
-from mlx_zip.bench.engines.runs import zip_ids
-from mlx_zip.bench.engines.torch_steps import read_prompt
+from mlx_zip.bench.engines.cuda_engines import CHUNK, ReplayedSteps, TorchEngine, installed_row_bytes, prompt_array
+from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
+from mlx_zip.bench.engines.interface import compress_prompt_and_text
+from mlx_zip.bench.engines.torch_steps import prefill_in_chunks
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.kernels.dispatch import forced
 from mlx_zip.cuda.model import CudaModel
 
-from .kernel_launches import Launches, step_costs
+from .kernel_launches import LaunchCounts, count_step_costs
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Plan:
 
 
 @dataclass
-class Trial:
+class TimedTrial:
     """Times of one prefill and of its steps, and what a step reads, in bytes, halfway through."""
 
-    prefill: Clock
-    steps: Clock
+    prefill: DeviceClock
+    steps: DeviceClock
     prompt_ids: int
     bytes: dict[str, int]
 
@@ -56,51 +56,49 @@ def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) 
     trials = []
     for trial in range(-plan.warmup, plan.trials):
         if rows == "cold":
-            engine.fresh()
-        done = _trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
+            engine.forget_encoded_rows()
+        done = time_one_trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
         if trial >= 0:
             trials.append(done)
     last = trials[-1]
     return {
-        "prefill": {"ids": last.prompt_ids, **joined([one.prefill for one in trials]).record()},
+        "prefill": {"ids": last.prompt_ids, **join_clocks([one.prefill for one in trials]).record()},
         "step": {
             "tokens_per_step": plan.tokens / len(last.steps.host_ms),
-            **joined([t.steps for t in trials]).record(),
+            **join_clocks([t.steps for t in trials]).record(),
         },
         "bytes": last.bytes,
     }
 
 
-def _trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> Trial:
-    """Reads a prompt and emits its continuation."""
+def time_one_trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> TimedTrial:
     batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
-    forced = zip_ids(batch.book(0), prompt, continuation)[1]
+    forced = compress_prompt_and_text(batch.book(0), prompt, continuation)[1]
     ids = compress_next(batch.book(0), prompt_array(prompt))
-    prefill, steps = Clock(device), Clock(device)
-    wait(device)
+    prefill, steps = DeviceClock(device), DeviceClock(device)
+    wait_for_device(device)
     prefill.lap()
-    read_prompt(batch, 0, ids, CHUNK)
-    wait(device)
+    prefill_in_chunks(batch, 0, ids, CHUNK)
+    wait_for_device(device)
     prefill.lap()
     steps.lap()
-    for _ in Replay(batch, len(continuation), forced):
+    for _ in ReplayedSteps(batch, len(continuation), forced):
         steps.lap()
-    wait(device)
+    wait_for_device(device)
     kv = round(engine.kv_bytes * (len(ids) + len(forced) / 2))
-    sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_bytes(batch)}
-    return Trial(prefill.stop(), steps.stop(), len(ids), sizes)
+    sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_row_bytes(batch)}
+    return TimedTrial(prefill.stop(), steps.stop(), len(ids), sizes)
 
 
-def joined(clocks: Sequence[Clock]) -> Clock:
-    """Returns the times of all clocks as those of one."""
+def join_clocks(clocks: Sequence[DeviceClock]) -> DeviceClock:
     device = [ms for clock in clocks for ms in clock.device_ms]
-    return Clock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
+    return DeviceClock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
 
 
 MOST_ROWS = 40
 
 
-def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
+def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
     """Runs a request traced, after untraced runs, and writes the trace to folder/name.json.gz.
 
     Returns the kernels with calls and time, what a step launches, the bytes that it must move, and the time of a step
@@ -113,16 +111,16 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as found:
         engine.run(prompt, len(continuation), continuation)
-        wait(device)
-    _write(found, folder / f"{name}.json")
-    cost, bandwidth = warm_step(engine.model), engine.bandwidth()
+        wait_for_device(device)
+    write_compressed_trace(found, folder / f"{name}.json")
+    cost, bandwidth = count_warm_step(engine.model), engine.bandwidth()
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
     step_s = sorted(between)[len(between) // 2]
     moved = engine.weight_bytes + engine.kv_bytes * (run.kv_ids - len(run.ids) / 2) + run.row_bytes
     return {
         "engine": engine.name,
         "trace": f"{name}.json.gz",
-        "kernels": kernel_rows(found, device.type == "cuda"),
+        "kernels": longest_kernels(found, device.type == "cuda"),
         "launches": cost.record(),
         "step_us": round(1e6 * step_s, 1),
         "step_bytes": round(moved),
@@ -135,23 +133,23 @@ def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path,
     }
 
 
-def warm_step(model: CudaModel) -> Launches:
+def count_warm_step(model: CudaModel) -> LaunchCounts:
     """Returns what a warm step launches. The kernels' references run, by whose rules bytes are counted.
 
     A kernel that is launched would count all of each tensor, although it reads some rows of it.
     """
     with forced("reference"):
-        return step_costs(model).warm
+        return count_step_costs(model).warm
 
 
-def _write(found: Any, path: Path) -> None:
+def write_compressed_trace(found: Any, path: Path) -> None:
     found.export_chrome_trace(str(path))
     with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
         shutil.copyfileobj(plain, packed)
     path.unlink()
 
 
-def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
+def longest_kernels(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
     """Returns name, calls and time in us of the kernels that took longest (on a CPU: operations), the longest first.
 
     Operations of the host have the time of the kernels that they launch too, and are left out for a GPU.

@@ -77,22 +77,22 @@ class Engine(ABC):
     @property
     def device(self) -> dict[str, Any]:
         """The device that the engine runs on, as the records' section `device`."""
-        return machine.device()
+        return machine.describe_mlx_device()
 
     @property
     def yardstick(self) -> str:
         """The name of what `bandwidth` measures."""
-        return machine.yardstick("MLX", machine.BANDWIDTH_SIDE)
+        return machine.yardstick_name("MLX", machine.BANDWIDTH_SIDE)
 
     def bandwidth(self) -> float:
         """Measures how many bytes per second matrix-vector products read on the engine's device."""
-        return machine.bandwidth()
+        return machine.mlx_read_bandwidth()
 
-    def fresh(self) -> None:
+    def forget_encoded_rows(self) -> None:
         """Drops what earlier requests left in the model, such as encoded hyper rows."""
         return
 
-    def start(self) -> Any:
+    def start_conversation(self) -> Any:
         """Returns the state of a new conversation, which `run` takes as `held`.
 
         Raises `MlxZipError` if the engine runs single requests only.
@@ -108,7 +108,9 @@ class Engine(ABC):
         """
 
 
-def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def compress_prompt_and_text(
+    book: Codebook, prompt: Sequence[int], text: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns (compressed ids of the prompt, compressed ids of the text after it), as a request that continues `book`.
 
     prompt, text: base ids. `book` is not changed.
@@ -119,7 +121,7 @@ def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple
     return prompt_ids, following.compress(np.asarray(text, np.uint32))
 
 
-def kv_bytes(config: Mapping[str, Any], itemsize: int) -> int:
+def kv_bytes_per_id(config: Mapping[str, Any], itemsize: int) -> int:
     """Returns bytes of one id's keys and values in all layers. config: the decoder's; itemsize: bytes per number."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads

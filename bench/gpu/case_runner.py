@@ -18,7 +18,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from mlx_zip.bench.machine import card_state
-from mlx_zip.bench.recording import surroundings
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError, first_line, reason
 from mlx_zip.files import whole_file
@@ -29,14 +29,14 @@ FAILED = "nvidia-error"  # bench of the record of a case that failed
 CARD = "nvidia-card"  # bench of the record of the card's state
 
 
-class Cases:
+class CaseRunner:
     """Runs the cases of a part one after the other and keeps their records in the part's file."""
 
     def __init__(self, folder: Path, part: str) -> None:
         """Removes what the part wrote in an earlier run."""
         self.folder, self.part = folder, part
         self.records: list[Record] = []
-        _forget(folder, part)
+        remove_part_files(folder, part)
 
     @property
     def status(self) -> int:
@@ -46,12 +46,12 @@ class Cases:
     def add(self, record: Record) -> None:
         """Keeps a record, and writes the file."""
         self.records.append(record)
-        _write_records(self.folder, self.part, self.records)
+        write_part_records(self.folder, self.part, self.records)
 
-    def note_card(self, when: str) -> None:
+    def record_card_state(self, when: str) -> None:
         """Keeps a record of the card's clocks, power and temperature, if they are known. when: "before" or "after"."""
         if state := card_state():
-            self.add(record_of("card", part=self.part, when=when, state=state))
+            self.add(make_record("card", part=self.part, when=when, state=state))
 
     def run(self, name: str, work: Callable[[], Iterable[Record]]) -> None:
         """Keeps the records that `work` yields, each at once. An error becomes a record too; the next case can run."""
@@ -66,19 +66,19 @@ class Cases:
         try:
             yield
         except Exception as error:  # whatever a case raises, the others are measured; the record names it
-            self._fail(name, error)
+            self._record_failure(name, error)
 
-    def _fail(self, name: str, error: Exception) -> None:
+    def _record_failure(self, name: str, error: Exception) -> None:
         if not isinstance(error, MlxZipError):
             traceback.print_exc()
         said = f"{type(error).__name__}: {first_line(error)}"
         print(f"error: {name}: {said}", file=sys.stderr, flush=True)
-        self.add(record_of("error", what=name, error=said))
+        self.add(make_record("error", what=name, error=said))
 
 
-def record_of(bench: str, **fields: Any) -> Record:
+def make_record(bench: str, **fields: Any) -> Record:
     """Returns a record with what every record carries."""
-    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **surroundings(*PACKAGES)}
+    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields(*PACKAGES)}
 
 
 # ---- the folder of records
@@ -88,11 +88,11 @@ NAMED_OTHERWISE = {"others": ("device", "chip")}  # parts whose engines have the
 FAILED_TESTS = ("failures", "errors")  # of pytest's XML
 MADE = {  # files that a part writes beside its records
     "trace": ("trace-torch-base.json.gz", "trace-torch-zip.json.gz"),
-    "summary": ("llama-bench.json", "roofline.md"),
+    "summary": ("roofline.md",),
 }
 
 
-def open_folder(folder: Path) -> None:
+def make_writable_folder(folder: Path) -> None:
     """Makes a folder, with its parents. Raises `MlxZipError` if that fails, or if nothing can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,22 +102,22 @@ def open_folder(folder: Path) -> None:
         raise MlxZipError(f"--out {folder} cannot be written to: {reason(error)}") from error
 
 
-def check_new(folder: Path, parts: Sequence[str]) -> None:
+def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
     """Raises `MlxZipError` if a folder holds records of these parts already."""
-    if found := [part for part in parts if _records_file(folder, part).exists()]:
+    if found := [part for part in parts if records_path(folder, part).exists()]:
         raise MlxZipError(
             f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder, "
             "or the parts to replace with --parts"
         )
 
 
-def _forget(folder: Path, part: str) -> None:
+def remove_part_files(folder: Path, part: str) -> None:
     """Removes what a part wrote in an earlier run, so that nothing of it reads as a result of this one."""
-    for path in (_records_file(folder, part), *(folder / name for name in MADE.get(part, ()))):
+    for path in (records_path(folder, part), *(folder / name for name in MADE.get(part, ()))):
         path.unlink(missing_ok=True)
 
 
-def _records_file(folder: Path, part: str) -> Path:
+def records_path(folder: Path, part: str) -> Path:
     return folder / f"{part}.jsonl"
 
 
@@ -130,26 +130,28 @@ def write_text(path: Path, text: str) -> None:
         raise MlxZipError(f"{path} cannot be written: {reason(error)}") from error
 
 
-def _write_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
-    write_text(_records_file(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
+def write_part_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
+    write_text(records_path(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def all_records(folder: Path, parts: Sequence[str]) -> list[Record]:
+def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:
     """Returns the records of these parts. Raises `MlxZipError` if they are of different machines, cards or versions."""
-    files = {file: part for part in parts if (file := _records_file(folder, part)).exists()}
+    files = {file: part for part in parts if (file := records_path(folder, part)).exists()}
     found = [(file, line) for file in files for line in read_lines(file)]
     for file, line in found:
         first, run = found[0]
         fields = [field for field in ONE_RUN if field not in NAMED_OTHERWISE.get(files[file], ())]
-        if different := [field for field in fields if not _same(_stated(run, field), _stated(line, field))]:
+        if different := [
+            field for field in fields if not equal_or_unknown(field_or_none(run, field), field_or_none(line, field))
+        ]:
             raise MlxZipError(
                 f"{folder}: {first.name} and {file.name} are not of one run: {different[0]} is "
-                f"{_stated(run, different[0])} and {_stated(line, different[0])}"
+                f"{field_or_none(run, different[0])} and {field_or_none(line, different[0])}"
             )
     return [line for _, line in found]
 
 
-def float64_records(folder: Path) -> list[Record]:
+def read_float64_test_record(folder: Path) -> list[Record]:
     """Returns a record of the tests of kernels that pytest wrote to float64.xml; none if they did not run to the end.
 
     Raises `MlxZipError` for a file that cannot be read.
@@ -167,14 +169,14 @@ def float64_records(folder: Path) -> list[Record]:
     return [{"bench": "nvidia-float64", "passed": passed, "failed": failed, "skipped": count["skipped"]}]
 
 
-def _stated(record: Record, field: str) -> Any:
+def field_or_none(record: Record, field: str) -> Any:
     for section in (record, record.get("versions", {}), record.get("device", {})):
         if isinstance(section, dict) and isinstance(value := section.get(field), str):
             return value
     return None
 
 
-def _same(a: Any, b: Any) -> bool:
+def equal_or_unknown(a: Any, b: Any) -> bool:
     return a is None or b is None or a == b
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.functional import linear
 
-from mlx_zip.bench.engines.device_clock import timed
+from mlx_zip.bench.engines.device_clock import time_calls_on_device
 from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import GROUP_SIZE
 from mlx_zip.cuda.kernels.attention import decode_attention
@@ -23,7 +23,7 @@ from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import bytes_of
 
-from .kernel_launches import counted
+from .kernel_launches import counting_launches
 
 Work = Callable[[str | None], object]  # called with impl
 Made = TypeVar("Made")
@@ -35,7 +35,7 @@ TIMES_CACHE = 3  # what calls rotate through is larger than so many caches of th
 TILES = 8  # how PyTorch's 4-bit product lays its words out; its speed on large matrices hardly depends on that
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """A kernel to time. work: calls it. sets: arguments through which calls rotate, so that none is in the cache."""
 
     name: str
@@ -43,45 +43,48 @@ class Case(NamedTuple):
     sets: int = 1
 
 
-def cache_bytes(device: torch.device) -> int:
+def largest_cache_bytes(device: torch.device) -> int:
     """Returns the bytes of a card's largest cache; 0 on a CPU, whose figures mean nothing here."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
-def rotation(make: Callable[[], Made], cache: int) -> list[Made]:
-    """Returns results of `make`, one at least, and so many that their tensors exceed `TIMES_CACHE` caches together."""
+def make_rotating_arguments(make: Callable[[], Made], cache: int) -> list[Made]:
     made = [make()]
     while bytes_of(made) <= TIMES_CACHE * cache:
         made.append(make())
     return made
 
 
-def cases(
+def kernel_cases(
     config: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,
     context: int,
     slots: int = SLOTS,
     cache: int | None = None,
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """Yields every kernel at the sizes of config.json, and the controls.
 
     context: keys that a sequence has. cache: bytes of the card's cache; None for those of the device.
     """
-    cache = cache_bytes(device) if cache is None else cache
+    cache = largest_cache_bytes(device) if cache is None else cache
     random = lambda *shape: torch.randn(shape, device=device).to(dtype)
     for bits in (None, 8, 4):
-        yield from products(config, device, dtype, bits, slots, cache, random)
+        yield from product_cases(config, device, dtype, bits, slots, cache, random)
     width, vocab = config["hidden_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or width // heads
     table, rows = random(vocab, width), random(1, slots, width)
     # each call reads other rows, because those of one call would stay in the cache of a large GPU
     ids = cycle([torch.randint(0, vocab + slots, (1, PROMPT), device=device) for _ in range(CALLS)])
-    yield Case(f"hyper embedding, {PROMPT} ids", lambda impl: hyper_embedding(next(ids), table, rows, vocab, impl=impl))
-    both = rotation(lambda: (random(1, kv_heads, context + 64, size), random(1, kv_heads, context + 64, size)), cache)
+    yield KernelCase(
+        f"hyper embedding, {PROMPT} ids", lambda impl: hyper_embedding(next(ids), table, rows, vocab, impl=impl)
+    )
+    both = make_rotating_arguments(
+        lambda: (random(1, kv_heads, context + 64, size), random(1, kv_heads, context + 64, size)), cache
+    )
     q, lengths, turns = random(1, heads, size), torch.tensor([context], device=device), cycle(both)
-    yield Case(
+    yield KernelCase(
         f"attention over {context} keys",
         lambda impl: decode_attention(q, *next(turns), lengths, impl=impl),
         len(both),
@@ -90,7 +93,7 @@ def cases(
         yield from encoder_cases(entries, table, heads, random)
 
 
-def products(
+def product_cases(
     config: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,
@@ -98,7 +101,7 @@ def products(
     slots: int,
     cache: int,
     random: Callable[..., torch.Tensor],
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """Yields the products with matrices of `bits` bits, None for dense ones; the controls of each product follow it."""
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     folder, numbers = random_folder(dict(config), device, dtype, bits, GROUP_SIZE), count()
@@ -111,49 +114,49 @@ def products(
     }
     for name, (height, columns, call) in pieces.items():
         take = lambda h=height, c=columns: folder.take(f"{next(numbers)}.weight", h, c)
-        made = rotation(take, cache)
+        made = make_rotating_arguments(take, cache)
         kind = f"{bits} bit" if isinstance(made[0], Packed) else "dense"
         turns: Iterator[Any] = cycle(made)
-        yield Case(f"{name}, {kind}", lambda impl, c=call, t=turns: c(next(t), impl), len(made))
+        yield KernelCase(f"{name}, {kind}", lambda impl, c=call, t=turns: c(next(t), impl), len(made))
         vector = x if columns == width else wide
         if not isinstance(made[0], Packed):
             plain = lambda impl, v=vector, t=turns: linear(v, next(t))
-            yield Case(f"control, torch linear of {name}", plain, len(made))
-        elif bits == 4 and has_int4(device):
-            packed = rotation(lambda h=height, c=columns: int4_matrix(h, c, device), cache)
+            yield KernelCase(f"control, torch linear of {name}", plain, len(made))
+        elif bits == 4 and has_torch_int4_product(device):
+            packed = make_rotating_arguments(lambda h=height, c=columns: random_torch_int4_matrix(h, c, device), cache)
             others = cycle(packed)
-            theirs = lambda impl, v=vector, t=others: int4_product(v, *next(t))
-            yield Case(f"control, torch int4 product of {name}", theirs, len(packed))
+            theirs = lambda impl, v=vector, t=others: torch_int4_product(v, *next(t))
+            yield KernelCase(f"control, torch int4 product of {name}", theirs, len(packed))
 
 
-def has_int4(device: torch.device) -> bool:
-    """Returns whether the installed PyTorch has its own 4-bit product on this device."""
+def has_torch_int4_product(device: torch.device) -> bool:
     known = all(hasattr(torch.ops.aten, name) for name in ("_weight_int4pack_mm", "_convert_weight_to_int4pack"))
     built = torch.version.cuda is not None and device.type == "cuda"
     return known and built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def int4_matrix(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def random_torch_int4_matrix(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a random matrix [rows, columns] as PyTorch packs 4-bit weights, and its scales and zeros in bfloat16."""
     pairs = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
     scales = torch.rand((columns // GROUP_SIZE, rows, 2), device=device).to(torch.bfloat16)
     return torch.ops.aten._convert_weight_to_int4pack(pairs, TILES), scales
 
 
-def int4_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns PyTorch's product of x [1, columns] with a matrix of `int4_matrix`."""
+def torch_int4_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._weight_int4pack_mm(x, packed, GROUP_SIZE, scales)
 
 
-def memory_controls(device: torch.device, side: int) -> Iterator[Case]:
+def memory_control_cases(device: torch.device, side: int) -> Iterator[KernelCase]:
     """Yields a copy and a sum of a float32 matrix [side, side]: other ways to use the memory than the yardstick's."""
     source = torch.rand((side, side), device=device)
     target = torch.empty_like(source)
-    yield Case("control, copy", lambda impl: target.copy_(source))
-    yield Case("control, sum", lambda impl: source.sum())
+    yield KernelCase("control, copy", lambda impl: target.copy_(source))
+    yield KernelCase("control, sum", lambda impl: source.sum())
 
 
-def encoder_cases(entries: int, table: torch.Tensor, heads: int, random: Callable[..., torch.Tensor]) -> Iterator[Case]:
+def encoder_cases(
+    entries: int, table: torch.Tensor, heads: int, random: Callable[..., torch.Tensor]
+) -> Iterator[KernelCase]:
     """Yields the encoders' pieces for so many entries.
 
     The rows are others at each call. The other pieces read what the piece before has just written, also in an encoder.
@@ -162,16 +165,16 @@ def encoder_cases(entries: int, table: torch.Tensor, heads: int, random: Callabl
     ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])
     lengths = torch.full((entries,), PLACES, device=device)
     places, qkv, x = random(PLACES, width), random(entries, PLACES, 3 * width), random(entries, PLACES, width)
-    yield Case(f"encoder rows, {entries} entries", lambda impl: entry_rows(next(ids), table, places, impl=impl))
-    yield Case(
+    yield KernelCase(f"encoder rows, {entries} entries", lambda impl: entry_rows(next(ids), table, places, impl=impl))
+    yield KernelCase(
         f"encoder attention, {entries} entries",
         lambda impl: small_attention(qkv, lengths, heads, "both", impl=impl),
     )
-    yield Case(f"encoder pooling, {entries} entries", lambda impl: pool(x, lengths, "real", impl=impl))
+    yield KernelCase(f"encoder pooling, {entries} entries", lambda impl: pool(x, lengths, "real", impl=impl))
 
 
 def time_kernel(
-    case: Case, device: torch.device, trials: int, bandwidth: float, reference: bool, calls: int = CALLS
+    case: KernelCase, device: torch.device, trials: int, bandwidth: float, reference: bool, calls: int = CALLS
 ) -> dict[str, Any]:
     """Returns a kernel's time per call, the bytes of a call, and the share of the read bandwidth that it reaches.
 
@@ -180,11 +183,11 @@ def time_kernel(
     reference: the plain reference is timed too.
     """
     work, calls = case.work, max(calls, case.sets)
-    with counted() as found:
+    with counting_launches() as found:
         work("reference")
-    us = _us(lambda: work(None), device, trials, calls)
+    us = time_call_us(lambda: work(None), device, trials, calls)
     rate = found.bytes / (us * 1e-6)
-    other = _us(lambda: work("reference"), device, trials, calls) if reference else None
+    other = time_call_us(lambda: work("reference"), device, trials, calls) if reference else None
     return {
         "us": round(us, 3),
         "bytes": found.bytes,
@@ -196,15 +199,15 @@ def time_kernel(
     }
 
 
-def _us(work: Callable[[], object], device: torch.device, trials: int, calls: int) -> float:
+def time_call_us(work: Callable[[], object], device: torch.device, trials: int, calls: int) -> float:
     def several(trial: int) -> None:
         _ = [work() for _ in range(calls)]  # a list, so that no result's memory is used again
 
-    ms = timed(_captured(several, device), device, trials, 2).record()["device_ms"]["median"]
+    ms = time_calls_on_device(capture_cuda_graph(several, device), device, trials, 2).record()["device_ms"]["median"]
     return 1e3 * ms / calls
 
 
-def _captured(work: Callable[[int], None], device: torch.device) -> Callable[[int], object]:
+def capture_cuda_graph(work: Callable[[int], None], device: torch.device) -> Callable[[int], object]:
     """Returns the work as a CUDA graph, so that the time between launches does not count; on a CPU the work itself."""
     if device.type != "cuda":
         return work
