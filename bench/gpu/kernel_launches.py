@@ -265,16 +265,16 @@ def _install(args: Arguments, out: Any) -> int:
 
 # launches of a kernel's Triton form where they are not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
-    "head.reference": lambda args: 2,  # blocks of ids, and what joins their findings
-    "attention.reference": _attention_launches,
+    "head.reference_joint_head": lambda args: 2,  # blocks of ids, and what joins their findings
+    "attention.reference_decode_attention": _attention_launches,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
-    "embedding.reference": _embedding,
-    "encoder.reference_rows": _entry_rows,
-    "head.reference": _head,
-    "rope.reference": _rope,
-    "attention.reference": _attention,
-    "install.reference": _install,
+    "embedding.reference_hyper_embedding": _embedding,
+    "encoder.reference_embed_entries": _entry_rows,
+    "head.reference_joint_head": _head,
+    "rope.reference_rope_and_cache": _rope,
+    "attention.reference_decode_attention": _attention,
+    "install.reference_install_rows": _install,
 }
 
 # ---- a decoding step: without hypertokens, with rows that are known, and with new ones

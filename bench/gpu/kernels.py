@@ -17,7 +17,7 @@ from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import GROUP_SIZE
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
-from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
+from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
@@ -162,12 +162,12 @@ def encoder_cases(entries: int, table: torch.Tensor, heads: int, random: Callabl
     ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])
     lengths = torch.full((entries,), PLACES, device=device)
     places, qkv, x = random(PLACES, width), random(entries, PLACES, 3 * width), random(entries, PLACES, width)
-    yield Case(f"encoder rows, {entries} entries", lambda impl: entry_rows(next(ids), table, places, impl=impl))
+    yield Case(f"encoder rows, {entries} entries", lambda impl: embed_entries(next(ids), table, places, impl=impl))
     yield Case(
         f"encoder attention, {entries} entries",
-        lambda impl: small_attention(qkv, lengths, heads, "both", impl=impl),
+        lambda impl: attend_in_entries(qkv, lengths, heads, "both", impl=impl),
     )
-    yield Case(f"encoder pooling, {entries} entries", lambda impl: pool(x, lengths, "real", impl=impl))
+    yield Case(f"encoder pooling, {entries} entries", lambda impl: pool_places(x, lengths, "real", impl=impl))
 
 
 def time_kernel(

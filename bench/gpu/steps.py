@@ -19,7 +19,7 @@ from mlx_zip.bench.engines.device_clock import Clock, wait
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.torch_steps import read_prompt
 from mlx_zip.codec import compress_next
-from mlx_zip.cuda.kernels.dispatch import forced
+from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.model import CudaModel
 
 from .kernel_launches import Launches, step_costs
@@ -140,7 +140,7 @@ def warm_step(model: CudaModel) -> Launches:
 
     A kernel that is launched would count all of each tensor, although it reads some rows of it.
     """
-    with forced("reference"):
+    with force_implementation("reference"):
         return step_costs(model).warm
 
 

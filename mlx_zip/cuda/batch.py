@@ -40,7 +40,7 @@ class Batch:
         """Lays out caches and tables. Raises `ModelError` if the device has too little free memory."""
         config, slots = model.config, model.layout.codebook_size
         self.model, self.most, self.capacity = model, most, capacity
-        self.kv = model.decoder.make_kv(most, capacity)
+        self.kv = model.decoder.make_kv_cache(most, capacity)
         self._by_base_ids = config is not None and config.position_mode == "base_token_end"
         before = model.layout.vocab_size if self._by_base_ids else 0
         self.tables = Tables(most, slots, model.sides, model.width, model.dtype, model.device, before)

@@ -17,7 +17,7 @@ from mlx_zip.cuda.batch import Batch, Seat, Seats
 from mlx_zip.cuda.group import CudaGroup, CudaReading
 from mlx_zip.cuda.memory import ceiling, check_room, find_device, free_bytes, host_bytes, too_little, use
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.network.kv import kv_bytes
+from mlx_zip.cuda.network.kv import kv_cache_bytes
 from mlx_zip.cuda.sampling import BasePenalties, Draws
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
@@ -177,7 +177,7 @@ class CudaServed:
         self.by_base = config is not None and config.position_mode == "base_token_end"
         self.canonical = config is not None and config.canonical
         self.vocab_size = model.layout.vocab_size
-        self.kv_bytes_per_id = kv_bytes(decoder, 1, 1, model.dtype)
+        self.kv_bytes_per_id = kv_cache_bytes(decoder, 1, 1, model.dtype)
         trained: int | None = model.folder.config.get("max_position_embeddings")
         capacity = self._capacity(options, trained)
         self.context = trained if self.by_base else min(capacity, trained or capacity)

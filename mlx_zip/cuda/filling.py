@@ -13,7 +13,7 @@ from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.hyper_rows import Tables, keys_of
 from mlx_zip.cuda.kernels.install import install_rows
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.kv import KV
+from mlx_zip.cuda.network.kv import KVCache
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.transfers import Upload, ids_to_device
 
@@ -27,7 +27,7 @@ class Reader:
     `SequenceState.positions`.
     """
 
-    def __init__(self, model: CudaModel, kv: KV, tables: Tables, used: torch.Tensor, by_base_ids: bool) -> None:
+    def __init__(self, model: CudaModel, kv: KVCache, tables: Tables, used: torch.Tensor, by_base_ids: bool) -> None:
         self._model, self._kv, self._tables = model, kv, tables
         self._used, self._by_base_ids = used, by_base_ids
 
@@ -66,7 +66,7 @@ class Reader:
         if len(at) and model.store is not None:
             h[0, ids_to_device(at, device)] = model.store.rows(entries, lengths, model.encode)[:, -1]
         slots = torch.arange(begin, end, device=device)[None]
-        return model.decoder.read(h, positions, slots, self._kv.rows(row, row + 1), end)[0, -1]
+        return model.decoder.prefill(h, positions, slots, self._kv.rows(row, row + 1), end)[0, -1]
 
 
 class NewRows:

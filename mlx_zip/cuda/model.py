@@ -22,8 +22,8 @@ from mlx_zip.cuda.memory import bytes_of, find_device
 from mlx_zip.cuda.network.checkpoint import Folder, folder_fingerprint, read_folder
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, cpu_head
 from mlx_zip.cuda.network.decoder import Decoder
-from mlx_zip.cuda.network.encoders import Weights, make_encoder
-from mlx_zip.cuda.network.linear import Half, Linear
+from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
+from mlx_zip.cuda.network.linear import HalfMatrix, Linear
 from mlx_zip.cuda.sequence import Begin, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
@@ -123,7 +123,7 @@ class CudaModel:
         folder, decoder = self.folder, self.folder.decoder
         low = folder.take(EMBEDDING, decoder.rows, decoder.width)
         high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
-        self.scores = None if folder.kernels else Linear(high).keep(folder.dtype)
+        self.scores = None if folder.kernels else Linear(high).prepared_for_cpu(folder.dtype)
         self.embedding: Matrix = folder.as_table(low)
         self.matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
 
@@ -139,7 +139,7 @@ class CudaModel:
         tied, take = config.encoder.tie_encoders, self.folder.take
         self.sides = 1 if tied and self.folder.decoder.tied else 2
         keep = None if self.folder.kernels else self.dtype
-        weights = [Weights(take, side, keep) for side in SIDES[: 2 - tied]]
+        weights = [EncoderWeights(take, side, keep) for side in SIDES[: 2 - tied]]
         sides = [make_encoder(config.encoder, config.merge_size, one) for one in weights]
         self._read_encoder, self._written_encoder = sides[0], sides[-1]
 
@@ -168,7 +168,7 @@ class CudaModel:
         for layer in self.decoder.layers:
             values += [getattr(layer, each.name) for each in fields(layer)]
         linear = [one for one in values if isinstance(one, Linear)]
-        half = sum(one.weight.nbytes for one in linear if isinstance(one.weight, Half))
+        half = sum(one.weight.nbytes for one in linear if isinstance(one.weight, HalfMatrix))
         return half + bytes_of([*values, *((one.weight, one.bias) for one in linear)])
 
     # ---- what requests begin with

@@ -46,7 +46,7 @@ class RowScorer:
     def __init__(self, model: CudaModel) -> None:
         self._model = model
         self._by_base_ids = model.config is not None and model.config.position_mode == "base_token_end"
-        self._kv = model.decoder.make_kv(1, CHUNK)
+        self._kv = model.decoder.make_kv_cache(1, CHUNK)
 
     @torch.no_grad()
     def parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
@@ -143,14 +143,14 @@ class RowScorer:
         """Yields the body's outputs of embeddings h [n, D] of a whole sequence, from the one at index `wanted` on."""
         model, count = self._model, len(h)
         if self._kv.capacity < count:
-            self._kv = model.decoder.make_kv(1, count)
+            self._kv = model.decoder.make_kv_cache(1, count)
         self._kv.trim(0, 0)
         self._kv.which[0] = which
         at = ids_to_device(positions, model.device)[None]
         for begin in range(0, count, CHUNK):
             end = min(begin + CHUNK, count)
             slots = torch.arange(begin, end, device=model.device)[None]
-            found = model.decoder.read(h[None, begin:end], at[:, begin:end], slots, self._kv, end)[0]
+            found = model.decoder.prefill(h[None, begin:end], at[:, begin:end], slots, self._kv, end)[0]
             if end > wanted:
                 yield found[max(0, wanted - begin) :]
 

@@ -15,7 +15,7 @@ from mlx_zip.bench.engines import cuda_engines, device_clock  # noqa: E402
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions  # noqa: E402
 from mlx_zip.bench.gpu import kernels, nvidia, steps  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
-from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
+from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from support import tiny_bench  # noqa: E402
 from support.pretend_card import pretended_card  # noqa: E402
 
@@ -82,7 +82,7 @@ def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
     models = cuda_engines.models_of("tiny", "float32", None, None, "stories", ZipOptions(encoder_layers=1))
     model = cuda_engines.opened(models)
     by_rule = steps.warm_step(model)
-    with forced("triton"):  # as on a card
+    with force_implementation("triton"):  # as on a card
         assert steps.warm_step(model).record() == by_rule.record()
 
 

@@ -350,7 +350,7 @@ def test_a_sequence_whose_keys_are_missing_has_no_snapshot(tmp_path, monkeypatch
     batch, ids = Batch(model, 1, CAPACITY), base_ids(40)
     batch.read(batch.add(), ids[:20])
     with monkeypatch.context() as broken:
-        broken.setattr(model.decoder, "read", refuses)
+        broken.setattr(model.decoder, "prefill", refuses)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.read(0, ids[20:])
     with pytest.raises(ModelError, match="keys of the sequence are missing"):

@@ -11,7 +11,7 @@ from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import counted  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
-from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
+from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount"}
@@ -46,7 +46,7 @@ def test_a_captured_piece_has_no_operation_that_waits_for_the_device(position_mo
         batch.read(batch.add(), ids)
 
     def note(graphs, key, work, keep=()):
-        with forced("triton"), counted() as found:
+        with force_implementation("triton"), counted() as found:
             result = work()
         pieces.setdefault(key[0], set()).update(found.names)
         return result

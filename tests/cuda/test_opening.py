@@ -24,7 +24,7 @@ from mlx_zip.cuda import model as model_module  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint  # noqa: E402
-from mlx_zip.cuda.network.encoders import Weights, make_encoder  # noqa: E402
+from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder  # noqa: E402
 from mlx_zip.cuda.sampling import without  # noqa: E402
 from mlx_zip.cuda.sequence import SequenceState  # noqa: E402
 from mlx_zip.errors import CodecError, ConfigError, DataError, ModelError  # noqa: E402
@@ -107,7 +107,7 @@ def test_rotations_that_differ_between_layers_are_refused(tmp_path):
 def test_an_encoder_that_does_not_exist_is_named():
     config = replace(tiny_model("llama", "averaging").config.encoder, kind="magic")
     with pytest.raises(ConfigError, match="encoder_type 'magic' is not one of attention, averaging"):
-        make_encoder(config, 4, Weights(lambda *_: None, "input_encoder."))
+        make_encoder(config, 4, EncoderWeights(lambda *_: None, "input_encoder."))
 
 
 # ---- named

@@ -25,9 +25,9 @@ def test_a_model_of_random_weights_runs(family, bits):
     folder = random_folder(tiny_config(family, "attention"), "cpu", torch.float32, bits, group=32)
     model = CudaModel(folder, folder.zip)
     decoder, at = model.decoder, torch.arange(5)[None]
-    kv = decoder.make_kv(1, 8)
+    kv = decoder.make_kv_cache(1, 8)
     h = model.embed(at, torch.zeros((1, 0, model.width)))
-    assert 0.2 < decoder.read(h, at, at, kv).std() < 5
+    assert 0.2 < decoder.prefill(h, at, at, kv).std() < 5
     assert decoder.step(h[:, 0], torch.tensor([5]), kv).isfinite().all()
 
 

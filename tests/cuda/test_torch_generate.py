@@ -212,14 +212,14 @@ def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "hypertokens"), [("llama", True), ("phi3", True), ("llama", False)])
 def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_path):
-    from mlx_zip.cuda.kernels.dispatch import forced
+    from mlx_zip.cuda.kernels.dispatch import force_implementation
 
     folder, prompt = save(tiny_model(family, ENCODER), tmp_path / "m"), base_ids(28)
     model = open_model(folder, "cpu", hypertokens=hypertokens, kernels=True)
     expected = ours(model, prompt, 8)
     if model.store is not None:
         model.store.forget()
-    with forced("triton"):
+    with force_implementation("triton"):
         assert ours(model, prompt, 8) == expected
 
 

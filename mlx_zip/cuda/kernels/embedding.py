@@ -2,8 +2,8 @@
 
 The newest entry is not expanded here: the head gives its slot -inf until the entry's rows are in the tables, and an id
 that is read earlier all the same (LZW's KwKwK) is read a second time, alone, after its rows were made. Expanding it
-here would save no launch either: its base rows are gathered by `encoder.entry_rows`, and an encoder needs all of them
-before it can make the one row that this pass would add.
+here would save no launch either: its base rows are gathered by `encoder.embed_entries`, and an encoder needs all of
+them before it can make the one row that this pass would add.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, packed_rows
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, unpack_rows
 
 
 def hyper_embedding(
@@ -28,19 +28,19 @@ def hyper_embedding(
     if not 0 <= boundary <= base.shape[0]:
         raise ValueError(f"boundary {boundary} lies outside the base table of {base.shape[0]} rows")
     if use_triton(impl, ids, *parts, rows):
-        from mlx_zip.cuda.kernels.triton.embedding import launch
+        from mlx_zip.cuda.kernels.triton.embedding import launch_hyper_embedding
 
-        return launch(ids, base, rows, boundary)
-    return reference(ids, base, rows, boundary)
+        return launch_hyper_embedding(ids, base, rows, boundary)
+    return reference_hyper_embedding(ids, base, rows, boundary)
 
 
-def reference(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -> torch.Tensor:
+def reference_hyper_embedding(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -> torch.Tensor:
     """Returns what `hyper_embedding` returns, in plain PyTorch."""
     capacity = rows.shape[1]
     is_base = (ids >= 0) & (ids < boundary)
     is_hyper = (ids >= boundary) & (ids < boundary + capacity)
     chosen = torch.where(is_base, ids, 0)
-    out = packed_rows(base, chosen) if isinstance(base, Packed) else base[chosen]
+    out = unpack_rows(base, chosen) if isinstance(base, Packed) else base[chosen]
     if capacity:
         slot = torch.where(is_hyper, ids - boundary, 0)
         found = rows.gather(1, slot[..., None].expand(-1, -1, rows.shape[2])).to(out.dtype)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, dequantize
 
 
@@ -44,13 +44,13 @@ def joint_head(
     if not 1 <= boundary <= height:
         raise ValueError(f"boundary {boundary} lies outside 1..{height}, the rows of the base matrix")
     if use_triton(impl, x, *check_matrix("base", base), rows, installed):
-        from mlx_zip.cuda.kernels.triton.head import launch
+        from mlx_zip.cuda.kernels.triton.head import launch_joint_head
 
-        return Head(*launch(x, base, rows, installed, boundary, logits))
-    return reference(x, base, rows, installed, boundary, logits)
+        return Head(*launch_joint_head(x, base, rows, installed, boundary, logits))
+    return reference_joint_head(x, base, rows, installed, boundary, logits)
 
 
-def reference(
+def reference_joint_head(
     x: torch.Tensor,
     base: Matrix,
     rows: torch.Tensor,
@@ -60,7 +60,7 @@ def reference(
 ) -> Head:
     """Returns what `joint_head` returns, in plain PyTorch; float64 inputs give float64 results."""
     matrix = dequantize(base) if isinstance(base, Packed) else base
-    exact = wide(x)
+    exact = to_reference_dtype(x)
     low = exact @ matrix[:boundary].to(exact.dtype).T
     high = torch.einsum("bd,bcd->bc", exact, rows.to(exact.dtype))
     tail = exact.new_full((x.shape[0], matrix.shape[0] - boundary), -torch.inf)

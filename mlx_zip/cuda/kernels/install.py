@@ -29,14 +29,14 @@ def install_rows(
         check_shape("table", table, *installed.shape, pool.shape[2])
     check_shape("spans", spans, installed.shape[0], None)
     if use_triton(impl, new, pool, *tables, installed, spans):
-        from mlx_zip.cuda.kernels.triton.install import launch
+        from mlx_zip.cuda.kernels.triton.install import launch_install_rows
 
-        launch(new, pool, tables, installed, spans)
+        launch_install_rows(new, pool, tables, installed, spans)
     else:
-        reference(new, pool, tables, installed, spans)
+        reference_install_rows(new, pool, tables, installed, spans)
 
 
-def reference(
+def reference_install_rows(
     new: torch.Tensor, pool: torch.Tensor, tables: Sequence[torch.Tensor], installed: torch.Tensor, spans: torch.Tensor
 ) -> None:
     """Does what `install_rows` does, in plain PyTorch."""

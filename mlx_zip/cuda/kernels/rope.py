@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 
 
 class Rotation(NamedTuple):
@@ -50,10 +50,10 @@ def rope_and_cache(
         raise ValueError(f"qkv has {columns} columns, which hold no {keys.shape[1]} key heads of {width}")
     parts = _check_rotation(rotation, batch, width)
     if use_triton(impl, qkv, positions, slots, keys, values, *parts):
-        from mlx_zip.cuda.kernels.triton.rope import launch
+        from mlx_zip.cuda.kernels.triton.rope import launch_rope_and_cache
 
-        return launch(qkv, positions, slots, keys, values, heads, *rotation)
-    return reference(qkv, positions, slots, rotation, keys, values, heads)
+        return launch_rope_and_cache(qkv, positions, slots, keys, values, heads, *rotation)
+    return reference_rope_and_cache(qkv, positions, slots, rotation, keys, values, heads)
 
 
 def _check_rotation(rotation: Rotation, batch: int, width: int) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def _check_rotation(rotation: Rotation, batch: int, width: int) -> list[torch.Te
     return [part for part in (frequencies, which, q_norm, k_norm) if part is not None]
 
 
-def reference(
+def reference_rope_and_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -94,7 +94,7 @@ def reference(
 
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Returns the RMS norm of each head, or x itself without a weight, in the dtype of references."""
-    exact = wide(x)
+    exact = to_reference_dtype(x)
     if weight is None:
         return exact
     return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight.to(exact.dtype)

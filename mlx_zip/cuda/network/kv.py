@@ -14,7 +14,7 @@ from mlx_zip.cuda.transfers import copy_to, to_host
 
 
 @dataclass(frozen=True)
-class KV:
+class KVCache:
     """Keys and values of every layer, and how many of them each sequence has.
 
     whole [layers, 2, B, K, S, E]: keys, then values. lengths [B] int64: ids in the cache of each sequence; the next id
@@ -39,9 +39,9 @@ class KV:
         """Returns one layer's values [B, K, S, E]."""
         return self.whole[layer, 1]
 
-    def rows(self, begin: int, end: int) -> KV:
+    def rows(self, begin: int, end: int) -> KVCache:
         """Returns the caches of sequences begin to end - 1, in the same memory."""
-        return KV(self.whole[:, :, begin:end], self.lengths[begin:end], self.which[begin:end])
+        return KVCache(self.whole[:, :, begin:end], self.lengths[begin:end], self.which[begin:end])
 
     def trim(self, row: int, length: int) -> None:
         """Makes a sequence hold its first `length` ids only."""
@@ -63,14 +63,16 @@ class KV:
         self.lengths[row], self.which[row] = length, which
 
 
-def kv_bytes(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
+def kv_cache_bytes(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
     """Returns the bytes of the caches of `batch` sequences with `capacity` slots each."""
     return 2 * config.layers * batch * config.key_columns * capacity * dtype.itemsize
 
 
-def make_kv(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KV:
+def make_kv_cache(
+    config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
     """Returns empty caches. Raises `ModelError` with both sizes if the device has too little free memory."""
-    check_room(f"KV caches of {batch} x {capacity} ids", kv_bytes(config, batch, capacity, dtype), device)
+    check_room(f"KV caches of {batch} x {capacity} ids", kv_cache_bytes(config, batch, capacity, dtype), device)
     shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
     # zeros: masked slots meet weights of 0, and 0 x NaN is NaN
     if device.type == "cpu":  # NumPy's zeros take memory when they are written
@@ -78,4 +80,4 @@ def make_kv(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype
     else:
         whole = torch.zeros(shape, dtype=dtype, device=device)
     counts = torch.zeros((2, batch), dtype=torch.int64, device=device)
-    return KV(whole, counts[0], counts[1])
+    return KVCache(whole, counts[0], counts[1])

@@ -9,21 +9,21 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Matrix, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
 from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 1024  # columns per program
 
 
-def launch(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -> torch.Tensor:
+def launch_hyper_embedding(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -> torch.Tensor:
     """Returns embeddings [B, L, D]; arguments as in `embedding.hyper_embedding`, which has checked them."""
     (batch, length), width = ids.shape, base.shape[1]
-    matrix, scales, biases, bits, group = as_parts(base)
+    matrix, scales, biases, bits, group = kernel_arguments_of(base)
     dtype = matrix.dtype if scales is None else scales.dtype
     out = torch.empty((batch, length, width), dtype=dtype, device=ids.device)
     if out.numel():
         grid = (batch * length, triton.cdiv(width, BLOCK))
-        _kernel[grid](
+        _hyper_embedding_kernel[grid](
             ids, matrix, scales, biases, rows, out, length, width, rows.shape[1], boundary,
             BITS=bits, GROUP=group, BLOCK=BLOCK,
         )  # fmt: skip
@@ -31,7 +31,7 @@ def launch(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, boundary: int) -
 
 
 @triton.jit
-def _kernel(
+def _hyper_embedding_kernel(
     ids, matrix, scales, biases, rows, out, length, width, capacity, boundary,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

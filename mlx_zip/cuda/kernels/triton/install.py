@@ -14,20 +14,20 @@ import triton.language as tl
 BLOCK = 1024  # columns of a program
 
 
-def launch(
+def launch_install_rows(
     new: torch.Tensor, pool: torch.Tensor, tables: Sequence[torch.Tensor], installed: torch.Tensor, spans: torch.Tensor
 ) -> None:
     """Installs the rows; arguments as in `install.install_rows`, which has checked them."""
     count, (_, sides, width), capacity = new.shape[1], pool.shape, installed.shape[1]
     if count:
-        _kernel[(count, triton.cdiv(width, BLOCK))](
+        _install_rows_kernel[(count, triton.cdiv(width, BLOCK))](
             new, pool, tables[0], tables[-1], installed.view(torch.uint8), spans,
             count, width, capacity, spans.shape[1], SIDES=sides, BLOCK=BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
-def _kernel(
+def _install_rows_kernel(
     new, pool, outputs, inputs, installed, spans, count, width, capacity, columns,
     SIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-def launch(
+def launch_rope_and_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -33,7 +33,7 @@ def launch(
     sets, half = frequencies.shape
     out = torch.empty((batch, length, heads, width), dtype=qkv.dtype, device=qkv.device)
     if out.numel():
-        _kernel[(batch * length, heads + 2 * kv_heads)](
+        _rope_and_cache_kernel[(batch * length, heads + 2 * kv_heads)](
             qkv, positions, slots, frequencies, which, q_norm, k_norm, keys, values, out, scale, eps,
             length, heads, kv_heads, places, width, sets, half,
             CHOOSE=which is not None, NORM=q_norm is not None, BLOCK=triton.next_power_of_2(width),
@@ -42,7 +42,7 @@ def launch(
 
 
 @triton.jit
-def _kernel(
+def _rope_and_cache_kernel(
     qkv, positions, slots, frequencies, which, q_norm, k_norm, keys, values, out, scale, eps,
     length, heads, kv_heads, places, width, sets, half,
     CHOOSE: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
