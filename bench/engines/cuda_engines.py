@@ -132,7 +132,7 @@ class TorchEngine(Engine):
     def fresh(self) -> None:
         """Empties the store of rows."""
         if self.model.store is not None:
-            self.model.store.forget()
+            self.model.store.clear()
 
     def start(self) -> list[Batch]:
         """Returns the state of a new conversation: a list that holds its batch, once it has one."""
@@ -189,7 +189,7 @@ class Replay(Steps):
 
     def _choose(self) -> None:
         at = self.at = min(self.at + 1, len(self.forced))
-        self._batch.choose(lambda head: self.forced[at - 1 : at], logits=False)
+        self._batch.choose_ids(lambda head: self.forced[at - 1 : at], logits=False)
 
 
 def _of_conversation(model: CudaModel, held: list[Batch]) -> Batch:

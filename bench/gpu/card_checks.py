@@ -120,7 +120,7 @@ def last_logits(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.Tensor:
 
     batch.add()
     read_prompt(batch, 0, ids, chunk)
-    batch.choose(keep)
+    batch.choose_ids(keep)
     return kept[0]
 
 

@@ -21,7 +21,7 @@ from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import bytes_of
+from mlx_zip.cuda.memory import tensor_bytes
 
 from .kernel_launches import counted
 
@@ -51,7 +51,7 @@ def cache_bytes(device: torch.device) -> int:
 def rotation(make: Callable[[], Made], cache: int) -> list[Made]:
     """Returns results of `make`, one at least, and so many that their tensors exceed `TIMES_CACHE` caches together."""
     made = [make()]
-    while bytes_of(made) <= TIMES_CACHE * cache:
+    while tensor_bytes(made) <= TIMES_CACHE * cache:
         made.append(make())
     return made
 

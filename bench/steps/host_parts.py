@@ -21,7 +21,7 @@ import numpy as np
 from mlx_zip.bench.engines.mlx_engines import Forced, MlxZip, settle
 from mlx_zip.bench.engines.runs import zip_ids
 from mlx_zip.bench.engines.shape_table import Models
-from mlx_zip.device import fastest
+from mlx_zip.device import fastest_seconds
 from mlx_zip.engine.interface import Failed, Finished, Submission
 from mlx_zip.engine.mlx.generate import emit
 from mlx_zip.engine.mlx.mlx_engine import MlxEngine
@@ -265,7 +265,7 @@ def kernels(count: int = CHAIN) -> dict[str, float]:
                 mx.async_eval(y)
         mx.eval(y)
 
-    short, long, alone = (fastest(partial(chain, *args)) for args in ((count // 10,), (count,), (count, True)))
+    short, long, alone = (fastest_seconds(partial(chain, *args)) for args in ((count // 10,), (count,), (count, True)))
     launch_us = 1e6 * max(0.0, long - short) / (count - count // 10)
     return {"launch_us": launch_us, "buffer_us": max(0.0, 1e6 * alone / count - launch_us)}
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.cuda.engine import CudaEngine, tokenizer_of
+from mlx_zip.cuda.engine import CudaEngine, tokenizer_with_options
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.device import peak_rss_bytes
@@ -36,7 +36,7 @@ def load_evaluated(
     """Returns a model and its tokenizer, as `mlx_zip.load` does. row_store: has no meaning here."""
     dtype = "float32" if device.type == "cpu" else None
     model = open_model(folder, device, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
-    return EvaluatedModel(model), tokenizer_of(model, {}, trust_remote_code)
+    return EvaluatedModel(model), tokenizer_with_options(model, {}, trust_remote_code)
 
 
 class EvaluatedModel:

@@ -175,7 +175,7 @@ def test_transformers_runs_the_weights_of_a_packed_folder_with_hypertokens(packe
     batch = Batch(model, 1, 20)
     batch.read(batch.add(), ids)
     found = []
-    batch.choose(lambda head: found.append(head.logits) or head.best)
+    batch.choose_ids(lambda head: found.append(head.logits) or head.best)
     with torch.no_grad():
         expected = unpacked_decoder(packed, torch.float32)(torch.tensor([ids])).logits[0, -1]
     torch.testing.assert_close(found[0][0, :40], expected[:40], atol=1e-4, rtol=1e-4)

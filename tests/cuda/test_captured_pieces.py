@@ -53,9 +53,9 @@ def test_a_captured_piece_has_no_operation_that_waits_for_the_device(position_mo
 
     monkeypatch.setattr(Graphs, "run", note)
     for _ in range(3):
-        batch.choose()
-        batch.begin()
-        assert not batch.follow(batch.ids())
+        batch.choose_ids()
+        batch.start_body()
+        assert not batch.update_codebooks(batch.wait_for_ids())
     assert set(pieces) == {"head", "body", "encode", "install"}
     for piece, names in pieces.items():
         assert not names & (WAITS | COPIES), piece

@@ -61,10 +61,10 @@ class Reader:
     def __call__(self, ids: Sequence[int]) -> np.ndarray:
         """Returns base logits [L, V] of the next ids; one id is a step."""
         begin, self.log = len(self.log), [*self.log, *ids]
-        which = self.decoder.rope.which(len(self.log) - 1)
-        if which != int(self.kv.which[0]):  # LongRoPE: the sequence is read again
+        which = self.decoder.rope.frequency_set(len(self.log) - 1)
+        if which != int(self.kv.frequency_set[0]):  # LongRoPE: the sequence is read again
             self.kv.trim(0, 0)
-            self.kv.which[0] = which
+            self.kv.frequency_set[0] = which
             return self._read(0)[begin:]
         return self._step() if len(ids) == 1 else self._read(begin)
 

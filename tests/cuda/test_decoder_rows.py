@@ -40,7 +40,7 @@ def embeddings(decoder: Decoder, seed: int) -> torch.Tensor:
 def read(decoder: Decoder, h: torch.Tensor, kv: KVCache) -> torch.Tensor:
     """Reads h [1, L, D] as the next ids of a lone sequence."""
     at = int(kv.lengths[0]) + torch.arange(h.shape[1])[None]
-    kv.which.fill_(decoder.rope.which(49))
+    kv.frequency_set.fill_(decoder.rope.frequency_set(49))
     return decoder.prefill(h, at, at, kv, int(at[0, -1]) + 1 if isinstance(decoder, CpuDecoder) else None)
 
 
@@ -97,16 +97,16 @@ def test_a_row_that_takes_no_part_in_a_step_goes_on_as_before(kernels, tmp_path)
 def test_rows_of_short_and_long_factors_step_together(kernels, tmp_path):
     decoder = open_decoder(tmp_path, "phi3", kernels)
     assert decoder.rope.long_from == 32
-    assert [decoder.rope.which(last) for last in (0, 31, 32, 500)] == [SHORT, SHORT, LONG, LONG]
+    assert [decoder.rope.frequency_set(last) for last in (0, 31, 32, 500)] == [SHORT, SHORT, LONG, LONG]
     kv, h = decoder.make_kv_cache(2, ROOM), embeddings(decoder, 0)[:, :20]
     at = torch.arange(20)[None]
     for row in (SHORT, LONG):
-        kv.which[row] = row
+        kv.frequency_set[row] = row
         decoder.prefill(h, at, at, kv.rows(row, row + 1), 20)
     both = decoder.step(h[:, 0].repeat(2, 1), torch.tensor([20, 20]), kv)
     for row in (SHORT, LONG):
         lone = decoder.make_kv_cache(1, ROOM)
-        lone.which.fill_(row)
+        lone.frequency_set.fill_(row)
         decoder.prefill(h, at, at, lone, 20)
         torch.testing.assert_close(both[row], decoder.step(h[:, 0], torch.tensor([20]), lone)[0], atol=2e-4, rtol=2e-4)
     assert (both[SHORT] - both[LONG]).abs().max() > 0.01

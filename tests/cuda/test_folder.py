@@ -355,9 +355,9 @@ def test_a_card_needs_triton(monkeypatch):
 def test_bfloat16_on_a_card_without_it_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ModelError, match=r"device cuda has compute capability 7.5; bfloat16 needs 8.0"):
-        memory.check_dtype(torch.bfloat16, torch.device("cuda"))
-    memory.check_dtype(torch.float16, torch.device("cuda"))
-    memory.check_dtype(torch.bfloat16, torch.device("cpu"))
+        memory.raise_if_dtype_unsupported(torch.bfloat16, torch.device("cuda"))
+    memory.raise_if_dtype_unsupported(torch.float16, torch.device("cuda"))
+    memory.raise_if_dtype_unsupported(torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:x"])

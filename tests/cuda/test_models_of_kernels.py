@@ -91,7 +91,7 @@ def outputs(decoder: Decoder, device: torch.device, graph: bool) -> torch.Tensor
     kv, width = decoder.make_kv_cache(2, 80), decoder.config.width
     h = torch.randn((2, 9, width), generator=torch.Generator().manual_seed(1)).to(device, decoder.dtype)
     if decoder.rope.long_from is not None:
-        kv.which[1] = LONG
+        kv.frequency_set[1] = LONG
     found = []
     for row, begin, end in ((0, 0, 6), (1, 0, 2), (1, 2, 6)):
         at = torch.arange(begin, end, device=device)[None]
@@ -166,10 +166,10 @@ def test_several_sequences_on_kernels_write_what_each_writes_alone():
             batch.read(batch.add(), prompt)
         found = []
         for _ in range(steps):
-            batch.choose()
-            batch.begin()
-            found.append(batch.ids())
-            assert not batch.follow(found[-1])
+            batch.choose_ids()
+            batch.start_body()
+            found.append(batch.wait_for_ids())
+            assert not batch.update_codebooks(found[-1])
         return [list(one) for one in zip(*found, strict=True)]
 
     assert written(prompts) == [written([prompt])[0] for prompt in prompts]

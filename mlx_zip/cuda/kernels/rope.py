@@ -13,13 +13,13 @@ class Rotation(NamedTuple):
     """How queries and keys are normed and rotated.
 
     frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head are rotated (column i with
-    column i + R/2) and multiplied by `scale`. which [B] int64: the set of each sequence, None for the first. q_norm,
+    column i + R/2) and multiplied by `scale`. frequency_set [B] int64: of each sequence, None for the first. q_norm,
     k_norm: weights [E] of an RMS norm of each head before it is rotated, with `eps`; both or none.
     """
 
     frequencies: torch.Tensor
     scale: float = 1.0
-    which: torch.Tensor | None = None
+    frequency_set: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
@@ -58,18 +58,18 @@ def rope_and_cache(
 
 def _check_rotation(rotation: Rotation, batch: int, width: int) -> list[torch.Tensor]:
     """Returns the tensors of a rotation. Raises ValueError if they do not fit."""
-    frequencies, _, which, q_norm, k_norm, _ = rotation
+    frequencies, _, frequency_set, q_norm, k_norm, _ = rotation
     check_shape("frequencies", frequencies, None, None)
     if not frequencies.shape[0] or 2 * frequencies.shape[1] > width:
         raise ValueError(f"frequencies {list(frequencies.shape)} rotate no head of {width} columns")
-    if which is not None:
-        check_shape("which", which, batch)
+    if frequency_set is not None:
+        check_shape("frequency_set", frequency_set, batch)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm belong together")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
             check_shape(name, norm, width)
-    return [part for part in (frequencies, which, q_norm, k_norm) if part is not None]
+    return [part for part in (frequencies, frequency_set, q_norm, k_norm) if part is not None]
 
 
 def reference_rope_and_cache(
@@ -112,9 +112,9 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> to
 
 def _rates(rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
     """Returns the frequencies of each sequence [B or 1, 1, 1, R/2] in x's dtype."""
-    frequencies, which = rotation.frequencies.to(x.dtype), rotation.which
-    if which is None:
+    frequencies, frequency_set = rotation.frequencies.to(x.dtype), rotation.frequency_set
+    if frequency_set is None:
         return frequencies[None, None, :1]
-    known = (which >= 0) & (which < len(frequencies))
-    chosen = torch.where(known[:, None], frequencies[torch.where(known, which, 0)], torch.nan)
+    known = (frequency_set >= 0) & (frequency_set < len(frequencies))
+    chosen = torch.where(known[:, None], frequencies[torch.where(known, frequency_set, 0)], torch.nan)
     return chosen[:, None, None]

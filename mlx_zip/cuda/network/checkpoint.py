@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_zip.config import ZipConfig, config_of
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import check_dtype, check_room, find_device
+from mlx_zip.cuda.memory import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
@@ -109,7 +109,7 @@ def read_folder(
     }
     stored, asked = _stored_dtype(folder, entries), _parse_dtype(dtype)
     kind = asked or (stored if kernels else torch.float32)
-    check_dtype(kind, where)
+    raise_if_dtype_unsupported(kind, where)
     _raise_if_weights_too_large(folder, entries, kind, decoder, where)
     tensors = _read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
     files = {name: entry.file for name, entry in entries.items()}
@@ -148,7 +148,7 @@ def _raise_if_weights_too_large(
     """
     layers = sum(entry.bytes_in(dtype) for name, entry in entries.items() if name.startswith("model.layers."))
     needed = sum(entry.bytes_in(dtype) for entry in entries.values()) + layers // decoder.layers
-    check_room(f"{folder}: weights", needed, device)
+    raise_if_no_room(f"{folder}: weights", needed, device)
 
 
 # ---- the safetensors files

@@ -23,7 +23,7 @@ class CpuDecoder(Decoder):
         assert end is not None
         batch, length, width = h.shape
         begin, seen = end - length, VisibleKeys(slots, end)
-        factors = self._rotation_factors(positions.flatten(), kv.which.repeat_interleave(length))
+        factors = self._rotation_factors(positions.flatten(), kv.frequency_set.repeat_interleave(length))
 
         def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
             q, new = self._split_and_rotate(layer, qkv, factors)
@@ -55,7 +55,10 @@ class CpuDecoder(Decoder):
     def _step_one(self, h: torch.Tensor, positions: torch.Tensor, kv: KVCache, row: int, out: torch.Tensor) -> None:
         """Does the step of one sequence."""
         config, slot, one = self.config, int(kv.lengths[row]), slice(row, row + 1)
-        factors, shape = self._rotation_factors(positions[one], kv.which[one]), (config.kv_heads, -1, config.head_width)
+        factors, shape = (
+            self._rotation_factors(positions[one], kv.frequency_set[one]),
+            (config.kv_heads, -1, config.head_width),
+        )
         scale, unused = config.head_width**-0.5, h.new_zeros(1)
 
         def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
@@ -77,7 +80,7 @@ class CpuDecoder(Decoder):
         """Does the step of several sequences."""
         at, count = torch.tensor(rows), len(rows)
         slots, everyone = kv.lengths[at], count == kv.whole.shape[2]
-        end, factors = int(slots.max()) + 1, self._rotation_factors(positions[at], kv.which[at])
+        end, factors = int(slots.max()) + 1, self._rotation_factors(positions[at], kv.frequency_set[at])
         masks = {window: visible_key_mask(slots[:, None], end, window) for window in set(self.config.windows)}
         shape = (count, self.config.kv_heads, -1, self.config.head_width)
 
@@ -102,9 +105,9 @@ class CpuDecoder(Decoder):
             h = layer.down(silu(gate).mul_(up)).add_(h)
         return _rms_norm(h, self.norm, eps)
 
-    def _rotation_factors(self, positions: torch.Tensor, which: torch.Tensor) -> RotationFactors:
-        """Returns the rotation of N ids at these positions [N]; which [N]: their sets of rotary frequencies."""
-        rates = self.rope.frequencies[0 if self.rope.long_from is None else which]
+    def _rotation_factors(self, positions: torch.Tensor, frequency_set: torch.Tensor) -> RotationFactors:
+        """Returns the rotation of N ids at these positions [N]; frequency_set [N]: their sets of rotary frequencies."""
+        rates = self.rope.frequencies[0 if self.rope.long_from is None else frequency_set]
         angles = positions[:, None].float() * rates
         cos, sin = (part.mul_(self.rope.magnitude).to(self.dtype) for part in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]

@@ -171,8 +171,8 @@ class Decoder:
         """Returns the output [B, L, D] of embeddings h [B, L, D] and writes their keys and values into the caches.
 
         positions [B, L] int64: for the rotation. slots [B, L] int64: the cache slot of each id, rising from the length
-        of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set. end:
-        the slot after the last one, if all sequences end there; else the host waits for the slots.
+        of each sequence, which the call moves on; -1 for padding at the end. end: the slot after the last one, if all
+        sequences end there; else the host waits for the slots.
         """
         batch, length, width = h.shape
         seen = VisibleKeys(slots, end)
@@ -224,6 +224,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Returns rotated queries [B, L, H, E] of qkv [B, L, (H + 2K) E]; keys and values go into the caches."""
         rope = self.rope
-        which = None if rope.long_from is None else kv.which
-        rotation = Rotation(rope.frequencies, rope.magnitude, which, layer.q_norm, layer.k_norm, self.config.eps)
+        frequency_set = None if rope.long_from is None else kv.frequency_set
+        rotation = Rotation(
+            rope.frequencies, rope.magnitude, frequency_set, layer.q_norm, layer.k_norm, self.config.eps
+        )
         return rope_and_cache(qkv, positions, slots, rotation, kv.keys(index), kv.values(index))

@@ -29,7 +29,7 @@ class Rope:
     magnitude: float
     long_from: int | None
 
-    def which(self, last: int) -> int:
+    def frequency_set(self, last: int) -> int:
         """Returns the set, SHORT or LONG, of a sequence whose last id has position `last`."""
         return LONG if self.long_from is not None and last >= self.long_from else SHORT
 

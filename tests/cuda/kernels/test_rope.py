@@ -53,7 +53,7 @@ def test_far_positions_are_rotated_by_the_angles_that_float32_has(guard, close, 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_set_of_frequencies_that_is_not_there_gives_nan(guard, impl):
     qkv, at = guard(torch.ones(2, 1, 3 * 4)), guard(torch.ones((2, 1), dtype=torch.int64))
-    rotation = Rotation(guard(torch.ones(2, 2)), which=guard(torch.tensor([2, 1])))
+    rotation = Rotation(guard(torch.ones(2, 2)), frequency_set=guard(torch.tensor([2, 1])))
     keys, values = (guard(torch.zeros(2, 1, 3, 4)) for _ in range(2))
     out = rope_and_cache(qkv, at, at, rotation, keys, values, impl)
     assert out[0].isnan().all()
@@ -64,7 +64,7 @@ def test_rotations_that_do_not_fit_are_refused():
     qkv, at, cache = torch.ones(1, 1, 12), torch.zeros((1, 1), dtype=torch.int64), torch.zeros(1, 1, 3, 4)
     for rotation, message in (
         (Rotation(torch.ones(1, 3)), "rotate no head of 4 columns"),
-        (Rotation(torch.ones(1, 2), which=torch.zeros(2)), "which has shape"),
+        (Rotation(torch.ones(1, 2), frequency_set=torch.zeros(2)), "frequency_set has shape"),
         (Rotation(torch.ones(1, 2), q_norm=torch.ones(4)), "belong together"),
         (Rotation(torch.ones(1, 2), q_norm=torch.ones(4), k_norm=torch.ones(3)), "k_norm has shape"),
     ):
