@@ -218,14 +218,12 @@ class Batch:
         self._send_steps([int(sequence.has_chosen) for sequence in self._sequences] + [0] * (self.most - count))
 
     def _collect_outputs(self) -> None:
-        """Copies the outputs of sequences that were read or restored into those of the batch."""
         for row, sequence in enumerate(self._sequences):
             if sequence.output is not None:
                 self._outputs[row].copy_(sequence.output)
                 sequence.output = None
 
     def _run_head(self, size: int, logits: bool) -> Head:
-        """Returns the head's output of the first `size` rows."""
         return self.model.head(self._outputs[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
 
     def _send_steps(self, steps: list[int]) -> None:
@@ -300,7 +298,6 @@ class Batch:
         return known, entry
 
     def _record_error(self, row: int, length: int, error: Exception, errors: dict[int, Exception]) -> None:
-        """Records a sequence's error and trims the sequence to the first `length` ids of its log."""
         errors[row] = error
         self.trim(row, length)
 
@@ -315,7 +312,6 @@ class Batch:
                 self._record_error(row, self.book(row).mark() - 1, error, errors)
 
     def _rerun_body(self, row: int, errors: dict[int, Exception]) -> None:
-        """Runs the body over a sequence's last id, alone. errors: added to."""
         sequence = self._sequences[row]
         try:
             self._reader.run_body(row, sequence, sequence.book.mark() - 1)
@@ -330,7 +326,6 @@ class Batch:
         return self.model.decoder.rope.frequency_set(furthest) != sequence.frequency_set
 
     def _size(self, count: int) -> int:
-        """Returns the number of rows that a piece of work is done for: 1, 2, 4, 8, ... or all."""
         return min(self.most, 1 << max(0, count - 1).bit_length())
 
 
@@ -370,7 +365,6 @@ class RowHandles:
         return self._new_handle(self.batch.restore(snapshot.truncated(ids)))
 
     def _new_handle(self, row: int) -> RowHandle:
-        """Returns the seat of a row that was added."""
         assert row == len(self._row_handles)
         self._row_handles.append(RowHandle(row, self.batch.book(row)))
         return self._row_handles[-1]
@@ -398,7 +392,6 @@ class RowHandles:
         self._postponed.clear()
 
     def _remove(self, row_handle: RowHandle) -> None:
-        """Removes a row; the last one moves to its place."""
         self.batch.remove(row_handle.row)
         last = self._row_handles.pop()
         if last is not row_handle:

@@ -59,7 +59,6 @@ class SequenceReader:
         sequence.frequency_set, self._used[row] = frequency_set, used
 
     def _run_chunk(self, row: int, sequence: SequenceState, begin: int, end: int) -> torch.Tensor:
-        """Returns the body's output [D] for the last of the log's ids `begin` to `end` - 1."""
         model, device = self._model, self._model.device
         ids = ids_to_device(sequence.book.ids[begin:end], device)[None]
         positions = ids_to_device(sequence.positions(begin, self._by_base_ids)[: end - begin], device)[None]
@@ -135,15 +134,12 @@ class _GraphInputs:
 
 
 def _graph_sizes(most: int) -> list[int]:
-    """Returns 1, 2, 4, 8, ... up to `most`, which is the last."""
     return sorted({_fitting(count, most) for count in range(1, most + 1)})
 
 
 def _fitting(count: int, most: int) -> int:
-    """Returns the smallest of these sizes that `count` entries fit in."""
     return min(most, 1 << (count - 1).bit_length())
 
 
 def _pad_with_first(part: np.ndarray, size: int) -> np.ndarray:
-    """Returns an array [N, ...] padded to [size, ...] with copies of its first item."""
     return np.concatenate([part, np.repeat(part[:1], size - len(part), axis=0)])

@@ -78,7 +78,6 @@ class CudaGroup:
                 request.error = error
 
     def _chosen_of_row(self, row: int) -> Chosen:
-        """Returns what was chosen for a row."""
         return Chosen(self._ids[row]) if self._chooser is None else self._chooser.read(row, self._ids[row])
 
     def settle(self) -> list[Request]:
@@ -105,7 +104,6 @@ class CudaGroup:
         return leaving
 
     def _update_codebooks(self) -> None:
-        """Has the codebooks read the chosen ids."""
         by_row = {request.cache.row: request for request in self._chosen}
         for row, error in self._batch.update_codebooks(self._ids).items():
             request = by_row[row]
@@ -267,7 +265,6 @@ class _RowChooser:
         self._record_logprobs(row, request, logits, ids)
 
     def _record_logprobs(self, row: int, request: Request, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        """Keeps the log-probabilities of a row, if the request asks for them."""
         if (top := request.submission.top_logprobs) is not None:
             self._top_logprobs[row] = _TopLogprobs(logits.log_softmax(1), ids[row : row + 1], top)
 
@@ -323,5 +320,4 @@ class _ConstraintSearch(Search):
 
 
 def _forbid_excluded(logits: torch.Tensor, excluded: list[int], pad_id: int) -> torch.Tensor:
-    """Returns logits [1, W] after canonical decoding."""
     return exclude_ids(logits, logits.logsumexp(1), [excluded], pad_id) if excluded else logits

@@ -128,7 +128,6 @@ class CudaModel:
         self.matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
 
     def _take_hyper_encoders(self, config: ZipConfig | None) -> None:
-        """Takes the hyper-encoders' tensors out of the folder. Raises `ModelError`, `ConfigError`."""
         self.sides = 2
         if config is None:
             return
@@ -294,7 +293,6 @@ class CudaModel:
 
 
 def _read_eos_ids(folder: Folder) -> list[int]:
-    """Returns the ids that end a text by generation_config.json, else by config.json. Raises `ConfigError`."""
     path = folder.path / "generation_config.json"
     try:
         own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None

@@ -86,7 +86,6 @@ class RequestSampler:
         return logprobs.masked_fill(excluded & (drawn <= options.xtc_probability), -torch.inf)
 
     def _get_generator(self) -> torch.Generator:
-        """Returns the request's random numbers."""
         if self._generator_in_use is None:
             made, seed = torch.Generator(self._device), self.options.seed
             before = self._resumed_state
@@ -117,7 +116,6 @@ def _apply_min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tens
 
 
 def _keep_only(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Returns logprobs [1, W] with -inf for all ids but these, [1, K]."""
     return torch.full_like(logprobs, -torch.inf).scatter_(1, ids, logprobs.gather(1, ids))
 
 

@@ -86,7 +86,6 @@ class RowScorer:
         return (logits.low[0, list(ids)] - logits.log_sum_exp()[0]).double().cpu().numpy()
 
     def _find_entries(self, row: Compressed) -> RowEntries:
-        """Returns the entries that the row's codebook has, with their rows."""
         model = self._model
         begin = model.sequence_start(row.pack) if model.hypertokens else model.default_start
         book, ids = Codebook(begin.params), row.ids.astype(np.int64)
@@ -132,7 +131,6 @@ class RowScorer:
             yield from self._run_body(h, positions, LONG, border)
 
     def _embed_ids(self, ids: np.ndarray, row_entries: RowEntries) -> torch.Tensor:
-        """Returns the embeddings [n, D] of ids."""
         model, of = self._model, row_entries.of[: len(ids)]
         none = torch.empty((1, 0, model.width), dtype=model.dtype, device=model.device)
         h = model.embed(ids_to_device(np.where(of < 0, ids, 0), model.device)[None], none)[0]

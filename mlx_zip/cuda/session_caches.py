@@ -114,7 +114,6 @@ class CudaCaches:
         return snapshot, None if state is None else torch.from_numpy(_read_flat_array(state, "U8").copy())
 
     def _read_keys_values(self, tensor: Tensor, ids: int) -> torch.Tensor:
-        """Returns keys and values [layers, 2, K, ids, E]. Raises `BadFileError` for those of another model."""
         decoder, dtype = self._model.folder.decoder, self._model.dtype
         wanted = (decoder.layers, 2, decoder.kv_heads, ids, decoder.head_width)
         if tensor.shape != wanted or tensor.dtype != DTYPE_NAMES[dtype]:
@@ -122,7 +121,6 @@ class CudaCaches:
         return torch.frombuffer(tensor.data, dtype=dtype).reshape(wanted)
 
     def _read_frequency_set(self, contents: Contents) -> int:
-        """Returns the set of rotary frequencies that keys were written with. Raises `BadFileError` if it is unknown."""
         frequency_set = int(contents.facts[FREQUENCY_SET_FACT])
         if frequency_set not in range(len(self._model.decoder.rope.frequencies)):
             raise BadFileError(
@@ -147,7 +145,6 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _read_flat_array(tensor: Tensor, dtype: str) -> np.ndarray:
-    """Returns the values of a tensor of one axis, U8 or U32. Raises `BadFileError` for another one."""
     if tensor.dtype != dtype or len(tensor.shape) != 1:
         raise BadFileError("the arrays of its codebook are of another kind")
     return np.frombuffer(tensor.data, np.uint8 if dtype == "U8" else np.uint32)

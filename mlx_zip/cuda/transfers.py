@@ -137,7 +137,6 @@ class _PinnedBuffer:
 
 
 def _copy_when_arrived(buffer: _PinnedBuffer, staged: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies a piece from pinned memory to its place, once it is there."""
     buffer.wait()
     target.copy_(staged)
 

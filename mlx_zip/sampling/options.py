@@ -98,7 +98,6 @@ class Sampling:
         self._raise_unless("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
 
     def _raise_unless(self, name: str, rule: str, holds: bool) -> None:
-        """Raises `GenerationError` saying that the option must follow the rule, unless `holds`."""
         if not holds:
             flag = "--" + name.replace("_", "-")
             raise GenerationError(f"{name} ({flag}) must be {rule}, got {getattr(self, name)!r}")
@@ -146,15 +145,12 @@ def parse_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether value is an int or a float."""
     return isinstance(value, int | float)
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether value is an int or a float, and neither infinite nor NaN."""
     return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
-    """Returns whether value is an integer from low to high."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -57,7 +57,6 @@ def rope_and_cache(
 
 
 def _check_rotation(rotation: Rotation, batch: int, width: int) -> list[torch.Tensor]:
-    """Returns the tensors of a rotation. Raises ValueError if they do not fit."""
     frequencies, _, frequency_set, q_norm, k_norm, _ = rotation
     check_shape("frequencies", frequencies, None, None)
     if not frequencies.shape[0] or 2 * frequencies.shape[1] > width:
@@ -101,7 +100,6 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
 
 
 def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Returns x [B, L, heads, E] rotated to its positions."""
     rates = _rates(rotation, x)
     half = rates.shape[-1]
     angles = positions[..., None, None].to(x.dtype) * rates

@@ -117,7 +117,6 @@ def read_folder(
 
 
 def _parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype of this name, None for None. Raises `ModelError` for one that is not supported."""
     if name is None:
         return None
     for kind in FLOAT_DTYPES.values():
@@ -183,7 +182,6 @@ def _list_tensors(folder: Path) -> dict[str, _TensorHeader]:
 
 
 def _raise_if_shards_missing(folder: Path, files: set[str]) -> None:
-    """Raises `ModelError` if there is no weight file, or not every file that the folder's index names."""
     if not files:
         raise ModelError(f"{folder}: there is no model*.safetensors")
     path = folder / _INDEX
@@ -199,7 +197,6 @@ def _raise_if_shards_missing(folder: Path, files: set[str]) -> None:
 
 @contextmanager
 def _open_tensors(file: Path) -> Iterator[Any]:
-    """Opens a safetensors file. Raises `ModelError` naming a file that cannot be read."""
     try:
         check_in(file)
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
@@ -317,7 +314,6 @@ def _fingerprint_facts(folder: Path) -> Iterable[_FingerprintFact]:
 
 
 def _fingerprint_fact(name: str, tensor: torch.Tensor) -> _FingerprintFact:
-    """Returns what a fingerprint covers of one tensor."""
     size = tensor.numel()
     at = np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64)
     values = tensor.reshape(-1)[torch.from_numpy(at)].contiguous().view(torch.uint8).numpy()

@@ -53,7 +53,6 @@ class CpuDecoder(Decoder):
         return out
 
     def _step_one(self, h: torch.Tensor, positions: torch.Tensor, kv: KVCache, row: int, out: torch.Tensor) -> None:
-        """Does the step of one sequence."""
         config, slot, one = self.config, int(kv.lengths[row]), slice(row, row + 1)
         factors, shape = (
             self._rotation_factors(positions[one], kv.frequency_set[one]),
@@ -77,7 +76,6 @@ class CpuDecoder(Decoder):
     def _step_several(
         self, h: torch.Tensor, positions: torch.Tensor, kv: KVCache, rows: list[int], out: torch.Tensor
     ) -> None:
-        """Does the step of several sequences."""
         at, count = torch.tensor(rows), len(rows)
         slots, everyone = kv.lengths[at], count == kv.whole.shape[2]
         end, factors = int(slots.max()) + 1, self._rotation_factors(positions[at], kv.frequency_set[at])
@@ -96,7 +94,6 @@ class CpuDecoder(Decoder):
         kv.lengths[at] += 1
 
     def _run_layers(self, h: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Returns the output [N, D] of all layers and the final norm for embeddings h [N, D]."""
         eps = torch.tensor(self.config.eps)
         for index, layer in enumerate(self.layers):
             seen = attention(index, layer, layer.qkv(_rms_norm(h, layer.norm, eps)))

@@ -44,7 +44,6 @@ class Layer:
 
 
 def _take_layers(folder: Folder) -> list[Layer]:
-    """Removes the layers' tensors from the folder and returns them. Raises `ModelError` naming file and tensor."""
     layers = [_take_layer(folder, folder.decoder, index) for index in range(folder.decoder.layers)]
     if rest := sorted(name for name in folder.tensors if name.startswith("model.layers.")):
         raise ModelError(
@@ -54,7 +53,6 @@ def _take_layers(folder: Folder) -> list[Layer]:
 
 
 def _take_layer(folder: Folder, config: DecoderConfig, index: int) -> Layer:
-    """Returns the layer of this index."""
     at, width, inner = f"model.layers.{index}.", config.width, config.inner
     normed, biased = config.qk_norm, config.mlp_bias
     names = ["gate_up_proj"] if config.joined else ["gate_proj", "up_proj"]

@@ -102,7 +102,6 @@ class DecoderConfig:
 
 
 def _base_model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the base model's own config, from a converted model's or a plain one's."""
     if config.get("model_type") != MODEL_TYPE:
         return config
     section = config.get("zip2zip")

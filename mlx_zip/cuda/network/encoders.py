@@ -71,7 +71,6 @@ def make_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights
 
 
 def _averaging_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
-    """Returns the encoder whose rows are the mean of an entry's base rows; it has no tensors."""
     return lambda entries, lengths, matrix: pool_places(embed_entries(entries, matrix, None), lengths, "real")
 
 
@@ -180,7 +179,6 @@ def _pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> 
 
 
 def _attention_of_projections(config: EncoderConfig, weights: EncoderWeights, at: str, mask: str) -> Attend:
-    """Returns attention whose matrices are named q_proj, k_proj, v_proj and o_proj."""
     return _make_attention(config, weights, [f"{at}{name}_proj" for name in "qkvo"], mask)
 
 

@@ -104,7 +104,6 @@ def find_fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> S
 
 
 def _can_launch(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
-    """Launches a choice; returns False if it does not compile or the GPU has no room for it."""
     try:
         launch(sizes)
     except (CompilationError, PTXASError, OutOfResources) as error:
@@ -117,14 +116,12 @@ def _can_launch(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
 
 
 def _log_left_out(sizes: Sizes, error: Exception) -> bool:
-    """Says in the log which choice is left out and why; returns False."""
     constants = ", ".join(f"{name}={value}" for name, value in sizes[0].items())
     log.warning("sizes %s with %d warps are left out: %s: %s", constants, sizes[1], type(error).__name__, error)
     return False
 
 
 def _median_times_ms(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> list[float]:
-    """Returns the median time of each choice in ms."""
     waste = torch.zeros(FLUSHED, dtype=torch.int8, device="cuda")
     marks = [[[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in choices] for _ in range(ROUNDS)]
     for row in marks:
