@@ -14,7 +14,7 @@ import torch
 
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.memory import find_device
+from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE, Layout

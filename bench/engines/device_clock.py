@@ -12,7 +12,7 @@ import torch
 
 from mlx_zip.bench import machine
 from mlx_zip.bench.recording import processor, summary
-from mlx_zip.cuda.memory import measure_read_speed
+from mlx_zip.cuda.devices import measure_read_speed
 
 CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache
 

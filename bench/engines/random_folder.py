@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mlx_zip.config import config_of
+from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.network.checkpoint import Folder, Weight
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.layout import MODEL_TYPE

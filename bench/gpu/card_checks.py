@@ -17,8 +17,8 @@ from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow
 from mlx_zip.bench.engines.torch_steps import generate, read_prompt
 from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.graphs import Graphs
-from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 

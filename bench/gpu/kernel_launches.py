@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder
 from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.devices import tensor_bytes
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.kernels.attention import part_count
 from mlx_zip.cuda.kernels.packed import Matrix, Packed
-from mlx_zip.cuda.memory import tensor_bytes
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.checkpoint import Weight
 

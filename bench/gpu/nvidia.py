@@ -93,7 +93,7 @@ def _part_of(engine: str) -> str:
 
 def _check_card() -> None:
     """Raises `MlxZipError` unless there is a card that can be used: a CPU is far too slow for full sizes."""
-    from mlx_zip.cuda.memory import find_device
+    from mlx_zip.cuda.devices import find_device
 
     try:
         find_device("cuda")
@@ -188,7 +188,7 @@ def _kernels(args: argparse.Namespace, plan: Sizes, cases: Cases) -> int:
     import torch
 
     from mlx_zip.bench.engines.device_clock import read_bandwidth, read_side
-    from mlx_zip.cuda.memory import find_device
+    from mlx_zip.cuda.devices import find_device
 
     from . import kernels
 

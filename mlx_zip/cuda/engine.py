@@ -14,8 +14,7 @@ import torch
 
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Batch, RowHandle, RowHandles
-from mlx_zip.cuda.group import CudaGroup, CudaReading
-from mlx_zip.cuda.memory import (
+from mlx_zip.cuda.devices import (
     as_out_of_memory_error,
     find_device,
     free_bytes,
@@ -24,8 +23,9 @@ from mlx_zip.cuda.memory import (
     measure_ceiling,
     raise_if_no_room,
 )
+from mlx_zip.cuda.group import CudaGroup, CudaReading
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.network.kv import kv_cache_bytes
+from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
 from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches

@@ -13,7 +13,7 @@ from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.hyper_rows import HyperRowTables, entry_keys
 from mlx_zip.cuda.kernels.install import install_rows
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.kv import KVCache
+from mlx_zip.cuda.network.kv_cache import KVCache
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.transfers import Upload, ids_to_device
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from mlx_zip.cuda.memory import raise_if_no_room
+from mlx_zip.cuda.devices import raise_if_no_room
 from mlx_zip.cuda.transfers import ids_to_device
 
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries

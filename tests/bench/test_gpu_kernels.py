@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mlx_zip.bench.gpu import kernels  # noqa: E402
-from mlx_zip.cuda.memory import tensor_bytes  # noqa: E402
+from mlx_zip.cuda.devices import tensor_bytes  # noqa: E402
 from support.tiny_bench import SHAPE  # noqa: E402
 
 CPU, CACHE = torch.device("cpu"), 40_000

@@ -18,7 +18,7 @@ from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.network.frequencies import LONG, SHORT  # noqa: E402
-from mlx_zip.cuda.network.kv import KVCache  # noqa: E402
+from mlx_zip.cuda.network.kv_cache import KVCache  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
 ROOM = 60  # slots of a sequence

@@ -22,10 +22,10 @@ from mlx_zip.bench.engines.torch_steps import generate  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
+from mlx_zip.cuda.devices import PRODUCTS, measure_read_speed  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_session_store  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
-from mlx_zip.cuda.memory import PRODUCTS, measure_read_speed  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.transfers import Download, Upload  # noqa: E402
 from mlx_zip.engine.options import RunOptions, ServeOptions  # noqa: E402

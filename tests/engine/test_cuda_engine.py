@@ -298,11 +298,11 @@ def test_rows_are_given_back_however_requests_end():
 
 
 def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch):
-    from mlx_zip.cuda import memory
+    from mlx_zip.cuda import devices
 
     calls = []
-    monkeypatch.setattr(memory, "_measured", {})
-    monkeypatch.setattr(memory, "measure_read_speed", lambda *facts: calls.append(facts) or 1e9)
+    monkeypatch.setattr(devices, "_measured", {})
+    monkeypatch.setattr(devices, "measure_read_speed", lambda *facts: calls.append(facts) or 1e9)
     with engine() as made, made.without_hypertokens("plain") as plain:
         found = made.ceiling()
         assert found == made.ceiling() == plain.ceiling()
@@ -315,16 +315,16 @@ def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch)
 def test_the_bandwidth_is_measured_by_reading_and_not_where_memory_is_short(monkeypatch):
     import torch
 
-    from mlx_zip.cuda import memory
+    from mlx_zip.cuda import devices
 
-    assert memory.measure_read_speed(torch.device("cpu"), 128) > 0
-    calls, products_s = [], memory._time_products
-    monkeypatch.setattr(memory, "_time_products", lambda *both: calls.append(both) or products_s(*both))
-    assert memory.measure_read_speed(torch.device("cpu"), 128, 0.0) > 0
+    assert devices.measure_read_speed(torch.device("cpu"), 128) > 0
+    calls, products_s = [], devices._time_products
+    monkeypatch.setattr(devices, "_time_products", lambda *both: calls.append(both) or products_s(*both))
+    assert devices.measure_read_speed(torch.device("cpu"), 128, 0.0) > 0
     assert len(calls) == 2  # there is no time, but one product is needed after the one that warms up
-    monkeypatch.setattr(memory, "_measured", {})
+    monkeypatch.setattr(devices, "_measured", {})
     with engine() as made:
-        monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * memory.BANDWIDTH_SIDE**2 - 1)
+        monkeypatch.setattr(devices, "free_bytes", lambda device: 4 * devices.BANDWIDTH_SIDE**2 - 1)
         assert made.ceiling() is None
 
 

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mlx_zip.config import ZipConfig, config_of
+from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in

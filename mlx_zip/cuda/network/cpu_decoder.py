@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.network.decoder import Attention, Decoder, Layer, VisibleKeys, attend_to_cache, visible_key_mask
-from mlx_zip.cuda.network.kv import KVCache
+from mlx_zip.cuda.network.kv_cache import KVCache
 from mlx_zip.cuda.network.linear import Linear
 
 RotationFactors = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines [N, 1, R]

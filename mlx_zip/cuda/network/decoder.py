@@ -19,7 +19,7 @@ from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
 from mlx_zip.cuda.network.checkpoint import Folder
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
-from mlx_zip.cuda.network.kv import KVCache, make_kv_cache
+from mlx_zip.cuda.network.kv_cache import KVCache, make_kv_cache
 from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
 from mlx_zip.errors import ModelError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mlx_zip.cuda.memory import raise_if_no_room
+from mlx_zip.cuda.devices import raise_if_no_room
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.cuda.transfers import copy_to_device, to_host
 
