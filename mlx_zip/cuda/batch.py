@@ -18,16 +18,17 @@ import torch
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.entries import Installed
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.cuda.filling import NewEntryRows, SequenceReader
-from mlx_zip.cuda.graphs import Graphs
-from mlx_zip.cuda.hyper_rows import HyperRowTables
+from mlx_zip.cuda.graphs import Graphs, graph_size
+from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
 from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.network.kv_cache import KVCache
 from mlx_zip.cuda.sequence import SequenceStart, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
 
+CHUNK = 2048  # ids that the body runs over at once when a sequence is read
 ChooseIds = Callable[[Head], torch.Tensor]
 
 
@@ -47,9 +48,9 @@ class Batch:
         self.tables = HyperRowTables(most, slots, model.sides, model.width, model.dtype, model.device, before)
         self._most_positions_of_id = config.merge_size if config is not None and self._by_base_ids else 1
         self._graphs = Graphs(model.device)
-        self._new_rows = (
-            None if config is None else NewEntryRows(model, self.tables, self._graphs, config.merge_size, most)
-        )
+        self._new_rows: NewEntryRows | None = None
+        if config is not None and model.store is not None:
+            self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, config.merge_size, most)
         self._outputs = torch.zeros((most, model.width), dtype=model.dtype, device=model.device)  # of each last id
         self._chosen_ids = torch.zeros(most, dtype=torch.int64, device=model.device)  # chosen
         self._positions_used = torch.zeros(
@@ -204,7 +205,7 @@ class Batch:
         if not self._sequences:
             return
         self._collect_outputs()
-        count, size = len(self), self._size(len(self))
+        count, size = len(self), graph_size(len(self), self.most)
         logits = logits and chooser is not None
         head = self._graphs.run(("head", size, logits), partial(self._run_head, size, logits))
         parts: list[Any] = [None if part is None else part[:count] for part in head[:3]]
@@ -244,7 +245,7 @@ class Batch:
             sequence.has_chosen and self._may_switch_frequencies(sequence) for sequence in self._sequences
         )
         if not self._postponed:
-            size = self._size(len(self))
+            size = graph_size(len(self), self.most)
             self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
     def _run_body(self, size: int) -> None:
@@ -306,7 +307,7 @@ class Batch:
         if not new or self._new_rows is None:
             return
         try:
-            self._new_rows.install(new)
+            self._new_rows.install(new, self.model.encode)
         except RuntimeError as error:
             for row, _ in new:
                 self._record_error(row, self.book(row).mark() - 1, error, errors)
@@ -320,13 +321,61 @@ class Batch:
 
     def _may_switch_frequencies(self, sequence: SequenceState) -> bool:
         """Returns whether a sequence's next id may need another set of rotary frequencies than it has."""
-        furthest = (
-            sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1
-        )  # last position of the longest id
-        return self.model.decoder.rope.frequency_set(furthest) != sequence.frequency_set
+        last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # of the longest id
+        return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
-    def _size(self, count: int) -> int:
-        return min(self.most, 1 << max(0, count - 1).bit_length())
+
+# ---- ids that a sequence has read
+
+
+class SequenceReader:
+    """Runs the decoder's body over the ids that a sequence has read: prompts, and sequences that are read again.
+
+    kv, tables: of the batch. used [B] int64: receives the number of positions read. by_base_ids: as in
+    `SequenceState.positions`.
+    """
+
+    def __init__(
+        self, model: CudaModel, kv: KVCache, tables: HyperRowTables, used: torch.Tensor, by_base_ids: bool
+    ) -> None:
+        self._model, self._kv, self._tables = model, kv, tables
+        self._used, self._by_base_ids = used, by_base_ids
+
+    def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
+        """Puts the missing rows of a sequence's entries into the tables."""
+        store, device = self._model.store, self._model.device
+        if not sequence.missing_slots or store is None:
+            return
+        slots, entries, lengths = sequence.missing_entries()
+        rows, at = store.find_or_encode(entries, lengths, self._model.encode), ids_to_device(slots, device)
+        self._tables.install(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
+        sequence.missing_slots.clear()
+
+    def run_body(self, row: int, sequence: SequenceState, first: int) -> None:
+        """Runs the body over a sequence's ids from number `first` on, or over all if LongRoPE's set of factors changes.
+
+        The set is chosen by the last position, for all ids. The output for the last id is kept in `sequence`.
+        """
+        end, used = sequence.book.mark(), sequence.position_count(self._by_base_ids)
+        frequency_set = self._model.decoder.rope.frequency_set(used - 1)
+        if frequency_set != sequence.frequency_set:
+            first, sequence.frequency_set = 0, None  # None until all is read
+            self._kv.trim(row, 0)
+            self._kv.frequency_set[row] = frequency_set
+        for begin in range(first, end, CHUNK):
+            sequence.output = self._run_chunk(row, sequence, begin, min(begin + CHUNK, end))
+        sequence.frequency_set, self._used[row] = frequency_set, used
+
+    def _run_chunk(self, row: int, sequence: SequenceState, begin: int, end: int) -> torch.Tensor:
+        model, device = self._model, self._model.device
+        ids = ids_to_device(sequence.book.ids[begin:end], device)[None]
+        positions = ids_to_device(sequence.positions(begin, self._by_base_ids)[: end - begin], device)[None]
+        h = model.embed(ids, self._tables.inputs[row : row + 1])
+        at, entries, lengths = sequence.find_evicted(begin, end - begin)
+        if len(at) and model.store is not None:
+            h[0, ids_to_device(at, device)] = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
+        slots = torch.arange(begin, end, device=device)[None]
+        return model.decoder.prefill(h, positions, slots, self._kv.rows(row, row + 1), end)[0, -1]
 
 
 # ---- rows that keep their identity while the batch moves them, and that may be given up at any time

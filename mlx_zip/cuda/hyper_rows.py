@@ -1,4 +1,4 @@
-"""Hyper rows on the device: a store of encoded rows shared by all requests, and the tables of a batch.
+"""Hyper rows on the device: the store of encoded rows that all requests share, a batch's tables, and new entries' rows.
 
 The store keeps the rows of entries that were encoded, both sides together, up to a number of bytes; the least recently
 used ones leave first. A batch's tables hold the rows of each sequence by slot, as the kernels read them.
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from mlx_zip.codec.entries import Installed
 from mlx_zip.cuda.devices import raise_if_no_room
-from mlx_zip.cuda.transfers import ids_to_device
+from mlx_zip.cuda.graphs import Graphs, graph_size, graph_sizes
+from mlx_zip.cuda.kernels.install import install_rows
+from mlx_zip.cuda.transfers import Upload, ids_to_device
 
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
 STORE_BYTES = 256 << 20
@@ -148,6 +152,73 @@ class HyperRowTables:
         """Copies all rows of sequence `source` to sequence `target`."""
         for table in (*self.sides, self.installed, self.spans):
             table[target].copy_(table[source])
+
+
+class NewEntryRows:
+    """Makes the rows of the entries that a step installs: encoded if the store has none, and put into the tables.
+
+    tables: of the batch. width: S, base ids of an entry. most: sequences. At most one entry is new in each sequence.
+    Encoding and installing are two pieces of work at fixed addresses, for 1, 2, 4, 8, ... entries. Fewer entries are
+    padded with copies of the first one, which is then written several times with the same values.
+    """
+
+    def __init__(self, store: RowStore, tables: HyperRowTables, graphs: Graphs, width: int, most: int) -> None:
+        self._store, self._tables, self._graphs = store, tables, graphs
+        self._width, self._most = width, most
+        self._inputs_by_size = {size: _GraphInputs(size, width, store.pool.device) for size in graph_sizes(most)}
+
+    def install(self, new: Sequence[tuple[int, Installed]], encode: EncodeEntries) -> None:
+        """Puts the rows of entries into the tables. new: pairs of a sequence's row and the one entry it has installed.
+
+        encode: called with the entries whose rows are not in the store, the same function in every call. If
+        something raises, the store is empty and the tables may lack rows.
+        """
+        entries = np.concatenate([entry.base_ids for _, entry in new]).astype(np.int64)
+        spans = np.concatenate([entry.lengths for _, entry in new]).astype(np.int64)
+        slots = np.concatenate([entry.slots for _, entry in new]).astype(np.int64)
+        found, missing = self._store.find_or_claim_places(entry_keys(entries, spans))
+        places = np.array(found)
+        try:
+            if missing:
+                self._encode(encode, entries[missing], spans[missing], places[missing])
+            self._install(np.array([row for row, _ in new]), slots, places, spans)
+        except BaseException:
+            self._store.clear()
+            raise
+
+    def _encode(self, encode: EncodeEntries, entries: np.ndarray, spans: np.ndarray, places: np.ndarray) -> None:
+        """Encodes entries [N, S] with lengths [N] to these places of the store."""
+        size = graph_size(len(entries), self._most)
+        inputs = self._inputs_by_size[size].encode
+        inputs.send(np.concatenate([_pad_with_first(part, size).reshape(-1) for part in (entries, spans, places)]))
+        self._graphs.run(("encode", size), partial(self._encode_sent, encode, size, inputs.device))
+
+    def _encode_sent(self, encode: EncodeEntries, size: int, sent: torch.Tensor) -> None:
+        entries, spans, places = sent.split([size * self._width, size, size])
+        self._store.pool[places] = encode(entries.view(size, self._width), spans)
+
+    def _install(self, rows: np.ndarray, slots: np.ndarray, places: np.ndarray, spans: np.ndarray) -> None:
+        """Puts rows from places [N] of the store into slots [N] of the sequences `rows` [N]."""
+        size = graph_size(len(rows), self._most)
+        inputs = self._inputs_by_size[size].install
+        inputs.send(np.concatenate([_pad_with_first(part, size) for part in (rows, slots, places, spans)]))
+        self._graphs.run(("install", size), partial(self._install_sent, inputs.device.view(4, size)))
+
+    def _install_sent(self, sent: torch.Tensor) -> None:
+        tables = self._tables
+        install_rows(sent, self._store.pool, tables.sides, tables.installed, tables.spans)
+
+
+class _GraphInputs:
+    """The integers of both pieces of work for one number of entries."""
+
+    def __init__(self, size: int, width: int, device: torch.device) -> None:
+        self.encode = Upload(size * (width + 2), device)
+        self.install = Upload(size * 4, device)
+
+
+def _pad_with_first(part: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([part, np.repeat(part[:1], size - len(part), axis=0)])
 
 
 def entry_keys(entries: np.ndarray, lengths: np.ndarray) -> list[bytes]:

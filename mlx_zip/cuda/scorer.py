@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
-from mlx_zip.cuda.filling import CHUNK
+from mlx_zip.cuda.batch import CHUNK
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.frequencies import LONG, SHORT
 from mlx_zip.cuda.sequence import SequenceStart
