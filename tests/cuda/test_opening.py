@@ -159,7 +159,7 @@ def pack_of(folder, tokenizer=None):
 
 def test_a_model_begins_with_the_tuned_pack_in_its_folder(folder):
     rows = pack_of(folder)
-    begin = open_model(folder, "cpu").begin
+    begin = open_model(folder, "cpu").default_start
     np.testing.assert_array_equal(begin.rows.numpy(), rows.swapaxes(0, 1))
 
 
@@ -214,6 +214,6 @@ def test_rows_without_excluded_ids_keep_their_logits():
 
 
 def test_a_sequence_that_lacks_no_row_has_none_to_make(folder):
-    begin = open_model(folder, "cpu").begin
+    begin = open_model(folder, "cpu").default_start
     parts = SequenceState(begin, Codebook(begin.params)).missing_entries()
     assert [part.shape for part in parts] == [(0,), (0, 4), (0,)]

@@ -29,9 +29,13 @@ def reference_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns what `rms_norm` returns, in plain PyTorch."""
-    exact = to_reference_dtype(x)
-    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    normed = normalize_rms(to_reference_dtype(x), eps)
     return torch.mul(normed.to(x.dtype), weight.to(x.dtype), out=out)
+
+
+def normalize_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns x [..., D] divided by the root mean square of its last axis, in x's dtype."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def silu_gate(gate_up: torch.Tensor, impl: str | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, unpack_rows
+from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, rows_of
 
 
 def hyper_embedding(
@@ -40,7 +40,7 @@ def reference_hyper_embedding(ids: torch.Tensor, base: Matrix, rows: torch.Tenso
     is_base = (ids >= 0) & (ids < boundary)
     is_hyper = (ids >= boundary) & (ids < boundary + capacity)
     chosen = torch.where(is_base, ids, 0)
-    out = unpack_rows(base, chosen) if isinstance(base, Packed) else base[chosen]
+    out = rows_of(base, chosen)
     if capacity:
         slot = torch.where(is_hyper, ids - boundary, 0)
         found = rows.gather(1, slot[..., None].expand(-1, -1, rows.shape[2])).to(out.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, unpack_rows
+from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, rows_of
 
 MOST_PLACES = 16
 MASKS = ("both", "keys", "causal")  # which queries see which keys
@@ -40,7 +40,7 @@ def reference_embed_entries(entries: torch.Tensor, matrix: Matrix, places: torch
     """Returns what `embed_entries` returns, in plain PyTorch."""
     known = (entries >= 0) & (entries < matrix.shape[0])
     chosen = torch.where(known, entries, 0)
-    x = unpack_rows(matrix, chosen) if isinstance(matrix, Packed) else matrix[chosen]
+    x = rows_of(matrix, chosen)
     if places is not None:
         x = x + places[: entries.shape[1]].to(x.dtype)
     return torch.where(known[..., None], x, torch.nan)

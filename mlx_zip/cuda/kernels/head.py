@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, dequantize
+from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
 
 
 class Head(NamedTuple):
@@ -59,7 +59,7 @@ def reference_joint_head(
     logits: bool = False,
 ) -> Head:
     """Returns what `joint_head` returns, in plain PyTorch; float64 inputs give float64 results."""
-    matrix = dequantize(base) if isinstance(base, Packed) else base
+    matrix = as_dense(base)
     exact = to_reference_dtype(x)
     low = exact @ matrix[:boundary].to(exact.dtype).T
     high = torch.einsum("bd,bcd->bc", exact, rows.to(exact.dtype))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mlx_zip.cuda.kernels.activations import normalize_rms
 from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, dequantize
+from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
 
 MAX_VECTORS = 16  # vectors of a call
 Norm = tuple[torch.Tensor, float]
@@ -57,9 +58,8 @@ def reference_matvec(
     """Returns what `matvec` returns, in plain PyTorch; float64 inputs give float64 results."""
     exact = to_reference_dtype(x)
     if norm is not None:
-        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm[1]) * norm[0].to(exact.dtype)
-    dense = dequantize(weight) if isinstance(weight, Packed) else weight
-    y = exact @ dense.to(exact.dtype).T
+        exact = normalize_rms(exact, norm[1]) * norm[0].to(exact.dtype)
+    y = exact @ as_dense(weight).to(exact.dtype).T
     if bias is not None:
         y = y + bias.to(y.dtype)
     if gate:

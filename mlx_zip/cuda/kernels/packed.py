@@ -91,8 +91,20 @@ def unpack_levels(packed: Packed) -> torch.Tensor:
     return levels.view(packed.shape)
 
 
-def unpack_rows(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
-    """Returns rows [*ids.shape, D] of the matrix in its scales' dtype; only these rows are unpacked."""
+def as_dense(matrix: Matrix) -> torch.Tensor:
+    """Returns the matrix [R, D], unpacked as `dequantize` does if it is packed."""
+    return dequantize(matrix) if isinstance(matrix, Packed) else matrix
+
+
+def value_dtype(matrix: Matrix) -> torch.dtype:
+    """Returns the dtype of the matrix's values, that of the scales if it is packed."""
+    return matrix.scales.dtype if isinstance(matrix, Packed) else matrix.dtype
+
+
+def rows_of(matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
+    """Returns rows [*ids.shape, D] of the matrix in its values' dtype; only these rows are unpacked."""
+    if not isinstance(matrix, Packed):
+        return matrix[ids]
     flat = ids.reshape(-1)
-    chosen = packed._replace(words=packed.words[flat], scales=packed.scales[flat], biases=packed.biases[flat])
-    return dequantize(chosen).to(packed.scales.dtype).view(*ids.shape, -1)
+    chosen = matrix._replace(words=matrix.words[flat], scales=matrix.scales[flat], biases=matrix.biases[flat])
+    return dequantize(chosen).to(matrix.scales.dtype).view(*ids.shape, -1)

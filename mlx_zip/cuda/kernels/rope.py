@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from mlx_zip.cuda.kernels.activations import normalize_rms
 from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 
 
@@ -94,9 +95,7 @@ def reference_rope_and_cache(
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Returns the RMS norm of each head, or x itself without a weight, in the dtype of references."""
     exact = to_reference_dtype(x)
-    if weight is None:
-        return exact
-    return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight.to(exact.dtype)
+    return exact if weight is None else normalize_rms(exact, eps) * weight.to(exact.dtype)
 
 
 def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:

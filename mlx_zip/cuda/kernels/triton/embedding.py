@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
+from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of, value_dtype
 from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 1024  # columns per program
@@ -19,8 +19,7 @@ def launch_hyper_embedding(ids: torch.Tensor, base: Matrix, rows: torch.Tensor, 
     """Returns embeddings [B, L, D]; arguments as in `embedding.hyper_embedding`, which has checked them."""
     (batch, length), width = ids.shape, base.shape[1]
     matrix, scales, biases, bits, group = kernel_arguments_of(base)
-    dtype = matrix.dtype if scales is None else scales.dtype
-    out = torch.empty((batch, length, width), dtype=dtype, device=ids.device)
+    out = torch.empty((batch, length, width), dtype=value_dtype(base), device=ids.device)
     if out.numel():
         grid = (batch * length, triton.cdiv(width, BLOCK))
         _hyper_embedding_kernel[grid](

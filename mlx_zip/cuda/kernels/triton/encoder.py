@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
+from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of, value_dtype
 from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 512  # columns per program
@@ -20,8 +20,7 @@ def launch_embed_entries(entries: torch.Tensor, matrix: Matrix, places: torch.Te
     """Returns rows [N, S, D]; arguments as in `encoder.embed_entries`, which has checked them."""
     (count, length), (height, width) = entries.shape, matrix.shape
     values, scales, biases, bits, group = kernel_arguments_of(matrix)
-    dtype = values.dtype if scales is None else scales.dtype
-    out = torch.empty((count, length, width), dtype=dtype, device=entries.device)
+    out = torch.empty((count, length, width), dtype=value_dtype(matrix), device=entries.device)
     if out.numel():
         _embed_entries_kernel[(count * length, triton.cdiv(width, BLOCK))](
             entries, values, scales, biases, places, out, length, height, width,
