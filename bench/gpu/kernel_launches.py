@@ -269,12 +269,12 @@ KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
     "attention.reference_decode_attention": _attention_launches,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
-    "embedding.reference_hyper_embedding": _embedding,
+    "hyper_rows.reference_hyper_embedding": _embedding,
     "encoder.reference_embed_entries": _entry_rows,
     "head.reference_joint_head": _head,
     "rope.reference_rope_and_cache": _rope,
     "attention.reference_decode_attention": _attention,
-    "install.reference_install_rows": _install,
+    "hyper_rows.reference_install_rows": _install,
 }
 
 # ---- a decoding step: without hypertokens, with rows that are known, and with new ones

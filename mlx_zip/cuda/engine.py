@@ -67,7 +67,7 @@ class CudaEngine(ThreadedEngine):
         if served.canonical:
             assert served.facts.params is not None
             closed = find_excluded_ids(Codebook(served.facts.params.with_start(row.pack)), row.ids[:-1], row.breaks)
-        return RowScorer(served.model).parts(row, closed, top=top)
+        return RowScorer(served.model).score_in_parts(row, closed, top=top)
 
     def _kv_bound(self, served: CudaServed) -> None:
         """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""

@@ -19,7 +19,7 @@ import torch
 from mlx_zip.codec.entries import Installed
 from mlx_zip.cuda.devices import raise_if_no_room
 from mlx_zip.cuda.graphs import Graphs, graph_size, graph_sizes
-from mlx_zip.cuda.kernels.install import install_rows
+from mlx_zip.cuda.kernels.hyper_rows import install_rows
 from mlx_zip.cuda.transfers import Upload, ids_to_device
 
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries

@@ -16,8 +16,8 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.devices import find_device, tensor_bytes
 from mlx_zip.cuda.hyper_rows import STORE_BYTES, RowStore
-from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
 from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.network.checkpoint import Folder, folder_fingerprint, read_folder
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, cpu_head

@@ -49,7 +49,7 @@ class RowScorer:
         self._kv = model.decoder.make_kv_cache(1, CHUNK)
 
     @torch.no_grad()
-    def parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
+    def score_in_parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
         """Yields the predictions of the second to the last of a row's ids, some at a time. See `scoring.Scorer`.
 
         top: how many of the likeliest ids to tell.
@@ -73,7 +73,7 @@ class RowScorer:
                 begin = end
 
     @torch.no_grad()
-    def next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
+    def score_next_ids(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
         """Returns log-probabilities float64 [k] of k base ids after a whole row. See `EvaluatedModel.score_next`."""
         last = np.zeros(1, row.ids.dtype)  # is not read: outputs are those of all ids but the last
         longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))

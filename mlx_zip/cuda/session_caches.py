@@ -18,6 +18,7 @@ import torch
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import RowHandle, RowHandles
 from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.network.checkpoint import FLOAT_DTYPES
 from mlx_zip.cuda.sequence import SequenceStart, Snapshot
 from mlx_zip.engine.sessions.files import check_held
 from mlx_zip.engine.sessions.format import (
@@ -36,7 +37,7 @@ from mlx_zip.errors import ModelError
 from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors calls the types
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 FREQUENCY_SET_FACT = "which"  # the fact that tells the set of rotary frequencies
 
 

@@ -23,9 +23,9 @@ from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels import activations  # noqa: E402
 from mlx_zip.cuda.kernels.activations import rms_norm  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
-from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.encoder import embed_entries  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from support.torch_folders import make_model, save  # noqa: E402
@@ -122,7 +122,7 @@ def test_a_packed_tables_rows_count_as_they_are_packed():
     with counted() as found:
         hyper_embedding(ids, table, rows, 100, "reference")
         embed_entries(ids, table, None, "reference")
-    assert found.sizes["embedding.reference_hyper_embedding"] == 3 * 8 + 2 * row + F4 * 64 + 3 * F4 * 64
+    assert found.sizes["hyper_rows.reference_hyper_embedding"] == 3 * 8 + 2 * row + F4 * 64 + 3 * F4 * 64
     assert found.sizes["encoder.reference_embed_entries"] == 3 * 8 + 3 * row + 3 * F4 * 64
 
 

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.embedding import hyper_embedding, reference_hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, reference_hyper_embedding  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import dispatch, encoder  # noqa: E402
 from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
-from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache  # noqa: E402
 

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import activations, encoder  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
-from mlx_zip.cuda.kernels.embedding import hyper_embedding, reference_hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head, reference_joint_head  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, reference_hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.packed import dequantize, unpack  # noqa: E402
 from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
