@@ -20,7 +20,7 @@ from mlx_zip.codec.entries import Installed
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.graphs import Graphs, graph_size
 from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
-from mlx_zip.cuda.kernels.head import Head
+from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.kv_cache import KVCache
 from mlx_zip.cuda.sequence import SequenceStart, SequenceState, Snapshot
@@ -29,39 +29,36 @@ from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
 
 CHUNK = 2048  # ids that the body runs over at once when a sequence is read
-ChooseIds = Callable[[Head], torch.Tensor]
+ChooseIds = Callable[[HeadOutput], torch.Tensor]
 
 
 class Batch:
-    """Up to `most` sequences of up to `capacity` ids each. Rows are numbered 0, 1, ... in the order they joined.
+    """Up to `max_sequences` sequences of up to `capacity` ids each, in rows 0, 1, ... in the order in which they joined.
 
     Use it in one thread, and on one CUDA stream.
     """
 
-    def __init__(self, model: CudaModel, most: int, capacity: int) -> None:
+    def __init__(self, model: CudaModel, max_sequences: int, capacity: int) -> None:
         """Lays out caches and tables. Raises `ModelError` if the device has too little free memory."""
-        config, slots = model.config, model.layout.codebook_size
-        self.model, self.most, self.capacity = model, most, capacity
-        self.kv = model.decoder.make_kv_cache(most, capacity)
+        config, slots, device = model.config, model.layout.codebook_size, model.device
+        self.model, self.max_sequences, self.capacity = model, max_sequences, capacity
+        self.kv = model.decoder.make_kv_cache(max_sequences, capacity)
         self._by_base_ids = config is not None and config.position_mode == "base_token_end"
         before = model.layout.vocab_size if self._by_base_ids else 0
-        self.tables = HyperRowTables(most, slots, model.sides, model.width, model.dtype, model.device, before)
+        self.tables = HyperRowTables(max_sequences, slots, model.sides, model.width, model.dtype, device, before)
         self._most_positions_of_id = config.merge_size if config is not None and self._by_base_ids else 1
-        self._graphs = Graphs(model.device)
+        self._graphs = Graphs(device)
         self._new_rows: NewEntryRows | None = None
         if config is not None and model.store is not None:
-            self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, config.merge_size, most)
-        self._outputs = torch.zeros((most, model.width), dtype=model.dtype, device=model.device)  # of each last id
-        self._chosen_ids = torch.zeros(most, dtype=torch.int64, device=model.device)  # chosen
-        self._positions_used = torch.zeros(
-            most, dtype=torch.int64, device=model.device
-        )  # positions, where base ids count
+            self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, config.merge_size, max_sequences)
+        # of each sequence: the body's output for its last id, its chosen id, and its positions if base ids count
+        self._outputs = torch.zeros((max_sequences, model.width), dtype=model.dtype, device=device)
+        self._chosen_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._positions_used = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._reader = SequenceReader(model, self.kv, self.tables, self._positions_used, self._by_base_ids)
-        self._steps, self._steps_sent = (
-            Upload(most, model.device),
-            [0] * most,
-        )  # 1 for sequences that step, 0 for others
-        self._download = Download(most, model.device)
+        self._steps = Upload(max_sequences, device)  # 1 for sequences that step, 0 for others
+        self._steps_sent = [0] * max_sequences
+        self._download = Download(max_sequences, device)
         self._sequences: list[SequenceState] = []
         self._postponed = False  # whether the body has to wait for the ids, because LongRoPE may switch
 
@@ -69,7 +66,7 @@ class Batch:
         return len(self._sequences)
 
     def __repr__(self) -> str:
-        return f"<Batch: {len(self)} of {self.most} sequences, {self.capacity} ids each>"
+        return f"<Batch: {len(self)} of {self.max_sequences} sequences, {self.capacity} ids each>"
 
     # ---- sequences
 
@@ -83,14 +80,14 @@ class Batch:
     def _add_sequence(self, begin: SequenceStart) -> int:
         """Adds a sequence and returns its row. Raises `ModelError` if there is no room."""
         row = len(self._sequences)
-        if row == self.most:
-            raise ModelError(f"the batch has room for {self.most} sequence(s), and all are taken")
+        if row == self.max_sequences:
+            raise ModelError(f"the batch has room for {self.max_sequences} sequence(s), and all are taken")
         sequence = SequenceState(begin, Codebook(begin.params), set(range(begin.tuned_count, begin.entry_count)))
         self.tables.clear_slots_from(row, 0)
         if begin.rows is not None:
             spans = np.fromiter(map(len, begin.params.start or ()), np.int64)
             self.tables.install_first_slots(row, begin.rows, ids_to_device(spans, self.model.device))
-        self.kv.trim(row, 0)
+        self.kv.trim_row(row, 0)
         self.kv.frequency_set[row] = 0
         self._sequences.append(sequence)
         return row
@@ -105,7 +102,7 @@ class Batch:
             self.tables.copy_row(end, row)
             for part in (self._outputs, self._positions_used):
                 part[row].copy_(part[end])
-        self.kv.trim(end, 0)
+        self.kv.trim_row(end, 0)
 
     def book(self, row: int) -> Codebook:
         """Returns a sequence's codebook; without hypertokens one of no slots, which keeps the log only."""
@@ -149,7 +146,7 @@ class Batch:
         """
         sequence = self._sequences[row]
         sequence.rewind(length)
-        self.kv.trim(row, length)
+        self.kv.trim_row(row, length)
         self._positions_used[row] = sequence.position_count(self._by_base_ids)
         self.tables.clear_slots_from(row, len(sequence.book))
 
@@ -161,7 +158,7 @@ class Batch:
         sequence = self._sequences[row]
         if sequence.frequency_set is None:
             raise ModelError("some keys of the sequence are missing, because reading it again has failed")
-        saved, frequency_set = self.kv.save(row, sequence.book.mark())
+        saved, frequency_set = self.kv.save_row(row, sequence.book.mark())
         output = self._outputs[row] if sequence.output is None else sequence.output
         return Snapshot(
             sequence.start,
@@ -181,7 +178,7 @@ class Batch:
             sequence.book.push(kept.log)
             sequence.missing_slots = set(range(kept.start.tuned_count, len(sequence.book)))
             self._reader.fill_missing_rows(row, sequence)
-            self.kv.load(row, kept.keys_values, kept.frequency_set)
+            self.kv.load_row(row, kept.keys_values, kept.frequency_set)
         except BaseException:
             self.remove(row)
             raise
@@ -205,18 +202,20 @@ class Batch:
         if not self._sequences:
             return
         self._collect_outputs()
-        count, size = len(self), graph_size(len(self), self.most)
+        count, size = len(self), graph_size(len(self), self.max_sequences)
         logits = logits and chooser is not None
         head = self._graphs.run(("head", size, logits), partial(self._run_head, size, logits))
         parts: list[Any] = [None if part is None else part[:count] for part in head[:3]]
-        head = Head(*parts)
+        head = HeadOutput(*parts)
         ids = head.best if chooser is None else chooser(head)
         self._download.start(ids)
         # `update_codebooks` refuses an illegal id, but the body reads it before: it must not read outside of the tables
         torch.clamp(ids, 0, self.model.layout.end - 1, out=self._chosen_ids[:count])
         for sequence in self._sequences:
             sequence.has_chosen = sequence.can_choose
-        self._send_steps([int(sequence.has_chosen) for sequence in self._sequences] + [0] * (self.most - count))
+        self._send_steps(
+            [int(sequence.has_chosen) for sequence in self._sequences] + [0] * (self.max_sequences - count)
+        )
 
     def _collect_outputs(self) -> None:
         for row, sequence in enumerate(self._sequences):
@@ -224,11 +223,11 @@ class Batch:
                 self._outputs[row].copy_(sequence.output)
                 sequence.output = None
 
-    def _run_head(self, size: int, logits: bool) -> Head:
+    def _run_head(self, size: int, logits: bool) -> HeadOutput:
         return self.model.head(self._outputs[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
 
     def _send_steps(self, steps: list[int]) -> None:
-        """Sends the device which sequences step [most], if that has changed."""
+        """Sends the device which sequences step [max_sequences], if that has changed."""
         if steps != self._steps_sent:
             self._steps.send(np.array(steps, np.int64))
             self._steps_sent = steps
@@ -245,7 +244,7 @@ class Batch:
             sequence.has_chosen and self._may_switch_frequencies(sequence) for sequence in self._sequences
         )
         if not self._postponed:
-            size = graph_size(len(self), self.most)
+            size = graph_size(len(self), self.max_sequences)
             self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
     def _run_body(self, size: int) -> None:
@@ -253,7 +252,7 @@ class Batch:
 
         Such a sequence gets a key and a value behind the end of its cache, which its next id overwrites.
         """
-        ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.rows(0, size)
+        ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.slice_rows(0, size)
         positions = kv.lengths
         if self._by_base_ids:
             self._positions_used[:size].addcmul_(self.tables.spans[:size].gather(1, ids[:, None])[:, 0], steps)
@@ -360,7 +359,7 @@ class SequenceReader:
         frequency_set = self._model.decoder.rope.frequency_set(used - 1)
         if frequency_set != sequence.frequency_set:
             first, sequence.frequency_set = 0, None  # None until all is read
-            self._kv.trim(row, 0)
+            self._kv.trim_row(row, 0)
             self._kv.frequency_set[row] = frequency_set
         for begin in range(first, end, CHUNK):
             sequence.output = self._run_chunk(row, sequence, begin, min(begin + CHUNK, end))
@@ -375,7 +374,7 @@ class SequenceReader:
         if len(at) and model.store is not None:
             h[0, ids_to_device(at, device)] = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
         slots = torch.arange(begin, end, device=device)[None]
-        return model.decoder.prefill(h, positions, slots, self._kv.rows(row, row + 1), end)[0, -1]
+        return model.decoder.prefill(h, positions, slots, self._kv.slice_rows(row, row + 1), end)[0, -1]
 
 
 # ---- rows that keep their identity while the batch moves them, and that may be given up at any time
@@ -431,16 +430,16 @@ class RowHandles:
         if self.rows_locked:
             self._postponed.append(row_handle)
         else:
-            self._remove(row_handle)
+            self._remove_row(row_handle)
 
     def release_postponed(self) -> None:
         """Notes that the chosen ids have been followed, and gives up the rows that were left meanwhile."""
         self.rows_locked = False
         for row_handle in self._postponed:
-            self._remove(row_handle)
+            self._remove_row(row_handle)
         self._postponed.clear()
 
-    def _remove(self, row_handle: RowHandle) -> None:
+    def _remove_row(self, row_handle: RowHandle) -> None:
         self.batch.remove(row_handle.row)
         last = self._row_handles.pop()
         if last is not row_handle:

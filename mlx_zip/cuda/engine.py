@@ -216,12 +216,12 @@ class CudaServed:
         On a card that is done with 1, 2, 4, ... requests, each of which has kernels and CUDA graphs of its own.
         """
         batch, row_handles = self.row_handles.batch, list[RowHandle]()
-        for count in range(1, 1 + (batch.most if self.model.device.type == "cuda" else 1)):
+        for count in range(1, 1 + (batch.max_sequences if self.model.device.type == "cuda" else 1)):
             row_handles.append(self.new_cache(None))
             batch.read(
                 row_handles[-1].row, [(self.vocab_size // 2 + count) % self.vocab_size]
             )  # so each makes a new entry
-            if count == batch.most or not count & (count - 1):
+            if count == batch.max_sequences or not count & (count - 1):
                 batch.choose_ids(lambda head: head.best)  # with logits
                 batch.choose_ids()
                 batch.start_body()

@@ -16,7 +16,7 @@ import torch
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.cuda.batch import RowHandles
-from mlx_zip.cuda.kernels.head import Head
+from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import to_device
 from mlx_zip.engine.interface import Progress
@@ -78,7 +78,7 @@ class CudaGroup:
                 request.error = error
 
     def _chosen_of_row(self, row: int) -> Chosen:
-        return Chosen(self._ids[row]) if self._chooser is None else self._chooser.read(row, self._ids[row])
+        return Chosen(self._ids[row]) if self._chooser is None else self._chooser.chosen(row, self._ids[row])
 
     def settle(self) -> list[Request]:
         """Has the codebooks read the chosen ids; takes out the requests that have ended or failed, and returns them."""
@@ -229,7 +229,7 @@ class _RowChooser:
         self._requests, self._pad_id = requests, pad_id
         self._top_logprobs: dict[int, _TopLogprobs] = {}
 
-    def __call__(self, head: Head) -> torch.Tensor:
+    def __call__(self, head: HeadOutput) -> torch.Tensor:
         """Returns ids [B] int64 for a head with logits."""
         assert head.logits is not None
         ids, searches = head.best.clone(), dict[int, _ConstraintSearch]()
@@ -248,7 +248,7 @@ class _RowChooser:
         return ids
 
     def _choose_row(
-        self, row: int, request: Request, head: Head, ids: torch.Tensor, searches: dict[int, _ConstraintSearch]
+        self, row: int, request: Request, head: HeadOutput, ids: torch.Tensor, searches: dict[int, _ConstraintSearch]
     ) -> None:
         """Chooses the id of one row, or begins the search for it if the request has a constraint."""
         assert head.logits is not None
@@ -268,10 +268,10 @@ class _RowChooser:
         if (top := request.submission.top_logprobs) is not None:
             self._top_logprobs[row] = _TopLogprobs(logits.log_softmax(1), ids[row : row + 1], top)
 
-    def read(self, row: int, id_: int) -> Chosen:
+    def chosen(self, row: int, id_: int) -> Chosen:
         """Returns what was chosen for a row, of which the host has the id by now."""
         found = self._top_logprobs.get(row)
-        return Chosen(id_) if found is None else found.read(id_)
+        return Chosen(id_) if found is None else found.wait(id_)
 
 
 class _TopLogprobs:
@@ -292,7 +292,7 @@ class _TopLogprobs:
         if self._copied is not None:
             self._copied.record()
 
-    def read(self, id_: int) -> Chosen:
+    def wait(self, id_: int) -> Chosen:
         """Returns the chosen id with its log-probability and the best ids with theirs."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -16,7 +16,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.devices import find_device, tensor_bytes
 from mlx_zip.cuda.hyper_rows import STORE_BYTES, RowStore
-from mlx_zip.cuda.kernels.head import Head, joint_head
+from mlx_zip.cuda.kernels.head import HeadOutput, joint_head
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
 from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.network.checkpoint import Folder, folder_fingerprint, read_folder
@@ -69,7 +69,7 @@ def open_model(
     if start is not None:
         model.take_pack(start)
     elif config is not None:
-        model.take_own_pack()
+        model.take_pack_in_folder()
     return model
 
 
@@ -194,7 +194,7 @@ class CudaModel:
         config = replace(self.config, start=found.entries)
         self.default_start, self.config = self.sequence_start(found), config
 
-    def take_own_pack(self) -> None:
+    def take_pack_in_folder(self) -> None:
         """Makes requests begin with the tuned pack in the model's folder, if there is one.
 
         Raises `ModelError` or `DataError` naming the file if it does not fit.
@@ -252,7 +252,7 @@ class CudaModel:
         """Returns embeddings [B, L, D] of ids [B, L] int64; rows [B, C, D]: the input rows of each sequence's slots."""
         return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
 
-    def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> Head:
+    def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> HeadOutput:
         """Returns the best ids, log-sum-exps and, if asked for, logits of the body's output h [B, D].
 
         rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool.

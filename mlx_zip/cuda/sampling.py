@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mlx_zip.cuda.kernels.head import Head
+from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.transfers import to_device
 from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.sampling.options import Sampling
@@ -154,7 +154,7 @@ def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequ
     return logits.scatter(1, ids, torch.where(closed, -torch.inf, chosen))
 
 
-def best_canonical_ids(head: Head, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
+def best_canonical_ids(head: HeadOutput, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
     """Returns the best ids [B] of a head with logits, after `exclude_ids`."""
     assert head.logits is not None
     assert head.lse is not None

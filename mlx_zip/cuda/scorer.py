@@ -145,7 +145,7 @@ class RowScorer:
         model, count = self._model, len(h)
         if self._kv.capacity < count:
             self._kv = model.decoder.make_kv_cache(1, count)
-        self._kv.trim(0, 0)
+        self._kv.trim_row(0, 0)
         self._kv.frequency_set[0] = frequency_set
         at = ids_to_device(positions, model.device)[None]
         for begin in range(0, count, CHUNK):

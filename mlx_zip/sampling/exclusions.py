@@ -73,9 +73,9 @@ class ForbiddenFollowers:
             raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
         self.vocab_size, self.size = book.params.vocab_size, len(book.params.start or ())
         self._start, self._grown = _prefixes_of_start_entries(book.params), _EntryPrefixes()
-        self.grow(book)
+        self.add_new_entries(book)
 
-    def grow(self, book: Codebook) -> None:
+    def add_new_entries(self, book: Codebook) -> None:
         """Adds the entries that the same codebook has installed since the last call."""
         if (size := len(book)) == self.size:
             return
@@ -105,16 +105,16 @@ class Exclusions:
     def __init__(self, book: Codebook) -> None:
         self.book, self._forbidden, self._longest = book, ForbiddenFollowers(book), book.params.merge_size
         # _open: for each recent id with which an entry may still begin: the base ids from it on, and the number of
-        # entries when it was chosen. _excluded: what the last `ids_after` returned.
+        # entries when it was chosen. _excluded: what the last `excluded_after` returned.
         self._recent: list[tuple[BaseIds, int]] = []
         self._excluded: list[int] = []
 
-    def ids_after(self, one: int, installed: int) -> list[int]:
+    def excluded_after(self, one: int, installed: int) -> list[int]:
         """Returns the ids that cannot follow `one`, the last id that the codebook has read. Call it for every id.
 
         installed: number of entries when the id was chosen, before the codebook read it.
         """
-        self._forbidden.grow(self.book)
+        self._forbidden.add_new_entries(self.book)
         if one in self._excluded:
             self.forget_recent_ids()  # the model chose an excluded id all the same (`unless_most`): start anew with it
         last = self.book.base_ids_of(one)
@@ -155,7 +155,7 @@ class CanonicalIds:
         if self._exclusions is None or (mark, rewinds) != self._next:
             self._exclusions, excluded = Exclusions(self.book), []
         else:
-            excluded = self._exclusions.ids_after(self.book.last, self._installed)
+            excluded = self._exclusions.excluded_after(self.book.last, self._installed)
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
         return excluded
 
@@ -174,7 +174,7 @@ def find_excluded_ids(
     for index, one in enumerate(ids.tolist()):
         installed = len(book)
         book.push(one)
-        excluded = exclusions.ids_after(one, installed)
+        excluded = exclusions.excluded_after(one, installed)
         if index in ends:
             exclusions.forget_recent_ids()
             continue

@@ -63,7 +63,7 @@ class Reader:
         begin, self.log = len(self.log), [*self.log, *ids]
         which = self.decoder.rope.frequency_set(len(self.log) - 1)
         if which != int(self.kv.frequency_set[0]):  # LongRoPE: the sequence is read again
-            self.kv.trim(0, 0)
+            self.kv.trim_row(0, 0)
             self.kv.frequency_set[0] = which
             return self._read(0)[begin:]
         return self._step() if len(ids) == 1 else self._read(begin)

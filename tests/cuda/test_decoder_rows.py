@@ -55,7 +55,7 @@ def test_rows_of_different_lengths_step_together_as_each_does_alone(family, kern
     decoder, lengths = open_decoder(tmp_path, family, kernels), [3, 40, 17]
     kv, inputs = decoder.make_kv_cache(3, ROOM), [embeddings(decoder, seed) for seed in range(3)]
     for row, length in enumerate(lengths):
-        read(decoder, inputs[row][:, :length], kv.rows(row, row + 1))
+        read(decoder, inputs[row][:, :length], kv.slice_rows(row, row + 1))
     for step in range(6):
         at = torch.tensor([length + step for length in lengths])
         h = torch.cat([inputs[row][:, at[row]] for row in range(3)])
@@ -69,7 +69,7 @@ def test_rows_are_read_together_with_padding_at_the_end(family, tmp_path):
     decoder, counts, begins = open_decoder(tmp_path, family), [10, 4], [5, 21]
     kv, inputs = decoder.make_kv_cache(2, ROOM), [embeddings(decoder, seed) for seed in range(2)]
     for row, begin in enumerate(begins):
-        read(decoder, inputs[row][:, :begin], kv.rows(row, row + 1))
+        read(decoder, inputs[row][:, :begin], kv.slice_rows(row, row + 1))
     h, slots = torch.full((2, 10, decoder.config.width), 9.0), torch.full((2, 10), -1)
     for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
         h[row, :count] = inputs[row][0, begin : begin + count]
@@ -86,10 +86,10 @@ def test_a_row_that_takes_no_part_in_a_step_goes_on_as_before(kernels, tmp_path)
     decoder = open_decoder(tmp_path, kernels=kernels)
     kv, inputs = decoder.make_kv_cache(2, ROOM), [embeddings(decoder, seed) for seed in range(2)]
     for row in range(2):
-        read(decoder, inputs[row][:, :5], kv.rows(row, row + 1))
+        read(decoder, inputs[row][:, :5], kv.slice_rows(row, row + 1))
     decoder.step(inputs[0][0, 5:7] + 1, torch.tensor([5, 5]), kv, active=torch.tensor([1, 0]))
     assert kv.lengths.tolist() == [6, 5]
-    out = read(decoder, inputs[1][:, 5:9], kv.rows(1, 2))
+    out = read(decoder, inputs[1][:, 5:9], kv.slice_rows(1, 2))
     torch.testing.assert_close(out[0], alone(decoder, inputs[1])[5:9], atol=2e-4, rtol=2e-4)
 
 
@@ -102,7 +102,7 @@ def test_rows_of_short_and_long_factors_step_together(kernels, tmp_path):
     at = torch.arange(20)[None]
     for row in (SHORT, LONG):
         kv.frequency_set[row] = row
-        decoder.prefill(h, at, at, kv.rows(row, row + 1), 20)
+        decoder.prefill(h, at, at, kv.slice_rows(row, row + 1), 20)
     both = decoder.step(h[:, 0].repeat(2, 1), torch.tensor([20, 20]), kv)
     for row in (SHORT, LONG):
         lone = decoder.make_kv_cache(1, ROOM)
@@ -133,22 +133,22 @@ def test_a_trimmed_saved_or_copied_row_goes_on_as_it_would_have(kernels, tmp_pat
     h = embeddings(decoder, 3)
     expected = alone(decoder, h)[20:24]
     kv = decoder.make_kv_cache(4, ROOM)
-    first = kv.rows(0, 1)
+    first = kv.slice_rows(0, 1)
     read(decoder, h[:, :20], first)
     read(decoder, embeddings(decoder, 4)[:, :9], first)
-    kv.trim(0, 20)
+    kv.trim_row(0, 20)
     kv.copy_row(0, 2)
-    kv.load(3, *kv.save(0, 20))
+    kv.load_row(3, *kv.save_row(0, 20))
     assert kv.lengths.tolist() == [20, 0, 20, 20]
     for row in (0, 2, 3):
-        out = read(decoder, h[:, 20:24], kv.rows(row, row + 1))[0]
+        out = read(decoder, h[:, 20:24], kv.slice_rows(row, row + 1))[0]
         torch.testing.assert_close(out, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_a_step_past_the_capacity_writes_nothing(tmp_path):
     decoder = open_decoder(tmp_path)
     kv, h = decoder.make_kv_cache(2, 4), embeddings(decoder, 0)
-    read(decoder, h[:, :4], kv.rows(0, 1))
+    read(decoder, h[:, :4], kv.slice_rows(0, 1))
     before = kv.whole.clone()
     decoder.step(h[0, :2], torch.tensor([4, 0]), kv, active=torch.tensor([1, 0]))
     assert torch.equal(kv.whole[:, :, 0], before[:, :, 0])

@@ -95,7 +95,7 @@ def outputs(decoder: Decoder, device: torch.device, graph: bool) -> torch.Tensor
     found = []
     for row, begin, end in ((0, 0, 6), (1, 0, 2), (1, 2, 6)):
         at = torch.arange(begin, end, device=device)[None]
-        found.append(decoder.prefill(h[row : row + 1, begin:end], at, at, kv.rows(row, row + 1))[0])
+        found.append(decoder.prefill(h[row : row + 1, begin:end], at, at, kv.slice_rows(row, row + 1))[0])
     read = torch.cat(found).view(2, 6, width)
     x, at = (
         torch.empty((2, width), device=device, dtype=decoder.dtype),

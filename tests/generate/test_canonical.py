@@ -88,7 +88,7 @@ def test_an_entry_that_is_installed_by_the_id_itself_excludes_nothing_behind_it(
     followers = ForbiddenFollowers(book)
     installed = len(book)
     book.push([5])  # installs 5 5
-    followers.grow(book)
+    followers.add_new_entries(book)
     assert (len(book), followers.excluded((5,), installed)) == (1, [])
     assert set(followers.excluded((5,), len(book))) == {5, 10}
 

@@ -32,7 +32,7 @@ class Rolling(RowHandles):
     def _free(self):
         self._old = [row_handle for row_handle in getattr(self, "_old", []) if row_handle in self._row_handles]
         self._old += [row_handle for row_handle in self._row_handles if row_handle not in self._old]
-        if len(self.batch) == self.batch.most:
+        if len(self.batch) == self.batch.max_sequences:
             self.release(self._old[0])
 
 

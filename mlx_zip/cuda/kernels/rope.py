@@ -86,20 +86,20 @@ def reference_rope_and_cache(
     kv_heads, width = keys.shape[1], keys.shape[3]
     q, k, v = qkv.view(batch, length, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=2)
     b, at = ((slots >= 0) & (slots < keys.shape[2])).nonzero(as_tuple=True)
-    rotated = _rotated(_normed(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
+    rotated = _rotate(_normalize_heads(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
     keys[b, :, slots[b, at]] = rotated[b, at]
     values[b, :, slots[b, at]] = v[b, at].to(values.dtype)
-    return _rotated(_normed(q, rotation.q_norm, rotation.eps), positions, rotation).to(qkv.dtype)
+    return _rotate(_normalize_heads(q, rotation.q_norm, rotation.eps), positions, rotation).to(qkv.dtype)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _normalize_heads(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Returns the RMS norm of each head, or x itself without a weight, in the dtype of references."""
     exact = to_reference_dtype(x)
     return exact if weight is None else normalize_rms(exact, eps) * weight.to(exact.dtype)
 
 
-def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    rates = _rates(rotation, x)
+def _rotate(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    rates = _frequencies_of_sequences(rotation, x)
     half = rates.shape[-1]
     angles = positions[..., None, None].to(x.dtype) * rates
     cos, sin = angles.cos() * rotation.scale, angles.sin() * rotation.scale
@@ -107,7 +107,7 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> to
     return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], dim=-1)
 
 
-def _rates(rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
+def _frequencies_of_sequences(rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
     """Returns the frequencies of each sequence [B or 1, 1, 1, R/2] in x's dtype."""
     frequencies, frequency_set = rotation.frequencies.to(x.dtype), rotation.frequency_set
     if frequency_set is None:

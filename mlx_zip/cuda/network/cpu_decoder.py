@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from mlx_zip.cuda.kernels.head import Head
-from mlx_zip.cuda.network.decoder import Attention, Decoder, Layer, VisibleKeys, attend_to_cache, visible_key_mask
+from mlx_zip.cuda.kernels.head import HeadOutput
+from mlx_zip.cuda.network.decoder import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    VisibleKeys,
+    attend_to_cache,
+    visible_key_mask,
+)
 from mlx_zip.cuda.network.kv_cache import KVCache
 from mlx_zip.cuda.network.linear import Linear
 
@@ -25,7 +32,7 @@ class CpuDecoder(Decoder):
         begin, seen = end - length, VisibleKeys(slots, end)
         factors = self._rotation_factors(positions.flatten(), kv.frequency_set.repeat_interleave(length))
 
-        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        def attention(index: int, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
             q, new = self._split_and_rotate(layer, qkv, factors)
             kv.whole[index, :, :, :, begin:end] = new.unflatten(0, (batch, length)).permute(2, 0, 3, 1, 4)
             q = q.unflatten(0, (batch, length))
@@ -60,7 +67,7 @@ class CpuDecoder(Decoder):
         )
         scale, unused = config.head_width**-0.5, h.new_zeros(1)
 
-        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        def attention(index: int, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
             q, new = self._split_and_rotate(layer, qkv, factors)
             cache = kv.whole[index, :, row]
             cache[:, :, slot].copy_(new[0])
@@ -82,7 +89,7 @@ class CpuDecoder(Decoder):
         masks = {window: visible_key_mask(slots[:, None], end, window) for window in set(self.config.windows)}
         shape = (count, self.config.kv_heads, -1, self.config.head_width)
 
-        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        def attention(index: int, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
             q, new = self._split_and_rotate(layer, qkv, factors)
             cache = kv.whole[index]
             cache[:, at, :, slots] = new
@@ -110,7 +117,7 @@ class CpuDecoder(Decoder):
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
     def _split_and_rotate(
-        self, layer: Layer, qkv: torch.Tensor, factors: RotationFactors
+        self, layer: DecoderLayer, qkv: torch.Tensor, factors: RotationFactors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns rotated queries [N, H, E], and rotated keys and values [N, 2, K, E], of qkv [N, (H + 2K) E]."""
         config, (cos, sin) = self.config, factors
@@ -136,7 +143,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch
 
 def cpu_head(
     h: torch.Tensor, scores: Linear, rows: torch.Tensor, installed: torch.Tensor, boundary: int, logits: bool
-) -> Head:
+) -> HeadOutput:
     """Returns what `joint_head` returns, by kept weights; log-sum-exps only with logits.
 
     scores: the product with the head's matrix. Only the rows up to the last installed one are read.
@@ -147,7 +154,7 @@ def cpu_head(
     if not installed[:, :end].all():
         high.masked_fill_(~installed[:, :end], -torch.inf)  # it also hides NaN in rows that are not installed
     if not logits:
-        return Head(torch.cat([low[:, :boundary], high], 1).argmax(1), None, None)
+        return HeadOutput(torch.cat([low[:, :boundary], high], 1).argmax(1), None, None)
     closed = rows.shape[1] - end + low.shape[1] - boundary  # columns of empty slots and of the tail
     every = torch.cat([low[:, :boundary], high, low.new_full((len(h), closed), -torch.inf)], 1)
-    return Head(every.argmax(1), every.logsumexp(1), every)
+    return HeadOutput(every.argmax(1), every.logsumexp(1), every)

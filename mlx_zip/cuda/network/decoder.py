@@ -25,7 +25,7 @@ from mlx_zip.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Layer:
+class DecoderLayer:
     """The weights of one layer.
 
     norm, mlp_norm [D]. qkv: D -> (H + 2K) E, queries, keys, values. q_norm, k_norm [E], None without. output: H E -> D.
@@ -43,7 +43,7 @@ class Layer:
     window: int | None
 
 
-def _take_layers(folder: Folder) -> list[Layer]:
+def _take_layers(folder: Folder) -> list[DecoderLayer]:
     layers = [_take_layer(folder, folder.decoder, index) for index in range(folder.decoder.layers)]
     if rest := sorted(name for name in folder.tensors if name.startswith("model.layers.")):
         raise ModelError(
@@ -52,13 +52,13 @@ def _take_layers(folder: Folder) -> list[Layer]:
     return layers
 
 
-def _take_layer(folder: Folder, config: DecoderConfig, index: int) -> Layer:
+def _take_layer(folder: Folder, config: DecoderConfig, index: int) -> DecoderLayer:
     at, width, inner = f"model.layers.{index}.", config.width, config.inner
     normed, biased = config.qk_norm, config.mlp_bias
     names = ["gate_up_proj"] if config.joined else ["gate_proj", "up_proj"]
     rows = 2 * inner // len(names)
     gate_up = [_take_linear(folder, f"{at}mlp.{name}", rows, width, biased) for name in names]
-    return Layer(
+    return DecoderLayer(
         norm=folder.take_dense(f"{at}input_layernorm.weight", width),
         qkv=_take_qkv(folder, config, f"{at}self_attn."),
         q_norm=folder.take_dense(f"{at}self_attn.q_norm.weight", config.head_width) if normed else None,
@@ -146,7 +146,7 @@ def visible_key_mask(slots: torch.Tensor, end: int, window: int | None) -> torch
 
 # ---- passes
 
-Attention = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # index, layer, qkv [N, (H + 2K) E] -> [N, H E]
+Attention = Callable[[int, DecoderLayer, torch.Tensor], torch.Tensor]  # index, layer, qkv [N, (H + 2K) E] -> [N, H E]
 
 
 class Decoder:
@@ -175,7 +175,7 @@ class Decoder:
         batch, length, width = h.shape
         seen = VisibleKeys(slots, end)
 
-        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        def attention(index: int, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
             q = self._rotate_and_store(layer, index, qkv.view(batch, length, -1), positions, slots, kv)
             return attend_to_cache(q, kv.keys(index), kv.values(index), seen, layer.window).reshape(batch * length, -1)
 
@@ -199,7 +199,7 @@ class Decoder:
         """
         slots, seen = kv.lengths[:, None], kv.lengths + 1
 
-        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        def attention(index: int, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
             q = self._rotate_and_store(layer, index, qkv[:, None], positions[:, None], slots, kv)
             return decode_attention(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window).view(len(h), -1)
 
@@ -218,7 +218,13 @@ class Decoder:
         return rms_norm(h, self.norm, eps, out)
 
     def _rotate_and_store(
-        self, layer: Layer, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KVCache
+        self,
+        layer: DecoderLayer,
+        index: int,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: KVCache,
     ) -> torch.Tensor:
         """Returns rotated queries [B, L, H, E] of qkv [B, L, (H + 2K) E]; keys and values go into the caches."""
         rope = self.rope

@@ -52,9 +52,9 @@ class EncoderWeights:
         value = self._take(self._prefix + name, *shape)
         return unpack(value, value.scales.dtype) if isinstance(value, Packed) else value
 
-    def take_norm(self, name: str, width: int) -> Norm:
+    def take_norm(self, name: str, width: int) -> LayerNorm:
         """Returns the layer norm `name`. Raises `ModelError`."""
-        return Norm(self.take_dense(f"{name}.weight", width), self.take_dense(f"{name}.bias", width))
+        return LayerNorm(self.take_dense(f"{name}.weight", width), self.take_dense(f"{name}.bias", width))
 
 
 def make_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
@@ -131,7 +131,7 @@ def _residual_row(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Te
 
 
 @dataclass(frozen=True)
-class Norm:
+class LayerNorm:
     """A layer norm; weight and bias [H]."""
 
     weight: torch.Tensor
@@ -142,11 +142,11 @@ class Norm:
         return layer_norm(x, self.weight.shape, self.weight, self.bias, LAYER_NORM_EPS)
 
 
-Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H], lengths [N] -> [N, S, H]
-Attend = Callable[..., torch.Tensor]  # x, lengths and what is added to the result, or None -> [N, S, H]
+ApplyLayer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H], lengths [N] -> [N, S, H]
+ApplyAttention = Callable[..., torch.Tensor]  # x, lengths and what is added to the result, or None -> [N, S, H]
 
 
-def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> Layer:
+def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
     """Returns x = LN(x + attention(x)), x = LN(x + MLP(x))."""
     width, inner = config.hidden_size, config.intermediate_size
     attend = _attention_of_projections(config, weights, f"{at}attention.", "both")
@@ -162,7 +162,7 @@ def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) ->
     return layer
 
 
-def _pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> Layer:
+def _pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
     """Returns x = x + attention(LN(x)), x = x + MLP(LN(x))."""
     width, inner = config.hidden_size, config.intermediate_size
     attend = _make_attention(
@@ -178,11 +178,11 @@ def _pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> 
     return layer
 
 
-def _attention_of_projections(config: EncoderConfig, weights: EncoderWeights, at: str, mask: str) -> Attend:
+def _attention_of_projections(config: EncoderConfig, weights: EncoderWeights, at: str, mask: str) -> ApplyAttention:
     return _make_attention(config, weights, [f"{at}{name}_proj" for name in "qkvo"], mask)
 
 
-def _make_attention(config: EncoderConfig, weights: EncoderWeights, names: list[str], mask: str) -> Attend:
+def _make_attention(config: EncoderConfig, weights: EncoderWeights, names: list[str], mask: str) -> ApplyAttention:
     """Returns multi-head attention; names: of the matrices of queries, keys, values and output."""
     width = config.hidden_size
     enter, leave = weights.take_product(names[:3], width, width), weights.take_product(names[3], width, width)

@@ -39,11 +39,11 @@ class KVCache:
         """Returns one layer's values [B, K, S, E]."""
         return self.whole[layer, 1]
 
-    def rows(self, begin: int, end: int) -> KVCache:
+    def slice_rows(self, begin: int, end: int) -> KVCache:
         """Returns the caches of sequences begin to end - 1, in the same memory."""
         return KVCache(self.whole[:, :, begin:end], self.lengths[begin:end], self.frequency_set[begin:end])
 
-    def trim(self, row: int, length: int) -> None:
+    def trim_row(self, row: int, length: int) -> None:
         """Makes a sequence hold its first `length` ids only."""
         self.lengths[row].clamp_(max=length)
 
@@ -52,12 +52,12 @@ class KVCache:
         for part in (self.whole.transpose(0, 2), self.lengths, self.frequency_set):
             part[target].copy_(part[source])
 
-    def save(self, row: int, length: int) -> tuple[torch.Tensor, int]:
+    def save_row(self, row: int, length: int) -> tuple[torch.Tensor, int]:
         """Returns a sequence's first `length` keys and values [layers, 2, K, length, E] on the host, and its set."""
         return to_host(self.whole[:, :, row, :, :length]), int(self.frequency_set[row])
 
-    def load(self, row: int, saved: torch.Tensor, frequency_set: int) -> None:
-        """Makes a sequence hold what `save` returned."""
+    def load_row(self, row: int, saved: torch.Tensor, frequency_set: int) -> None:
+        """Makes a sequence hold what `save_row` returned."""
         length = saved.shape[3]
         copy_to_device(self.whole[:, :, row, :, :length], saved)
         self.lengths[row], self.frequency_set[row] = length, frequency_set
