@@ -33,7 +33,7 @@ ChooseIds = Callable[[HeadOutput], torch.Tensor]
 
 
 class Batch:
-    """Up to `max_sequences` sequences of up to `capacity` ids each, in rows 0, 1, ... in the order in which they joined.
+    """Up to `max_sequences` sequences of up to `capacity` ids each, in rows 0, 1, ... in the order they joined.
 
     Use it in one thread, and on one CUDA stream.
     """

@@ -203,7 +203,7 @@ def test_uploads_that_follow_at_once_do_not_disturb_each_other(card):
 
 def test_a_download_holds_what_was_there_when_it_began(card):
     download, values = Download(2, CARD), torch.ones(2, dtype=torch.int64, device=CARD)
-    download.begin(values)
+    download.start(values)
     values += 1
     assert download.wait(2) == [1, 1]
 

@@ -50,7 +50,7 @@ def test_pinned_memory_is_filled_again_only_after_the_device_has_read_it(calls):
 
 def test_ids_are_read_on_the_host_only_after_their_copy_is_done(calls):
     download = transfers.Download(3, CARD)
-    download.begin(torch.tensor([7, 8]))
+    download.start(torch.tensor([7, 8]))
     assert download.wait(2) == [7, 8]
     assert calls == ["pinned", "record on current", "wait"]
 
