@@ -383,7 +383,7 @@ class SequenceReader:
 class RowHandle:
     """What one request owns: a row of a batch, and after `RowHandles.release` at most a snapshot of that row.
 
-    row: -1 after the seat was left. books: the request's codebook.
+    row: -1 after it was released. books: the request's codebook.
     """
 
     def __init__(self, row: int, book: Codebook) -> None:
@@ -397,19 +397,22 @@ class RowHandle:
 
 
 class RowHandles:
-    """The seats of a batch. chosen: whether ids have been chosen and not followed, so that no row may be moved."""
+    """The rows of a batch that requests own.
+
+    rows_locked: whether ids have been chosen that the codebooks have not read yet, so that no row may be moved.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.rows_locked = batch, False
         self._row_handles: list[RowHandle] = []  # by row
-        self._postponed: list[RowHandle] = []  # left while rows could not be moved
+        self._postponed: list[RowHandle] = []  # released while rows could not be moved
 
     def add(self, start: Any) -> RowHandle:
-        """Returns a new seat. start: what its codebook begins with, None for the model's own."""
+        """Adds a row and returns its handle. start: what its codebook begins with, None for the model's own."""
         return self._new_handle(self.batch.add(start))
 
     def restore(self, snapshot: Snapshot, ids: int) -> RowHandle:
-        """Returns a new row that holds the first `ids` ids of a snapshot; it chooses after it has read more."""
+        """Adds a row that holds the first `ids` ids of a snapshot, and returns its handle. It must read to choose."""
         return self._new_handle(self.batch.restore(snapshot.truncated(ids)))
 
     def _new_handle(self, row: int) -> RowHandle:
@@ -418,13 +421,13 @@ class RowHandles:
         return self._row_handles[-1]
 
     def snapshot_of(self, row_handle: RowHandle) -> Snapshot:
-        """Returns the snapshot of a seat, taken now if the seat has not been left."""
+        """Returns the snapshot of a row, taken now if there is none and the row has not been released."""
         if row_handle.snapshot is None:
             row_handle.snapshot = self.batch.snapshot(row_handle.row)
         return row_handle.snapshot
 
     def release(self, row_handle: RowHandle) -> None:
-        """Gives up a seat's row; does nothing if it was left before."""
+        """Gives up a row, now or as soon as rows may be moved; does nothing if it was released before."""
         if row_handle.row < 0 or row_handle in self._postponed:
             return
         if self.rows_locked:
@@ -433,7 +436,7 @@ class RowHandles:
             self._remove_row(row_handle)
 
     def release_postponed(self) -> None:
-        """Notes that the chosen ids have been followed, and gives up the rows that were left meanwhile."""
+        """Unlocks the rows after a step, and gives up those that were released meanwhile."""
         self.rows_locked = False
         for row_handle in self._postponed:
             self._remove_row(row_handle)

@@ -245,11 +245,11 @@ class CudaServed:
     # ---- what the engine's thread asks for
 
     def new_cache(self, start: Any) -> RowHandle:
-        """Returns the seat of a new request. start: what its codebook begins with, None for the model's own."""
+        """Returns the row of a new request. start: what its codebook begins with, None for the model's own."""
         return self.row_handles.add(start)
 
     def state_of(self, cache: RowHandle) -> RowHandle:
-        """Returns what has the codebook: the seat itself."""
+        """Returns what has the codebook: the row handle itself."""
         return cache
 
     def make_draws(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:

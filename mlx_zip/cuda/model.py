@@ -123,9 +123,9 @@ class CudaModel:
         folder, decoder = self.folder, self.folder.decoder
         low = folder.take(EMBEDDING, decoder.rows, decoder.width)
         high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
-        self.scores = None if folder.kernels else Linear(high).prepared_for_cpu(folder.dtype)
+        self.head_product = None if folder.kernels else Linear(high).prepared_for_cpu(folder.dtype)
         self.embedding: Matrix = folder.as_table(low)
-        self.matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
+        self.head_matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
 
     def _take_hyper_encoders(self, config: ZipConfig | None) -> None:
         self.sides = 2
@@ -163,7 +163,7 @@ class CudaModel:
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: layers, norms and the head."""
-        values: list[Any] = [self.matrix if self.scores is None else self.scores, self.decoder.norm]
+        values: list[Any] = [self.head_matrix if self.head_product is None else self.head_product, self.decoder.norm]
         for layer in self.decoder.layers:
             values += [getattr(layer, each.name) for each in fields(layer)]
         linear = [one for one in values if isinstance(one, Linear)]
@@ -257,21 +257,21 @@ class CudaModel:
 
         rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool.
         """
-        if self.scores is not None:
-            return cpu_head(h, self.scores, rows, installed, self.layout.vocab_size, logits)
-        return joint_head(h, self.matrix, rows, installed, self.layout.vocab_size, logits)
+        if self.head_product is not None:
+            return cpu_head(h, self.head_product, rows, installed, self.layout.vocab_size, logits)
+        return joint_head(h, self.head_matrix, rows, installed, self.layout.vocab_size, logits)
 
     def base_logits(self, h: torch.Tensor) -> torch.Tensor:
         """Returns the logits [N, V] of base ids, float32, of many outputs of the body h [N, D]."""
-        scores = Linear(self.matrix) if self.scores is None else self.scores
-        return scores(h)[:, : self.layout.vocab_size].float()
+        product = Linear(self.head_matrix) if self.head_product is None else self.head_product
+        return product(h)[:, : self.layout.vocab_size].float()
 
     def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, lengths [N] int64.
 
         sides: outputs, then inputs if an entry's two rows differ.
         """
-        outputs = self._output_encoder(entries, lengths, self.matrix)
+        outputs = self._output_encoder(entries, lengths, self.head_matrix)
         if self.sides == 1:
             return outputs[:, None]
         return torch.stack([outputs, self._input_encoder(entries, lengths, self.embedding)], dim=1)
