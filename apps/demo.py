@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.device import choose_device, full_precision
+from mlx_zip.device import choose_device, disable_tf32
 from mlx_zip.errors import ModelError
 from mlx_zip.named import DEFAULT, MAX_TOKENS, PROMPT, bundled_model
 
@@ -24,7 +24,7 @@ CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_un
 
 def main() -> int:
     """Runs the demo; returns 0 if all ids equal the recorded ones, else 1."""
-    full_precision()  # the recorded ids come from float32; before anything imports MLX
+    disable_tf32()  # the recorded ids come from float32; before anything imports MLX
     choose_device()
     expected = json.loads((CHECKPOINT / "expected.json").read_text(encoding="utf-8"))
     prompts = expected["prompts"]

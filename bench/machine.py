@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import BANDWIDTH_SIDE, on_gpu
-from mlx_zip.device import bandwidth as measured
+from mlx_zip.device import measure_product_bandwidth as measured
 
 __all__ = [
     "BANDWIDTH_SIDE",

@@ -12,13 +12,13 @@ from typing import Any
 
 from mlx_zip.errors import ConfigError
 
-VARIABLE = "MLX_ZIP_DEVICE"
+DEVICE_VARIABLE = "MLX_ZIP_DEVICE"
 TF32_VARIABLE = "MLX_ENABLE_TF32"
 DEVICES = ("cpu", "gpu")
 BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more than any cache
-BANDWIDTH_TRIALS = 5
-SUMMED, SUMS = 16 << 20, 4  # floats of the array that numbers are added to, and additions per evaluation
-_wiring = threading.Lock()
+SPEED_TRIALS = 5
+SUM_FLOATS, SUMS_PER_CALL = 16 << 20, 4  # floats of the array that numbers are added to, and additions per evaluation
+_wiring_lock = threading.Lock()
 _holders: dict[WiredMemory, int] = {}  # MLX's limit is the process's: with whom it was set, and what it was before
 
 
@@ -28,11 +28,11 @@ def choose_device() -> None:
     Call it before `mlx_lm` is imported, which takes the default device of that moment for generation. Raises
     `ConfigError` for another name, and for a device that this machine or this MLX does not have.
     """
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(DEVICE_VARIABLE)
     if not name:
         return
     if name not in DEVICES:
-        raise ConfigError(f"{VARIABLE}={name}: it is one of {', '.join(DEVICES)}")
+        raise ConfigError(f"{DEVICE_VARIABLE}={name}: it is one of {', '.join(DEVICES)}")
     if find_spec("mlx") is None:
         return  # a command that needs MLX will say so
     import mlx.core as mx
@@ -40,10 +40,10 @@ def choose_device() -> None:
     try:
         mx.set_default_device(mx.Device(getattr(mx, name)))
     except ValueError as error:
-        raise ConfigError(f"{VARIABLE}={name}: MLX has no such device here") from error
+        raise ConfigError(f"{DEVICE_VARIABLE}={name}: MLX has no such device here") from error
 
 
-def full_precision() -> None:
+def disable_tf32() -> None:
     """Switches off TF32, which some GPUs use for float32 products, in this process and its children.
 
     MLX reads the variable once per process: call it before MLX is imported.
@@ -83,7 +83,7 @@ class WiredMemory:
         import mlx.core as mx
 
         self._idle_since = None
-        with _wiring:
+        with _wiring_lock:
             limit = mx.device_info().get("max_recommended_working_set_size")
             if self.held or not isinstance(limit, int):
                 return
@@ -99,12 +99,12 @@ class WiredMemory:
             for stream in self._streams:
                 mx.synchronize(stream)
         finally:
-            with _wiring:
+            with _wiring_lock:
                 before = _holders.pop(self)
                 if not _holders:
                     mx.set_wired_limit(before)
 
-    def rest(self) -> float | None:
+    def free_if_idle(self) -> float | None:
         """Frees the memory if the owner has been idle for `keep_s` seconds; the first call after `hold` begins a pause.
 
         Returns after how many seconds to call again, None if the memory is free.
@@ -120,40 +120,40 @@ class WiredMemory:
         return left
 
 
-def bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, limit_s: float = math.inf) -> float:
+def measure_product_bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, limit_s: float = math.inf) -> float:
     """Measures how many bytes per second MLX's default device reads in matrix-vector products, as decoding does.
 
     products: how many there are per evaluation; several hide the time of a launch. side: of the float32 matrix that is
-    read. The fastest of `BANDWIDTH_TRIALS` evaluations counts; no further one begins after limit_s seconds.
+    read. The fastest of `SPEED_TRIALS` evaluations counts; no further one begins after limit_s seconds.
     """
     import mlx.core as mx
 
     matrix, vectors = mx.ones((side, side)), [mx.full((side, 1), 1.0 + i) for i in range(products)]
     mx.eval(matrix, vectors)
-    return products * matrix.nbytes / fastest(lambda: mx.eval([matrix @ vector for vector in vectors]), limit_s)
+    return products * matrix.nbytes / fastest_seconds(lambda: mx.eval([matrix @ vector for vector in vectors]), limit_s)
 
 
-def sums() -> tuple[Callable[[], None], int]:
+def make_memory_sums() -> tuple[Callable[[], None], int]:
     """Returns a function that adds numbers to an array of 64 MB, and how many bytes each call reads and writes.
 
     On a CPU this comes nearer to the memory's bandwidth than MLX's products do.
     """
     import mlx.core as mx
 
-    x = mx.zeros((SUMMED,), mx.float32)
+    x = mx.zeros((SUM_FLOATS,), mx.float32)
     mx.eval(x)
-    return lambda: mx.eval([x + (i + 1) for i in range(SUMS)]), SUMS * 2 * x.nbytes
+    return lambda: mx.eval([x + (i + 1) for i in range(SUMS_PER_CALL)]), SUMS_PER_CALL * 2 * x.nbytes
 
 
-def memory_speed(limit_s: float = math.inf) -> float:
+def measure_memory_speed(limit_s: float = math.inf) -> float:
     """Measures how many bytes of memory per second MLX's default device reaches, by the way that suits the device.
 
-    A GPU reads in products, as decoding does; a CPU reads and writes in sums. limit_s: as in `fastest`.
+    A GPU reads in products, as decoding does; a CPU reads and writes in sums. limit_s: as in `fastest_seconds`.
     """
     if on_gpu():
-        return bandwidth(limit_s=limit_s)
-    work, count = sums()
-    return count / fastest(work, limit_s)
+        return measure_product_bandwidth(limit_s=limit_s)
+    work, count = make_memory_sums()
+    return count / fastest_seconds(work, limit_s)
 
 
 def peak_rss_bytes() -> int:
@@ -164,20 +164,20 @@ def peak_rss_bytes() -> int:
     return peak if os.uname().sysname == "Darwin" else peak * 1024
 
 
-def fastest(call: Callable[[], Any], limit_s: float = math.inf) -> float:
-    """Returns the seconds of the fastest of `BANDWIDTH_TRIALS` calls, after one warm-up call.
+def fastest_seconds(call: Callable[[], Any], limit_s: float = math.inf) -> float:
+    """Returns the seconds of the fastest of `SPEED_TRIALS` calls, after one warm-up call.
 
     No further call begins after limit_s seconds.
     """
-    ends, times = time.perf_counter() + limit_s, [_seconds(call)]
-    for _ in range(BANDWIDTH_TRIALS):
+    ends, times = time.perf_counter() + limit_s, [_time_call(call)]
+    for _ in range(SPEED_TRIALS):
         if time.perf_counter() >= ends:
             break
-        times.append(_seconds(call))
+        times.append(_time_call(call))
     return min(times[1:] or times)
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def _time_call(call: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun

@@ -14,7 +14,7 @@ import torch
 
 from mlx_zip.codec import compress_next
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.memory import find_device
+from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import MODEL_TYPE, Layout
@@ -129,7 +129,7 @@ class TorchEngine(Engine):
     def forget_encoded_rows(self) -> None:
         """Empties the store of rows."""
         if self.model.store is not None:
-            self.model.store.forget()
+            self.model.store.clear()
 
     def start_conversation(self) -> list[Batch]:
         """Returns the state of a new conversation: a list that holds its batch, once it has one."""
@@ -185,7 +185,7 @@ class ReplayedSteps(GreedySteps):
 
     def _choose_id(self) -> None:
         at = self.at = min(self.at + 1, len(self.forced))
-        self._batch.choose(lambda head: self.forced[at - 1 : at], logits=False)
+        self._batch.choose_ids(lambda head: self.forced[at - 1 : at], logits=False)
 
 
 def conversation_batch(model: CudaModel, held: list[Batch]) -> Batch:

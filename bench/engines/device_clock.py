@@ -12,7 +12,7 @@ import torch
 
 from mlx_zip.bench import machine
 from mlx_zip.bench.recording import processor_name, summarize_samples
-from mlx_zip.cuda.memory import read_speed
+from mlx_zip.cuda.devices import measure_read_speed
 
 CARD_SIDE = 16384  # side of the float32 matrix that a card reads to measure its bandwidth: 1 GB, more than any cache
 
@@ -92,7 +92,7 @@ def bandwidth_matrix_side(device: torch.device) -> int:
 
 def measure_read_bandwidth(device: torch.device) -> float:
     """Measures how many bytes per second matrix-vector products read on a device; see `torch_yardstick`."""
-    return read_speed(device, bandwidth_matrix_side(device))
+    return measure_read_speed(device, bandwidth_matrix_side(device))
 
 
 def torch_yardstick(device: torch.device) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mlx_zip.config import config_of
+from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.cuda.network.checkpoint import Folder, Weight
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.layout import MODEL_TYPE
@@ -65,10 +65,10 @@ def random_folder(
     `ConfigError`, and `ModelError`, with needed and free bytes where the decoder's weights do not fit.
     """
     where = find_device(device)
-    check_dtype(dtype, where)
+    raise_if_dtype_unsupported(dtype, where)
     section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
-    check_room("random weights of the decoder", decoder_matrix_bytes(decoder, dtype, bits, group), where)
+    raise_if_no_room("random weights of the decoder", decoder_matrix_bytes(decoder, dtype, bits, group), where)
     numbers = torch.Generator(where if made_on is None else made_on).manual_seed(0)
     computed = dtype if kernels else torch.float32
     whole = (Path("random"), config, section, decoder, computed, where, {}, {}, bits, group, numbers, dtype)

@@ -273,7 +273,7 @@ def load_unpacked_decoder(folder: Path, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    read = read_folder(folder, "cpu", torch.float32, without=SIDES)
+    read = read_folder(folder, "cpu", torch.float32, skipped_prefixes=SIDES)
     fields = {key: value for key, value in read.config.items() if key not in ("model_type", "zip2zip", "quantization")}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(read.decoder.kind, **fields), dtype=dtype)
     weights = {

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_zip.codec.codebook import compress_next
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.sampling import best_canonical
+from mlx_zip.cuda.sampling import best_canonical_ids
 from mlx_zip.errors import GenerationError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
 from mlx_zip.sampling.exclusions import CanonicalIds
@@ -33,9 +33,9 @@ def generate_greedily(
     """Yields the ids that follow a prompt of base ids, each the most likely one, with the base ids they stand for.
 
     max_tokens: base ids; the last id may stand for more than are left. eos_ids: base ids that end the text. pack: as in
-    `CudaModel.begin_with`. capacity: ids that the caches have room for; None: as many as may be needed. chunk: ids of
-    the prompt that are read at once. batch: an empty one of this model, which is empty again at the end; a step that it
-    has captured as a CUDA graph is not captured again. None lays out a batch for this call, with `capacity`. Raises
+    `CudaModel.sequence_start`. capacity: ids that the caches have room for; None: as many as may be needed. chunk: ids
+    of the prompt that are read at once. batch: an empty one of this model, which is empty again at the end; a step that
+    it has captured as a CUDA graph is not captured again. None lays out a batch for this call, with `capacity`. Raises
     `GenerationError` for an empty prompt, `CodecError` and `ModelError`.
     """
     if not len(base_ids):
@@ -74,8 +74,8 @@ class GreedySteps:
     def __iter__(self) -> Iterator[Emitted]:
         going = self._begin_step()
         while going:
-            [emitted] = self._batch.ids()
-            for error in self._batch.follow([emitted]).values():
+            [emitted] = self._batch.wait_for_ids()
+            for error in self._batch.update_codebooks([emitted]).values():
                 raise error
             base_ids = tuple(self._batch.book(0).base_ids(self._batch.book(0).mark() - 1).tolist())
             self._left -= len(base_ids) if self._ends.isdisjoint(base_ids) else self._left
@@ -84,14 +84,14 @@ class GreedySteps:
 
     def _begin_step(self) -> bool:
         """Begins the next step and returns True, or False if there is none: the text has ended or fills the caches."""
-        if self._left <= 0 or not self._batch.room(0):
+        if self._left <= 0 or not self._batch.room_left(0):
             return False
         self._choose_id()
-        self._batch.begin()
+        self._batch.start_body()
         return True
 
     def _choose_id(self) -> None:
         """Chooses the best id, or the best canonical one where decoding is canonical."""
         excluded = [] if self._canonical is None else self._canonical.excluded()
-        chooser = partial(best_canonical, excluded=[excluded], never=self._pad) if excluded else None
-        self._batch.choose(chooser)
+        chooser = partial(best_canonical_ids, excluded=[excluded], never=self._pad) if excluded else None
+        self._batch.choose_ids(chooser)

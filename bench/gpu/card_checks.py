@@ -17,8 +17,8 @@ from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
 from mlx_zip.bench.engines.torch_steps import generate_greedily, prefill_in_chunks
 from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.graphs import Graphs
-from mlx_zip.cuda.memory import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 
@@ -121,7 +121,7 @@ def logits_after_prompt(model: CudaModel, ids: np.ndarray, chunk: int) -> torch.
 
     batch.add()
     prefill_in_chunks(batch, 0, ids, chunk)
-    batch.choose(keep)
+    batch.choose_ids(keep)
     return kept[0]
 
 

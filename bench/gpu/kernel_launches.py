@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder
 from mlx_zip.cuda import kernels
 from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.devices import tensor_bytes
 from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.kernels.attention import part_count
 from mlx_zip.cuda.kernels.packed import Matrix, Packed
-from mlx_zip.cuda.memory import bytes_of
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.checkpoint import Weight
 
@@ -115,15 +115,15 @@ def operation_bytes(name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -
     Each tensor counts once; operations on chosen rows count these rows only.
     """
     if name in FILLS:
-        return bytes_of(out)
+        return tensor_bytes(out)
     if name in READS_ROWS:
-        return 2 * bytes_of(out) + bytes_of(list(args[1:]))
+        return 2 * tensor_bytes(out) + tensor_bytes(list(args[1:]))
     if name in WRITES_ROWS:
-        chosen = bytes_of(list(args[1:]))
-        return chosen + bytes_of(args[2:]) + (0 if name.endswith("_") else 2 * bytes_of(out))
+        chosen = tensor_bytes(list(args[1:]))
+        return chosen + tensor_bytes(args[2:]) + (0 if name.endswith("_") else 2 * tensor_bytes(out))
     if name == "copy_":
-        return 2 * bytes_of(out)
-    return bytes_of([args, list(kwargs.values())]) + bytes_of(out)
+        return 2 * tensor_bytes(out)
+    return tensor_bytes([args, list(kwargs.values())]) + tensor_bytes(out)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def count_reference_calls(
     mode: _LaunchCountingMode, module: str, name: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     kernel = f"{module.rpartition('.')[2]}.{name}"
-    size = KERNEL_BYTES.get(kernel, lambda args, out: bytes_of(list(args.values())) + bytes_of(out))
+    size = KERNEL_BYTES.get(kernel, lambda args, out: tensor_bytes(list(args.values())) + tensor_bytes(out))
     count = KERNEL_LAUNCHES.get(kernel, lambda args: 1)
 
     @wraps(function)
@@ -192,7 +192,7 @@ def count_triton_launches(mode: _LaunchCountingMode, function: Callable[..., Any
         mode.paused += 1
         try:
             out = function(self, *args, **kwargs)
-            mode.found.add(f"triton.{self.fn.__name__}", 1, bytes_of([args, list(kwargs.values())]))
+            mode.found.add(f"triton.{self.fn.__name__}", 1, tensor_bytes([args, list(kwargs.values())]))
         finally:
             mode.paused -= 1
         return out
@@ -206,7 +206,7 @@ Arguments = Mapping[str, Any]
 
 
 def matrix_row_bytes(matrix: Matrix, count: int) -> int:
-    return count * bytes_of(matrix) // matrix.shape[0]
+    return count * tensor_bytes(matrix) // matrix.shape[0]
 
 
 def embedding_bytes(args: Arguments, out: Any) -> int:
@@ -214,16 +214,16 @@ def embedding_bytes(args: Arguments, out: Any) -> int:
     ids, base = args["ids"], args["base"]
     low = int((ids < args["boundary"]).sum())
     rows = (ids.numel() - low) * args["rows"].shape[2] * args["rows"].element_size()
-    return bytes_of(ids) + matrix_row_bytes(base, low) + rows + bytes_of(out)
+    return tensor_bytes(ids) + matrix_row_bytes(base, low) + rows + tensor_bytes(out)
 
 
 def entry_row_bytes(args: Arguments, out: Any) -> int:
     """A row of the matrix and one of the places for each id of each entry."""
     entries, places = args["entries"], args["places"]
     read = matrix_row_bytes(args["matrix"], entries.numel()) + (
-        0 if places is None else bytes_of(places[: entries.shape[1]])
+        0 if places is None else tensor_bytes(places[: entries.shape[1]])
     )
-    return bytes_of(entries) + read + bytes_of(out)
+    return tensor_bytes(entries) + read + tensor_bytes(out)
 
 
 def head_bytes(args: Arguments, out: Any) -> int:
@@ -231,13 +231,13 @@ def head_bytes(args: Arguments, out: Any) -> int:
     base, rows, installed = args["base"], args["rows"], args["installed"]
     entries = int(installed.sum()) * rows.shape[2] * rows.element_size()
     low = matrix_row_bytes(base, args["boundary"])
-    return bytes_of(args["x"]) + low + entries + bytes_of(installed) + bytes_of(out)
+    return tensor_bytes(args["x"]) + low + entries + tensor_bytes(installed) + tensor_bytes(out)
 
 
 def rope_bytes(args: Arguments, out: Any) -> int:
     """Queries, keys and values are read; queries go to the result, keys and values into the caches."""
     others = [args[name] for name in ("positions", "slots", "rotation")]
-    return 2 * bytes_of(args["qkv"]) + bytes_of(others)
+    return 2 * tensor_bytes(args["qkv"]) + tensor_bytes(others)
 
 
 def attention_bytes(args: Arguments, out: Any) -> int:
@@ -245,7 +245,7 @@ def attention_bytes(args: Arguments, out: Any) -> int:
     keys = args["keys"]
     lengths = args["lengths"].clamp(max=min(keys.shape[2], args["window"]))
     one = 2 * keys.shape[1] * keys.shape[3] * keys.element_size()
-    return bytes_of(args["q"]) + int(lengths.sum()) * one + bytes_of(out)
+    return tensor_bytes(args["q"]) + int(lengths.sum()) * one + tensor_bytes(out)
 
 
 def attention_launch_count(args: Arguments) -> int:
@@ -258,21 +258,21 @@ def install_bytes(args: Arguments, out: Any) -> int:
     """A row of each side is read and written for each entry, with its flag and its span."""
     new, pool = args["new"], args["pool"]
     row = pool.shape[1] * pool.shape[2] * pool.element_size()
-    return bytes_of(new) + new.shape[1] * (2 * row + 1 + 8)
+    return tensor_bytes(new) + new.shape[1] * (2 * row + 1 + 8)
 
 
 # launches of a kernel's Triton form where they are not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
-    "head.reference": lambda args: 2,  # blocks of ids, and what joins their findings
-    "attention.reference": attention_launch_count,
+    "head.reference_joint_head": lambda args: 2,  # blocks of ids, and what joins their findings
+    "attention.reference_decode_attention": attention_launch_count,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
-    "embedding.reference": embedding_bytes,
-    "encoder.reference_rows": entry_row_bytes,
-    "head.reference": head_bytes,
-    "rope.reference": rope_bytes,
-    "attention.reference": attention_bytes,
-    "install.reference": install_bytes,
+    "hyper_rows.reference_hyper_embedding": embedding_bytes,
+    "encoder.reference_embed_entries": entry_row_bytes,
+    "head.reference_joint_head": head_bytes,
+    "rope.reference_rope_and_cache": rope_bytes,
+    "attention.reference_decode_attention": attention_bytes,
+    "hyper_rows.reference_install_rows": install_bytes,
 }
 
 # ---- a decoding step: without hypertokens, with rows that are known, and with new ones
@@ -328,9 +328,9 @@ def count_first_installing_step(batch: Batch) -> LaunchCounts:
 
 def take_step(batch: Batch, ids: torch.Tensor) -> None:
     """Takes a whole step of a batch of one, which emits `ids` [1] after the head's choice has been computed."""
-    batch.choose(lambda head: ids, logits=False)
-    batch.begin()
-    for error in batch.follow(batch.ids()).values():
+    batch.choose_ids(lambda head: ids, logits=False)
+    batch.start_body()
+    for error in batch.update_codebooks(batch.wait_for_ids()).values():
         raise error
 
 

@@ -15,13 +15,13 @@ from torch.nn.functional import linear
 from mlx_zip.bench.engines.device_clock import time_calls_on_device
 from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import GROUP_SIZE
+from mlx_zip.cuda.devices import tensor_bytes
 from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.embedding import hyper_embedding
-from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
+from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.head import joint_head
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
 from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import bytes_of
 
 from .kernel_launches import counting_launches
 
@@ -50,7 +50,7 @@ def largest_cache_bytes(device: torch.device) -> int:
 
 def make_rotating_arguments(make: Callable[[], Made], cache: int) -> list[Made]:
     made = [make()]
-    while bytes_of(made) <= TIMES_CACHE * cache:
+    while tensor_bytes(made) <= TIMES_CACHE * cache:
         made.append(make())
     return made
 
@@ -165,12 +165,14 @@ def encoder_cases(
     ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])
     lengths = torch.full((entries,), PLACES, device=device)
     places, qkv, x = random(PLACES, width), random(entries, PLACES, 3 * width), random(entries, PLACES, width)
-    yield KernelCase(f"encoder rows, {entries} entries", lambda impl: entry_rows(next(ids), table, places, impl=impl))
+    yield KernelCase(
+        f"encoder rows, {entries} entries", lambda impl: embed_entries(next(ids), table, places, impl=impl)
+    )
     yield KernelCase(
         f"encoder attention, {entries} entries",
-        lambda impl: small_attention(qkv, lengths, heads, "both", impl=impl),
+        lambda impl: attend_in_entries(qkv, lengths, heads, "both", impl=impl),
     )
-    yield KernelCase(f"encoder pooling, {entries} entries", lambda impl: pool(x, lengths, "real", impl=impl))
+    yield KernelCase(f"encoder pooling, {entries} entries", lambda impl: pool_places(x, lengths, "real", impl=impl))
 
 
 def time_kernel(

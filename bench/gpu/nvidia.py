@@ -92,7 +92,7 @@ def part_of_engine(engine: str) -> str:
 
 
 def check_usable_card() -> None:
-    from mlx_zip.cuda.memory import find_device
+    from mlx_zip.cuda.devices import find_device
 
     try:
         find_device("cuda")
@@ -185,7 +185,7 @@ def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int
     import torch
 
     from mlx_zip.bench.engines.device_clock import bandwidth_matrix_side, measure_read_bandwidth
-    from mlx_zip.cuda.memory import find_device
+    from mlx_zip.cuda.devices import find_device
 
     from . import kernel_timing as kernels
 

@@ -19,7 +19,7 @@ from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.torch_steps import prefill_in_chunks
 from mlx_zip.codec import compress_next
-from mlx_zip.cuda.kernels.dispatch import forced
+from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.model import CudaModel
 
 from .kernel_launches import LaunchCounts, count_step_costs
@@ -138,7 +138,7 @@ def count_warm_step(model: CudaModel) -> LaunchCounts:
 
     A kernel that is launched would count all of each tensor, although it reads some rows of it.
     """
-    with forced("reference"):
+    with force_implementation("reference"):
         return count_step_costs(model).warm
 
 

@@ -21,7 +21,7 @@ from mlx_zip.bench.engines.model_making import models_from_folders, models_from_
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
 from mlx_zip.bench.machine import memory_bytes
-from mlx_zip.device import bandwidth as measured
+from mlx_zip.device import measure_product_bandwidth as measured
 from mlx_zip.device import on_gpu
 
 from . import host_parts

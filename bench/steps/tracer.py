@@ -100,7 +100,7 @@ ZIP_HOOKS = (
     Hook("blocks", MODEL, "run_layers", arrays_in_result),
     Hook("head", MODEL, "joint_head", arrays_in_result),
     Hook("canonical", "mlx_zip.sampling.exclusions:CanonicalIds", "excluded"),
-    Hook("canonical", "mlx_zip.engine.mlx.choosing", "without", arrays_in_result),
+    Hook("canonical", "mlx_zip.engine.mlx.choosing", "exclude_ids", arrays_in_result),
     Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
     Hook("response", "mlx_zip.engine.responses:Answer", "take"),
     Hook("codec", "mlx_zip.engine.request:Request", "expand"),

@@ -152,7 +152,7 @@ def open_torch(name: Any, engine: str, **options: Any) -> Any:
         "max_kv_size",
     ):
         options.pop(alone, None)
-    device = module.chosen_device(needs_card=engine == CUDA)  # before anything is downloaded
+    device = module.device_from_environment(needs_card=engine == CUDA)  # before anything is downloaded
     return module.open_cuda_engine(name, device=device, **options)
 
 

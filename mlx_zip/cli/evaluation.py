@@ -190,6 +190,8 @@ def _runner(engine: str) -> Any:
 
     from mlx_zip.evaluation.evaluate import Runner
 
-    module = engine_choice.torch_module("evaluated", engine)
-    device = engine_choice.torch_module("engine", engine).chosen_device(needs_card=engine == engine_choice.CUDA)
+    module = engine_choice.torch_module("evaluation_model", engine)
+    device = engine_choice.torch_module("engine", engine).device_from_environment(
+        needs_card=engine == engine_choice.CUDA
+    )
     return Runner(engine, str(device), partial(module.load_evaluated, device=device))

@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     _check_machines(args, group)
     engines.choose(args, args.model, group=group)
     prompt = read_prompt(args.prompt)
-    from mlx_zip.sampling.options import as_logit_bias
+    from mlx_zip.sampling.options import parse_logit_bias
 
-    sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": as_logit_bias(biases)}
+    sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": parse_logit_bias(biases)}
     if engines.is_torch(args):
         with _on_torch(args, sampling) as opened:
             return _print_answer(args, opened, prompt, None)
@@ -137,7 +137,7 @@ def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_O
     from mlx_zip.sampling.options import Sampling
     from mlx_zip.text.prompts import encode_prompt
 
-    Sampling.of(sampling)
+    Sampling.from_options(sampling)
     chosen, folder = chosen_packs.read_packs(args.pack), find_model_folder(args.model, args.revision)
     plain = is_plain_model(str(folder))
     with engines.open_torch(

@@ -1,8 +1,9 @@
 """Several sequences that run together on one model, each with a codebook of its own.
 
-A step has four parts, so that the device works while the host does: `choose` (the head; ids stay on the device),
-`begin` (the body over these ids), `ids` (waits for the ids only) and `follow` (the codebooks learn, and the rows of new
-entries are made). Body, head and the making of rows are pieces of work at fixed addresses (`mlx_zip.cuda.graphs`).
+A step has four parts, so that the device works while the host does: `choose_ids` (the head; ids stay on the device),
+`start_body` (the body over these ids), `wait_for_ids` (waits for the ids only) and `update_codebooks` (the codebooks
+read the ids, and the rows of new entries are made). Body, head and the making of rows are pieces of work at fixed
+addresses (`mlx_zip.cuda.graphs`).
 """
 
 from __future__ import annotations
@@ -17,96 +18,101 @@ import torch
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.entries import Installed
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.cuda.filling import NewRows, Reader
-from mlx_zip.cuda.graphs import Graphs
-from mlx_zip.cuda.hyper_rows import Tables
-from mlx_zip.cuda.kernels.head import Head
+from mlx_zip.cuda.graphs import Graphs, graph_size
+from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
+from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.sequence import Begin, SequenceState, Snapshot
+from mlx_zip.cuda.network.kv_cache import KVCache
+from mlx_zip.cuda.sequence import SequenceStart, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
 
-Chooser = Callable[[Head], torch.Tensor]
+CHUNK = 2048  # ids that the body runs over at once when a sequence is read
+ChooseIds = Callable[[HeadOutput], torch.Tensor]
 
 
 class Batch:
-    """Up to `most` sequences of up to `capacity` ids each. Rows are numbered 0, 1, ... in the order they joined.
+    """Up to `max_sequences` sequences of up to `capacity` ids each, in rows 0, 1, ... in the order they joined.
 
     Use it in one thread, and on one CUDA stream.
     """
 
-    def __init__(self, model: CudaModel, most: int, capacity: int) -> None:
+    def __init__(self, model: CudaModel, max_sequences: int, capacity: int) -> None:
         """Lays out caches and tables. Raises `ModelError` if the device has too little free memory."""
-        config, slots = model.config, model.layout.codebook_size
-        self.model, self.most, self.capacity = model, most, capacity
-        self.kv = model.decoder.make_kv(most, capacity)
+        config, slots, device = model.config, model.layout.codebook_size, model.device
+        self.model, self.max_sequences, self.capacity = model, max_sequences, capacity
+        self.kv = model.decoder.make_kv_cache(max_sequences, capacity)
         self._by_base_ids = config is not None and config.position_mode == "base_token_end"
         before = model.layout.vocab_size if self._by_base_ids else 0
-        self.tables = Tables(most, slots, model.sides, model.width, model.dtype, model.device, before)
-        self._longest = config.merge_size if config is not None and self._by_base_ids else 1
-        self._graphs = Graphs(model.device)
-        self._new = None if config is None else NewRows(model, self.tables, self._graphs, config.merge_size, most)
-        self._output = torch.zeros((most, model.width), dtype=model.dtype, device=model.device)  # of each last id
-        self._ids = torch.zeros(most, dtype=torch.int64, device=model.device)  # chosen
-        self._used = torch.zeros(most, dtype=torch.int64, device=model.device)  # positions, where base ids count
-        self._reader = Reader(model, self.kv, self.tables, self._used, self._by_base_ids)
-        self._steps, self._sent = Upload(most, model.device), [0] * most  # 1 for sequences that step, 0 for others
-        self._download = Download(most, model.device)
+        self.tables = HyperRowTables(max_sequences, slots, model.sides, model.width, model.dtype, device, before)
+        self._most_positions_of_id = config.merge_size if config is not None and self._by_base_ids else 1
+        self._graphs = Graphs(device)
+        self._new_rows: NewEntryRows | None = None
+        if config is not None and model.store is not None:
+            self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, config.merge_size, max_sequences)
+        # of each sequence: the body's output for its last id, its chosen id, and its positions if base ids count
+        self._outputs = torch.zeros((max_sequences, model.width), dtype=model.dtype, device=device)
+        self._chosen_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._positions_used = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._reader = SequenceReader(model, self.kv, self.tables, self._positions_used, self._by_base_ids)
+        self._steps = Upload(max_sequences, device)  # 1 for sequences that step, 0 for others
+        self._steps_sent = [0] * max_sequences
+        self._download = Download(max_sequences, device)
         self._sequences: list[SequenceState] = []
-        self._late = False  # whether the body has to wait for the ids, because LongRoPE may switch
+        self._postponed = False  # whether the body has to wait for the ids, because LongRoPE may switch
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __repr__(self) -> str:
-        return f"<Batch: {len(self)} of {self.most} sequences, {self.capacity} ids each>"
+        return f"<Batch: {len(self)} of {self.max_sequences} sequences, {self.capacity} ids each>"
 
     # ---- sequences
 
     def add(self, pack: PackOrEntries | None = None) -> int:
         """Adds a sequence that begins with a pack, None for the model's own; returns its row.
 
-        Raises `ModelError` if there is no room, and what `CudaModel.begin_with` raises.
+        Raises `ModelError` if there is no room, and what `CudaModel.sequence_start` raises.
         """
-        return self._add(self.model.begin_with(pack))
+        return self._add_sequence(self.model.sequence_start(pack))
 
-    def _add(self, begin: Begin) -> int:
+    def _add_sequence(self, begin: SequenceStart) -> int:
         """Adds a sequence and returns its row. Raises `ModelError` if there is no room."""
         row = len(self._sequences)
-        if row == self.most:
-            raise ModelError(f"the batch has room for {self.most} sequence(s), and all are taken")
-        one = SequenceState(begin, Codebook(begin.params), set(range(begin.tuned, begin.entries)))
-        self.tables.keep(row, 0)
+        if row == self.max_sequences:
+            raise ModelError(f"the batch has room for {self.max_sequences} sequence(s), and all are taken")
+        sequence = SequenceState(begin, Codebook(begin.params), set(range(begin.tuned_count, begin.entry_count)))
+        self.tables.clear_slots_from(row, 0)
         if begin.rows is not None:
             spans = np.fromiter(map(len, begin.params.start or ()), np.int64)
-            self.tables.put_run(row, begin.rows, ids_to_device(spans, self.model.device))
-        self.kv.trim(row, 0)
-        self.kv.which[row] = 0
-        self._sequences.append(one)
+            self.tables.install_first_slots(row, begin.rows, ids_to_device(spans, self.model.device))
+        self.kv.trim_row(row, 0)
+        self.kv.frequency_set[row] = 0
+        self._sequences.append(sequence)
         return row
 
     def remove(self, row: int) -> None:
-        """Removes a sequence; the last row moves to its place. Call it after `follow` and before `choose`."""
+        """Removes a sequence; the last row moves to its place. Call it between two steps, before `choose_ids`."""
         last = self._sequences.pop()
         end = len(self._sequences)
         if row != end:
             self._sequences[row] = last
             self.kv.copy_row(end, row)
-            self.tables.copy(end, row)
-            for part in (self._output, self._used):
+            self.tables.copy_row(end, row)
+            for part in (self._outputs, self._positions_used):
                 part[row].copy_(part[end])
-        self.kv.trim(end, 0)
+        self.kv.trim_row(end, 0)
 
     def book(self, row: int) -> Codebook:
         """Returns a sequence's codebook; without hypertokens one of no slots, which keeps the log only."""
         return self._sequences[row].book
 
-    def log(self, row: int) -> np.ndarray:
+    def logged_ids(self, row: int) -> np.ndarray:
         """Returns the ids that a sequence has read, uint32."""
         return self._sequences[row].book.ids
 
-    def room(self, row: int) -> int:
+    def room_left(self, row: int) -> int:
         """Returns how many more ids a sequence has room for."""
         return self.capacity - self._sequences[row].book.mark()
 
@@ -119,135 +125,146 @@ class Batch:
         but cannot choose until it has read again. Raises `CodecError` for an illegal id, `ModelError` for more ids than
         there is room for.
         """
-        one, ids = self._sequences[row], as_ids(ids)
-        mark = one.book.mark()
-        if not len(ids) or len(ids) > self.room(row):
-            raise ModelError(f"{len(ids)} ids cannot be read: a sequence has room for {self.room(row)} more")
-        new = one.book.push(ids)
+        sequence, ids = self._sequences[row], as_ids(ids)
+        mark = sequence.book.mark()
+        if not len(ids) or len(ids) > self.room_left(row):
+            raise ModelError(f"{len(ids)} ids cannot be read: a sequence has room for {self.room_left(row)} more")
+        new = sequence.book.push(ids)
         try:
-            one.missing.update(new.slots.tolist())
-            self._reader.fill(row, one)
-            self._reader.run(row, one, mark)
+            sequence.missing_slots.update(new.slots.tolist())
+            self._reader.fill_missing_rows(row, sequence)
+            self._reader.run_body(row, sequence, mark)
         except BaseException:
             self.trim(row, mark)
             raise
-        one.ready, one.chosen = not more, False
+        sequence.can_choose, sequence.has_chosen = not more, False
 
     def trim(self, row: int, length: int) -> None:
         """Keeps the first `length` ids of a sequence, which cannot choose until it has read again.
 
         Raises `CodecError` for more ids than there are.
         """
-        one = self._sequences[row]
-        one.rewind(length)
-        self.kv.trim(row, length)
-        self._used[row] = one.used(self._by_base_ids)
-        self.tables.keep(row, len(one.book))
+        sequence = self._sequences[row]
+        sequence.rewind(length)
+        self.kv.trim_row(row, length)
+        self._positions_used[row] = sequence.position_count(self._by_base_ids)
+        self.tables.clear_slots_from(row, len(sequence.book))
 
     def snapshot(self, row: int) -> Snapshot:
-        """Returns a copy of a sequence on the host. Call it after `read` or `follow`, before `choose`.
+        """Returns a copy of a sequence on the host. Call it after `read` or `update_codebooks`, before `choose_ids`.
 
         Raises `ModelError` for a sequence that was not read again to its end, so that keys are missing.
         """
-        one = self._sequences[row]
-        if one.which is None:
+        sequence = self._sequences[row]
+        if sequence.frequency_set is None:
             raise ModelError("some keys of the sequence are missing, because reading it again has failed")
-        saved, which = self.kv.save(row, one.book.mark())
-        output = self._output[row] if one.output is None else one.output
-        return Snapshot(one.begin, one.book.ids, saved, which, output.to("cpu", copy=True) if one.ready else None)
+        saved, frequency_set = self.kv.save_row(row, sequence.book.mark())
+        output = self._outputs[row] if sequence.output is None else sequence.output
+        return Snapshot(
+            sequence.start,
+            sequence.book.ids,
+            saved,
+            frequency_set,
+            output.to("cpu", copy=True) if sequence.can_choose else None,
+        )
 
     def restore(self, kept: Snapshot) -> int:
         """Adds the sequence of a snapshot; returns its row. Raises `ModelError` if there is no room for it."""
         if len(kept.log) > self.capacity:
             raise ModelError(f"the snapshot has {len(kept.log)} ids, a sequence has room for {self.capacity}")
-        row = self._add(kept.begin)
-        one = self._sequences[row]
+        row = self._add_sequence(kept.start)
+        sequence = self._sequences[row]
         try:
-            one.book.push(kept.log)
-            one.missing = set(range(kept.begin.tuned, len(one.book)))
-            self._reader.fill(row, one)
-            self.kv.load(row, kept.keys_values, kept.which)
+            sequence.book.push(kept.log)
+            sequence.missing_slots = set(range(kept.start.tuned_count, len(sequence.book)))
+            self._reader.fill_missing_rows(row, sequence)
+            self.kv.load_row(row, kept.keys_values, kept.frequency_set)
         except BaseException:
             self.remove(row)
             raise
-        one.which, self._used[row] = kept.which, one.used(self._by_base_ids)
+        sequence.frequency_set, self._positions_used[row] = (
+            kept.frequency_set,
+            sequence.position_count(self._by_base_ids),
+        )
         if kept.output is not None:
-            one.output, one.ready = kept.output, True
+            sequence.output, sequence.can_choose = kept.output, True
         return row
 
     # ---- a step
 
-    def choose(self, chooser: Chooser | None = None, logits: bool = True) -> None:
+    def choose_ids(self, chooser: ChooseIds | None = None, logits: bool = True) -> None:
         """Chooses the next id of every sequence that has one to choose; the ids stay on the device.
 
         chooser: called with the head's output of all rows, logits [B, W] included; returns ids [B] int64 on the device,
         of which those of sequences that cannot choose are not used. None takes the best ids. logits: False
-        for a chooser that needs none. May be called again before `begin`.
+        for a chooser that needs none. May be called again before `start_body`.
         """
         if not self._sequences:
             return
-        self._take_outputs()
-        count, size = len(self), self._size(len(self))
+        self._collect_outputs()
+        count, size = len(self), graph_size(len(self), self.max_sequences)
         logits = logits and chooser is not None
-        head = self._graphs.run(("head", size, logits), partial(self._head, size, logits))
+        head = self._graphs.run(("head", size, logits), partial(self._run_head, size, logits))
         parts: list[Any] = [None if part is None else part[:count] for part in head[:3]]
-        head = Head(*parts)
+        head = HeadOutput(*parts)
         ids = head.best if chooser is None else chooser(head)
-        self._download.begin(ids)
-        # `follow` refuses an illegal id, but the body reads it before: it must not read outside of the tables
-        torch.clamp(ids, 0, self.model.layout.end - 1, out=self._ids[:count])
-        for one in self._sequences:
-            one.chosen = one.ready
-        self._send_steps([int(one.chosen) for one in self._sequences] + [0] * (self.most - count))
+        self._download.start(ids)
+        # `update_codebooks` refuses an illegal id, but the body reads it before: it must not read outside of the tables
+        torch.clamp(ids, 0, self.model.layout.end - 1, out=self._chosen_ids[:count])
+        for sequence in self._sequences:
+            sequence.has_chosen = sequence.can_choose
+        self._send_steps(
+            [int(sequence.has_chosen) for sequence in self._sequences] + [0] * (self.max_sequences - count)
+        )
 
-    def _take_outputs(self) -> None:
-        """Copies the outputs of sequences that were read or restored into those of the batch."""
-        for row, one in enumerate(self._sequences):
-            if one.output is not None:
-                self._output[row].copy_(one.output)
-                one.output = None
+    def _collect_outputs(self) -> None:
+        for row, sequence in enumerate(self._sequences):
+            if sequence.output is not None:
+                self._outputs[row].copy_(sequence.output)
+                sequence.output = None
 
-    def _head(self, size: int, logits: bool) -> Head:
-        """Returns the head's output of the first `size` rows."""
-        return self.model.head(self._output[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
+    def _run_head(self, size: int, logits: bool) -> HeadOutput:
+        return self.model.head(self._outputs[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
 
     def _send_steps(self, steps: list[int]) -> None:
-        """Sends the device which sequences step [most], if that has changed."""
-        if steps != self._sent:
+        """Sends the device which sequences step [max_sequences], if that has changed."""
+        if steps != self._steps_sent:
             self._steps.send(np.array(steps, np.int64))
-            self._sent = steps
+            self._steps_sent = steps
 
-    def begin(self) -> None:
+    def start_body(self) -> None:
         """Starts the body over the ids that were chosen last. Raises `ModelError` if a sequence has no room for its id.
 
-        Where an id may make LongRoPE switch, the body runs in `follow`.
+        Where an id may make LongRoPE switch, the body runs in `update_codebooks`.
         """
-        for row, one in enumerate(self._sequences):
-            if one.chosen and not self.room(row):
+        for row, sequence in enumerate(self._sequences):
+            if sequence.has_chosen and not self.room_left(row):
                 raise ModelError(f"sequence {row} has read {self.capacity} ids and has no room for more")
-        self._late = any(one.chosen and self._may_switch(one) for one in self._sequences)
-        if not self._late:
-            size = self._size(len(self))
-            self._graphs.run(("body", size), partial(self._body, size), (self.kv.lengths, self._used))
+        self._postponed = any(
+            sequence.has_chosen and self._may_switch_frequencies(sequence) for sequence in self._sequences
+        )
+        if not self._postponed:
+            size = graph_size(len(self), self.max_sequences)
+            self._graphs.run(("body", size), partial(self._run_body, size), (self.kv.lengths, self._positions_used))
 
-    def _body(self, size: int) -> None:
+    def _run_body(self, size: int) -> None:
         """Runs the body over the chosen ids of the first `size` rows. Sequences that do not step stay as they are.
 
         Such a sequence gets a key and a value behind the end of its cache, which its next id overwrites.
         """
-        ids, steps, kv = self._ids[:size], self._steps.device[:size], self.kv.rows(0, size)
+        ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.slice_rows(0, size)
         positions = kv.lengths
         if self._by_base_ids:
-            self._used[:size].addcmul_(self.tables.spans[:size].gather(1, ids[:, None])[:, 0], steps)
-            positions = self._used[:size] - 1
+            self._positions_used[:size].addcmul_(self.tables.spans[:size].gather(1, ids[:, None])[:, 0], steps)
+            positions = self._positions_used[:size] - 1
         h = self.model.embed(ids[:, None], self.tables.inputs[:size])[:, 0]
-        self.model.decoder.step(h, positions, kv, steps, self._output[:size])
+        self.model.decoder.step(h, positions, kv, steps, self._outputs[:size])
 
-    def ids(self) -> list[int]:
+    def wait_for_ids(self) -> list[int]:
         """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""
         return self._download.wait(len(self))
 
-    def follow(self, ids: Sequence[int]) -> dict[int, Exception]:
+    def update_codebooks(self, ids: Sequence[int]) -> dict[int, Exception]:
         """Reads the chosen ids into the codebooks and makes the rows of new entries. Returns errors by row.
 
         A sequence with an error has not read its id, and cannot choose until it has read again. The others go on.
@@ -256,70 +273,117 @@ class Batch:
         errors: dict[int, Exception] = {}
         new: list[tuple[int, Installed]] = []
         again: list[int] = []
-        for row, one in enumerate(self._sequences):
-            if one.chosen:
+        for row, sequence in enumerate(self._sequences):
+            if sequence.has_chosen:
                 try:
-                    known, entry = self._push(one, ids[row])
+                    known, entry = self._push_id(sequence, ids[row])
                 except CodecError as error:
-                    self._fail(row, one.book.mark(), error, errors)
+                    self._record_error(row, sequence.book.mark(), error, errors)
                     continue
                 new += [(row, entry)] * len(entry)
-                again += [] if known and not self._late else [row]
-        self._learn(new, errors)
+                again += [] if known and not self._postponed else [row]
+        self._make_new_rows(new, errors)
         for row in again:
             if row not in errors:
-                self._body_again(row, errors)
+                self._rerun_body(row, errors)
         return errors
 
-    def _push(self, one: SequenceState, id_: int) -> tuple[bool, Installed]:
+    def _push_id(self, sequence: SequenceState, id_: int) -> tuple[bool, Installed]:
         """Reads an id; returns whether it had a row when the body ran, and the entry that it installs, if any.
 
         It had none if it is a hypertoken that is installed by being read (LZW's KwKwK). Raises `CodecError`.
         """
-        known = id_ < self.model.layout.hyper_id(len(one.book))
-        entry, one.chosen = one.book.push(id_), False
+        known = id_ < self.model.layout.hyper_id(len(sequence.book))
+        entry, sequence.has_chosen = sequence.book.push(id_), False
         return known, entry
 
-    def _fail(self, row: int, length: int, error: Exception, errors: dict[int, Exception]) -> None:
-        """Records a sequence's error and trims the sequence to the first `length` ids of its log."""
+    def _record_error(self, row: int, length: int, error: Exception, errors: dict[int, Exception]) -> None:
         errors[row] = error
         self.trim(row, length)
 
-    def _learn(self, new: Sequence[tuple[int, Installed]], errors: dict[int, Exception]) -> None:
+    def _make_new_rows(self, new: Sequence[tuple[int, Installed]], errors: dict[int, Exception]) -> None:
         """Makes the rows of entries that a step has installed, at most one in each sequence. errors: added to."""
-        if not new or self._new is None:
+        if not new or self._new_rows is None:
             return
         try:
-            self._new.make(new)
+            self._new_rows.install(new, self.model.encode)
         except RuntimeError as error:
             for row, _ in new:
-                self._fail(row, self.book(row).mark() - 1, error, errors)
+                self._record_error(row, self.book(row).mark() - 1, error, errors)
 
-    def _body_again(self, row: int, errors: dict[int, Exception]) -> None:
-        """Runs the body over a sequence's last id, alone. errors: added to."""
-        one = self._sequences[row]
+    def _rerun_body(self, row: int, errors: dict[int, Exception]) -> None:
+        sequence = self._sequences[row]
         try:
-            self._reader.run(row, one, one.book.mark() - 1)
+            self._reader.run_body(row, sequence, sequence.book.mark() - 1)
         except RuntimeError as error:
-            self._fail(row, one.book.mark() - 1, error, errors)
+            self._record_error(row, sequence.book.mark() - 1, error, errors)
 
-    def _may_switch(self, one: SequenceState) -> bool:
+    def _may_switch_frequencies(self, sequence: SequenceState) -> bool:
         """Returns whether a sequence's next id may need another set of rotary frequencies than it has."""
-        furthest = one.used(self._by_base_ids) + self._longest - 1  # last position of the longest id
-        return self.model.decoder.rope.which(furthest) != one.which
+        last = sequence.position_count(self._by_base_ids) + self._most_positions_of_id - 1  # of the longest id
+        return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
-    def _size(self, count: int) -> int:
-        """Returns the number of rows that a piece of work is done for: 1, 2, 4, 8, ... or all."""
-        return min(self.most, 1 << max(0, count - 1).bit_length())
+
+# ---- ids that a sequence has read
+
+
+class SequenceReader:
+    """Runs the decoder's body over the ids that a sequence has read: prompts, and sequences that are read again.
+
+    kv, tables: of the batch. used [B] int64: receives the number of positions read. by_base_ids: as in
+    `SequenceState.positions`.
+    """
+
+    def __init__(
+        self, model: CudaModel, kv: KVCache, tables: HyperRowTables, used: torch.Tensor, by_base_ids: bool
+    ) -> None:
+        self._model, self._kv, self._tables = model, kv, tables
+        self._used, self._by_base_ids = used, by_base_ids
+
+    def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
+        """Puts the missing rows of a sequence's entries into the tables."""
+        store, device = self._model.store, self._model.device
+        if not sequence.missing_slots or store is None:
+            return
+        slots, entries, lengths = sequence.missing_entries()
+        rows, at = store.find_or_encode(entries, lengths, self._model.encode), ids_to_device(slots, device)
+        self._tables.install(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
+        sequence.missing_slots.clear()
+
+    def run_body(self, row: int, sequence: SequenceState, first: int) -> None:
+        """Runs the body over a sequence's ids from number `first` on, or over all if LongRoPE's set of factors changes.
+
+        The set is chosen by the last position, for all ids. The output for the last id is kept in `sequence`.
+        """
+        end, used = sequence.book.mark(), sequence.position_count(self._by_base_ids)
+        frequency_set = self._model.decoder.rope.frequency_set(used - 1)
+        if frequency_set != sequence.frequency_set:
+            first, sequence.frequency_set = 0, None  # None until all is read
+            self._kv.trim_row(row, 0)
+            self._kv.frequency_set[row] = frequency_set
+        for begin in range(first, end, CHUNK):
+            sequence.output = self._run_chunk(row, sequence, begin, min(begin + CHUNK, end))
+        sequence.frequency_set, self._used[row] = frequency_set, used
+
+    def _run_chunk(self, row: int, sequence: SequenceState, begin: int, end: int) -> torch.Tensor:
+        model, device = self._model, self._model.device
+        ids = ids_to_device(sequence.book.ids[begin:end], device)[None]
+        positions = ids_to_device(sequence.positions(begin, self._by_base_ids)[: end - begin], device)[None]
+        h = model.embed(ids, self._tables.inputs[row : row + 1])
+        at, entries, lengths = sequence.find_evicted(begin, end - begin)
+        if len(at) and model.store is not None:
+            h[0, ids_to_device(at, device)] = model.store.find_or_encode(entries, lengths, model.encode)[:, -1]
+        slots = torch.arange(begin, end, device=device)[None]
+        return model.decoder.prefill(h, positions, slots, self._kv.slice_rows(row, row + 1), end)[0, -1]
 
 
 # ---- rows that keep their identity while the batch moves them, and that may be given up at any time
 
 
-class Seat:
-    """What one request owns: a row of a batch, and after `Seats.leave` at most a snapshot of that row.
+class RowHandle:
+    """What one request owns: a row of a batch, and after `RowHandles.release` at most a snapshot of that row.
 
-    row: -1 after the seat was left. books: the request's codebook.
+    row: -1 after it was released. books: the request's codebook.
     """
 
     def __init__(self, row: int, book: Codebook) -> None:
@@ -332,54 +396,55 @@ class Seat:
         return self.books[0]
 
 
-class Seats:
-    """The seats of a batch. chosen: whether ids have been chosen and not followed, so that no row may be moved."""
+class RowHandles:
+    """The rows of a batch that requests own.
+
+    rows_locked: whether ids have been chosen that the codebooks have not read yet, so that no row may be moved.
+    """
 
     def __init__(self, batch: Batch) -> None:
-        self.batch, self.chosen = batch, False
-        self._seats: list[Seat] = []  # by row
-        self._late: list[Seat] = []  # left while rows could not be moved
+        self.batch, self.rows_locked = batch, False
+        self._row_handles: list[RowHandle] = []  # by row
+        self._postponed: list[RowHandle] = []  # released while rows could not be moved
 
-    def add(self, start: Any) -> Seat:
-        """Returns a new seat. start: what its codebook begins with, None for the model's own."""
-        return self._seated(self.batch.add(start))
+    def add(self, start: Any) -> RowHandle:
+        """Adds a row and returns its handle. start: what its codebook begins with, None for the model's own."""
+        return self._new_handle(self.batch.add(start))
 
-    def restore(self, snapshot: Snapshot, ids: int) -> Seat:
-        """Returns a new seat that holds the first `ids` ids of a snapshot; it chooses after it has read more."""
-        return self._seated(self.batch.restore(snapshot.cut(ids)))
+    def restore(self, snapshot: Snapshot, ids: int) -> RowHandle:
+        """Adds a row that holds the first `ids` ids of a snapshot, and returns its handle. It must read to choose."""
+        return self._new_handle(self.batch.restore(snapshot.truncated(ids)))
 
-    def _seated(self, row: int) -> Seat:
-        """Returns the seat of a row that was added."""
-        assert row == len(self._seats)
-        self._seats.append(Seat(row, self.batch.book(row)))
-        return self._seats[-1]
+    def _new_handle(self, row: int) -> RowHandle:
+        assert row == len(self._row_handles)
+        self._row_handles.append(RowHandle(row, self.batch.book(row)))
+        return self._row_handles[-1]
 
-    def keep(self, seat: Seat) -> Snapshot:
-        """Returns the snapshot of a seat, taken now if the seat has not been left."""
-        if seat.snapshot is None:
-            seat.snapshot = self.batch.snapshot(seat.row)
-        return seat.snapshot
+    def snapshot_of(self, row_handle: RowHandle) -> Snapshot:
+        """Returns the snapshot of a row, taken now if there is none and the row has not been released."""
+        if row_handle.snapshot is None:
+            row_handle.snapshot = self.batch.snapshot(row_handle.row)
+        return row_handle.snapshot
 
-    def leave(self, seat: Seat) -> None:
-        """Gives up a seat's row; does nothing if it was left before."""
-        if seat.row < 0 or seat in self._late:
+    def release(self, row_handle: RowHandle) -> None:
+        """Gives up a row, now or as soon as rows may be moved; does nothing if it was released before."""
+        if row_handle.row < 0 or row_handle in self._postponed:
             return
-        if self.chosen:
-            self._late.append(seat)
+        if self.rows_locked:
+            self._postponed.append(row_handle)
         else:
-            self._remove(seat)
+            self._remove_row(row_handle)
 
-    def followed(self) -> None:
-        """Notes that the chosen ids have been followed, and gives up the rows that were left meanwhile."""
-        self.chosen = False
-        for seat in self._late:
-            self._remove(seat)
-        self._late.clear()
+    def release_postponed(self) -> None:
+        """Unlocks the rows after a step, and gives up those that were released meanwhile."""
+        self.rows_locked = False
+        for row_handle in self._postponed:
+            self._remove_row(row_handle)
+        self._postponed.clear()
 
-    def _remove(self, seat: Seat) -> None:
-        """Removes a row; the last one moves to its place."""
-        self.batch.remove(seat.row)
-        last = self._seats.pop()
-        if last is not seat:
-            self._seats[seat.row], last.row = last, seat.row
-        seat.row = -1
+    def _remove_row(self, row_handle: RowHandle) -> None:
+        self.batch.remove(row_handle.row)
+        last = self._row_handles.pop()
+        if last is not row_handle:
+            self._row_handles[row_handle.row], last.row = last, row_handle.row
+        row_handle.row = -1

@@ -13,15 +13,23 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
-from mlx_zip.cuda.batch import Batch, Seat, Seats
+from mlx_zip.cuda.batch import Batch, RowHandle, RowHandles
+from mlx_zip.cuda.devices import (
+    as_out_of_memory_error,
+    find_device,
+    free_bytes,
+    host_memory_bytes,
+    make_current,
+    measure_ceiling,
+    raise_if_no_room,
+)
 from mlx_zip.cuda.group import CudaGroup, CudaReading
-from mlx_zip.cuda.memory import ceiling, check_room, find_device, free_bytes, host_bytes, too_little, use
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.network.kv import kv_bytes
-from mlx_zip.cuda.sampling import BasePenalties, Draws
+from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
+from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.session_caches import CudaCaches
-from mlx_zip.device import VARIABLE, peak_rss_bytes
+from mlx_zip.device import DEVICE_VARIABLE, peak_rss_bytes
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Request
@@ -30,7 +38,7 @@ from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts, engine_info, start_check
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.sampling.exclusions import excluded_after
+from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -46,20 +54,20 @@ class CudaEngine(ThreadedEngine):
         try:
             model, self.tokenizer = load()
             self._device = model.device
-            use(model.device)  # in this thread too; another one may have loaded it
+            make_current(model.device)  # in this thread too; another one may have loaded it
             return CudaServed(model, self.tokenizer, name, self._options)
         except torch.OutOfMemoryError as error:
-            raise too_little(error) from error
+            raise as_out_of_memory_error(error) from error
 
     def _make_reading(self, served: CudaServed, request: Request) -> CudaReading:
-        return CudaReading(served.seats, served.group, request)
+        return CudaReading(served.row_handles, served.group, request)
 
     def _score_in_parts(self, served: CudaServed, row: Compressed, top: int) -> Iterator[Scored]:
         closed = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if served.canonical:
             assert served.facts.params is not None
-            closed = excluded_after(Codebook(served.facts.params.with_start(row.pack)), row.ids[:-1], row.breaks)
-        return RowScorer(served.model).parts(row, closed, top=top)
+            closed = find_excluded_ids(Codebook(served.facts.params.with_start(row.pack)), row.ids[:-1], row.breaks)
+        return RowScorer(served.model).score_in_parts(row, closed, top=top)
 
     def _kv_bound(self, served: CudaServed) -> None:
         """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""
@@ -74,7 +82,7 @@ class CudaEngine(ThreadedEngine):
         }
 
     def ceiling(self) -> Ceiling | None:
-        return self._inbox.ask(lambda: ceiling(self._device, self._scheduler.served.model.step_weight_bytes))
+        return self._inbox.ask(lambda: measure_ceiling(self._device, self._scheduler.served.model.step_weight_bytes))
 
     def without_hypertokens(self, name: str) -> Engine:
         served: CudaServed = self._inbox.ask(lambda: self._scheduler.served)
@@ -104,46 +112,46 @@ def open_cuda_engine(
 ) -> CudaEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
 
-    device: None for the one that `chosen_device` returns. dtype: see `read_folder`. tokenizer_config: `chat_template`
-    only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request has an equal
-    part. sessions: bounds of the kept sessions, None to keep none. Other options are those of
+    device: None for the one that `device_from_environment` returns. dtype: see `read_folder`. tokenizer_config:
+    `chat_template` only. max_kv_bytes: of all requests together, None for most of the card's free memory; each request
+    has an equal part. sessions: bounds of the kept sessions, None to keep none. Other options are those of
     `mlx_zip.engine.mlx.mlx_engine.open_engine`.
     """
-    where = chosen_device() if device is None else device
+    where = device_from_environment() if device is None else device
 
     def load() -> tuple[CudaModel, Any]:
         model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
-        return model, tokenizer_of(model, tokenizer_config or {}, trust_remote_code)
+        return model, tokenizer_with_options(model, tokenizer_config or {}, trust_remote_code)
 
     run = RunOptions() if prefill_step_size is None else RunOptions(prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
     if sessions is None:
         return make(load, str(model_name), options)
     named = replace(sessions, model_name=sessions.model_name or str(model_name))
-    return make(load, str(model_name), options, partial(make_store, options=named))
+    return make(load, str(model_name), options, partial(make_session_store, options=named))
 
 
-def make_store(served: CudaServed, options: SessionOptions) -> SessionStore:
+def make_session_store(served: CudaServed, options: SessionOptions) -> SessionStore:
     """Returns a new store of sessions for a model."""
-    return SessionStore(CudaCaches(served.model, served.tokenizer, served.seats), options)
+    return SessionStore(CudaCaches(served.model, served.tokenizer, served.row_handles), options)
 
 
-def chosen_device(needs_card: bool = False) -> torch.device:
+def device_from_environment(needs_card: bool = False) -> torch.device:
     """Returns the device to run on: the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else a card, else the CPU.
 
     needs_card: whether only the variable may choose the CPU. Raises `ModelError` with the reason if there is no usable
     card, `ConfigError` for a wrong name in the variable.
     """
-    asked = os.environ.get(VARIABLE) or None
+    asked = os.environ.get(DEVICE_VARIABLE) or None
     if asked not in (None, "cpu", "gpu"):
-        raise ConfigError(f"{VARIABLE}={asked}: it is one of cpu, gpu")
+        raise ConfigError(f"{DEVICE_VARIABLE}={asked}: it is one of cpu, gpu")
     try:
         return find_device("cpu" if asked == "cpu" else "cuda" if asked == "gpu" or needs_card else None)
     except ModelError as error:
-        raise ModelError(f"{error} ({VARIABLE}=cpu computes on the CPU)") from error
+        raise ModelError(f"{error} ({DEVICE_VARIABLE}=cpu computes on the CPU)") from error
 
 
-def tokenizer_of(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
+def tokenizer_with_options(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
     """Returns the model's tokenizer. config: `chat_template` replaces the tokenizer's own."""
     found = model.tokenizer
     if trust_remote_code:
@@ -157,9 +165,9 @@ def tokenizer_of(model: CudaModel, config: Mapping[str, Any], trust_remote_code:
 
 # ---- the model that an engine serves; used in the engine's thread only
 
-SHARE = 0.7  # of a card's free memory, for the KV caches of all requests
-SHARE_OF_HOST = 0.25  # of a CPU's memory; caches take what their ids fill
-LEAST = 16  # ids that a request must have room for
+CARD_KV_SHARE = 0.7  # of a card's free memory, for the KV caches of all requests
+HOST_KV_SHARE = 0.25  # of a CPU's memory; caches take what their ids fill
+MIN_REQUEST_IDS = 16  # ids that a request must have room for
 
 
 class CudaServed:
@@ -177,56 +185,58 @@ class CudaServed:
         self.by_base = config is not None and config.position_mode == "base_token_end"
         self.canonical = config is not None and config.canonical
         self.vocab_size = model.layout.vocab_size
-        self.kv_bytes_per_id = kv_bytes(decoder, 1, 1, model.dtype)
+        self.kv_bytes_per_id = kv_cache_bytes(decoder, 1, 1, model.dtype)
         trained: int | None = model.folder.config.get("max_position_embeddings")
-        capacity = self._capacity(options, trained)
+        capacity = self._ids_per_request(options, trained)
         self.context = trained if self.by_base else min(capacity, trained or capacity)
         self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        self.seats = Seats(Batch(model, options.max_running, capacity))
-        self.group = CudaGroup(self.seats, 0 if config is None else config.pad_id)
+        self.row_handles = RowHandles(Batch(model, options.max_running, capacity))
+        self.group = CudaGroup(self.row_handles, 0 if config is None else config.pad_id)
         self.weight_bytes = 0  # groups are never merged, which this figure is for
-        self.facts = self._facts()
+        self.facts = self._model_facts()
         self.info = engine_info(name, model.fingerprint, self.facts)
-        self._try_out()
+        self._warm_up()
 
-    def _capacity(self, options: ServeOptions, context: int | None) -> int:
+    def _ids_per_request(self, options: ServeOptions, context: int | None) -> int:
         """Returns how many ids each request has room for. Raises `ModelError` if they are too few."""
         free, most = free_bytes(self.model.device), options.max_running
-        room = int(SHARE_OF_HOST * host_bytes() if free is None else SHARE * free)
+        room = int(HOST_KV_SHARE * host_memory_bytes() if free is None else CARD_KV_SHARE * free)
         room = room if options.max_kv_bytes is None else options.max_kv_bytes
         capacity = room // (most * self.kv_bytes_per_id)
-        if capacity < LEAST:
-            needed = LEAST * most * self.kv_bytes_per_id
+        if capacity < MIN_REQUEST_IDS:
+            needed = MIN_REQUEST_IDS * most * self.kv_bytes_per_id
             raise ModelError(f"KV caches of {most} requests: {needed} bytes needed at least, there is room for {room}")
         capacity = capacity if context is None else min(capacity, context)
-        check_room("KV caches", most * capacity * self.kv_bytes_per_id, self.model.device)
+        raise_if_no_room("KV caches", most * capacity * self.kv_bytes_per_id, self.model.device)
         return capacity
 
-    def _try_out(self) -> None:
+    def _warm_up(self) -> None:
         """Takes a step: a model that cannot run fails when it is loaded, and the first requests find it warm.
 
         On a card that is done with 1, 2, 4, ... requests, each of which has kernels and CUDA graphs of its own.
         """
-        batch, seats = self.seats.batch, list[Seat]()
-        for count in range(1, 1 + (batch.most if self.model.device.type == "cuda" else 1)):
-            seats.append(self.new_cache(None))
-            batch.read(seats[-1].row, [(self.vocab_size // 2 + count) % self.vocab_size])  # so each makes a new entry
-            if count == batch.most or not count & (count - 1):
-                batch.choose(lambda head: head.best)  # with logits
-                batch.choose()
-                batch.begin()
-                batch.follow(batch.ids())
-        for seat in seats:
-            self.free(seat)
+        batch, row_handles = self.row_handles.batch, list[RowHandle]()
+        for count in range(1, 1 + (batch.max_sequences if self.model.device.type == "cuda" else 1)):
+            row_handles.append(self.new_cache(None))
+            batch.read(
+                row_handles[-1].row, [(self.vocab_size // 2 + count) % self.vocab_size]
+            )  # so each makes a new entry
+            if count == batch.max_sequences or not count & (count - 1):
+                batch.choose_ids(lambda head: head.best)  # with logits
+                batch.choose_ids()
+                batch.start_body()
+                batch.update_codebooks(batch.wait_for_ids())
+        for row_handle in row_handles:
+            self.free(row_handle)
 
-    def _facts(self) -> ModelFacts:
+    def _model_facts(self) -> ModelFacts:
         model, config = self.model, self.model.config
         return ModelFacts(
             vocab_size=self.vocab_size,
             width=model.layout.width,
             context=self.context,
             by_base=self.by_base,
-            params=None if config is None else model.begin.params,
+            params=None if config is None else model.default_start.params,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
             check_start=start_check(model.fingerprint, model.sides == 1, model.width),
             kv_bytes_per_id=self.kv_bytes_per_id,
@@ -234,25 +244,25 @@ class CudaServed:
 
     # ---- what the engine's thread asks for
 
-    def new_cache(self, start: Any) -> Seat:
-        """Returns the seat of a new request. start: what its codebook begins with, None for the model's own."""
-        return self.seats.add(start)
+    def new_cache(self, start: Any) -> RowHandle:
+        """Returns the row of a new request. start: what its codebook begins with, None for the model's own."""
+        return self.row_handles.add(start)
 
-    def state_of(self, cache: Seat) -> Seat:
-        """Returns what has the codebook: the seat itself."""
+    def state_of(self, cache: RowHandle) -> RowHandle:
+        """Returns what has the codebook: the row handle itself."""
         return cache
 
-    def make_draws(self, options: Sampling, state: torch.Tensor | None) -> Draws:
+    def make_draws(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:
         """Returns a request's sampler. state: random state to go on from if the options have no seed."""
-        return Draws(options, self.never_excluded, self.model.device, state)
+        return RequestSampler(options, self.never_excluded, self.model.device, state)
 
-    def make_penalties(self, options: Sampling, state: Seat) -> list[Any]:
+    def make_penalties(self, options: Sampling, state: RowHandle) -> list[Any]:
         """Returns a request's penalties and biases."""
-        return [BasePenalties(options, state, 0)] if options.has_penalties else []
+        return [BaseTokenPenalties(options, state, 0)] if options.has_penalties else []
 
-    def free(self, cache: Seat) -> None:
+    def free(self, cache: RowHandle) -> None:
         """Gives up a request's row."""
-        self.seats.leave(cache)
+        self.row_handles.release(cache)
 
     def free_unused(self) -> None:
         """Does nothing: the batch has all its memory from the beginning."""

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.cuda.batch import Seats
-from mlx_zip.cuda.kernels.head import Head
-from mlx_zip.cuda.sampling import without
+from mlx_zip.cuda.batch import RowHandles
+from mlx_zip.cuda.kernels.head import HeadOutput
+from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import to_device
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.request import Chosen, Request
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 class CudaGroup:
     """The requests of one engine that take steps. pad_id: an id that canonical decoding never excludes."""
 
-    def __init__(self, seats: Seats, pad_id: int) -> None:
+    def __init__(self, row_handles: RowHandles, pad_id: int) -> None:
         self.requests: list[Request] = []
-        self._seats, self._batch, self._pad_id = seats, seats.batch, pad_id
+        self._row_handles, self._batch, self._pad_id = row_handles, row_handles.batch, pad_id
         self._chosen: list[Request] = []  # requests whose next ids were chosen and not followed
         self._ids: list[int] = []  # of all rows
-        self._choosing: _Choosing | None = None
-        self._waits = False  # whether `finish` must choose
+        self._chooser: _RowChooser | None = None
+        self._must_wait = False  # whether `finish` must choose
 
     def join(self, others: Sequence[object]) -> None:
         """Does nothing: there is one group."""
@@ -49,11 +49,11 @@ class CudaGroup:
         self.requests.append(request)
         if not self._chosen:
             try:
-                self._choose()
+                self._choose_next_ids()
             except BaseException:
                 self.requests.remove(request)
                 self._chosen = []
-                self._seats.followed()
+                self._row_handles.release_postponed()
                 raise
         return self
 
@@ -64,7 +64,7 @@ class CudaGroup:
 
     def read(self) -> None:
         """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
-        self._ids = self._batch.ids() if self._chosen else []
+        self._ids = self._batch.wait_for_ids() if self._chosen else []
         for request in self._chosen:
             if request.error is not None:
                 continue
@@ -72,20 +72,19 @@ class CudaGroup:
                 request.reason = "cancelled"
                 continue
             try:
-                request.outgrown = request.outgrown or self._batch.room(request.cache.row) <= 1
-                request.count_chosen(self._read(request.cache.row))
+                request.outgrown = request.outgrown or self._batch.room_left(request.cache.row) <= 1
+                request.count_chosen(self._chosen_of_row(request.cache.row))
             except Exception as error:
                 request.error = error
 
-    def _read(self, row: int) -> Chosen:
-        """Returns what was chosen for a row."""
-        return Chosen(self._ids[row]) if self._choosing is None else self._choosing.read(row, self._ids[row])
+    def _chosen_of_row(self, row: int) -> Chosen:
+        return Chosen(self._ids[row]) if self._chooser is None else self._chooser.chosen(row, self._ids[row])
 
     def settle(self) -> list[Request]:
         """Has the codebooks read the chosen ids; takes out the requests that have ended or failed, and returns them."""
         if self._chosen:
-            self._follow()
-        self._seats.followed()
+            self._update_codebooks()
+        self._row_handles.release_postponed()
         for request in self.requests:
             if (
                 request.reason is None
@@ -101,67 +100,66 @@ class CudaGroup:
             [],
         )
         for request in leaving:
-            self._leave(request, request in chosen)
+            self._release_row(request, request in chosen)
         return leaving
 
-    def _follow(self) -> None:
-        """Has the codebooks read the chosen ids."""
+    def _update_codebooks(self) -> None:
         by_row = {request.cache.row: request for request in self._chosen}
-        for row, error in self._batch.follow(self._ids).items():
+        for row, error in self._batch.update_codebooks(self._ids).items():
             request = by_row[row]
             request.error, request.whole = request.error or error, isinstance(error, MlxZipError)
             self._chosen.remove(request)  # it has not read its id
 
-    def _leave(self, request: Request, has_read: bool) -> None:
+    def _release_row(self, request: Request, has_read: bool) -> None:
         """Gives up a request's row, and keeps a snapshot of it if the request is to be kept.
 
         has_read: whether the row has read the last chosen id, which was not delivered if the request was cancelled.
         """
-        seat = request.cache
+        row_handle = request.cache
         if request.error is not None and not isinstance(request.error, MlxZipError):
             request.whole = False
         try:
             if request.keep and request.whole:
                 if has_read and (request.reason == "cancelled" or request.error is not None):
-                    self._batch.trim(seat.row, seat.book.mark() - 1)
-                self._seats.keep(seat)
+                    self._batch.trim(row_handle.row, row_handle.book.mark() - 1)
+                self._row_handles.snapshot_of(row_handle)
         except Exception:  # the answer was delivered: only the session is lost
             log.exception("a session could not be kept")
             request.whole = False
         finally:
-            self._seats.leave(seat)
+            self._row_handles.release(row_handle)
 
     def launch(self) -> None:
         """Starts the choice of the next ids, unless a constraint must look at them one by one."""
-        self._waits = any(request.submission.constraint is not None for request in self.requests)
-        if not self._waits:
-            self._choose()
+        self._must_wait = any(request.submission.constraint is not None for request in self.requests)
+        if not self._must_wait:
+            self._choose_next_ids()
 
     def finish(self) -> None:
         """Chooses the next ids if `launch` did not."""
-        if self._waits:
-            self._choose()
+        if self._must_wait:
+            self._choose_next_ids()
 
-    def _choose(self) -> None:
+    def _choose_next_ids(self) -> None:
         """Chooses the next id of every request and starts the body over them; the ids stay on the device.
 
         So the device has work while the host delivers the ids before them.
         """
-        plain = all(_is_plain(request) for request in self.requests)
-        self._choosing = (
-            None if plain else _Choosing({request.cache.row: request for request in self.requests}, self._pad_id)
+        plain = all(_takes_best_id(request) for request in self.requests)
+        self._chooser = (
+            None if plain else _RowChooser({request.cache.row: request for request in self.requests}, self._pad_id)
         )
-        self._seats.chosen, self._waits = True, False
+        self._row_handles.rows_locked, self._must_wait = True, False
         self._chosen = list(self.requests)
-        self._batch.choose(self._choosing)
-        self._batch.begin()
+        self._batch.choose_ids(self._chooser)
+        self._batch.start_body()
 
     def drop(self) -> None:
         """Gives up the requests' rows, after a step has failed."""
-        requests, self.requests, self._chosen, self._choosing, self._waits = self.requests, [], [], None, False
+        requests, self.requests, self._chosen, self._chooser, self._must_wait = self.requests, [], [], None, False
         for request in requests:
-            self._seats.leave(request.cache)
-        self._seats.followed()
+            self._row_handles.release(request.cache)
+        self._row_handles.release_postponed()
 
     # ---- what only groups that are merged need
 
@@ -185,15 +183,15 @@ class CudaGroup:
 class CudaReading:
     """A request whose prompt is being read. group: what the request joins then."""
 
-    def __init__(self, seats: Seats, group: CudaGroup, request: Request) -> None:
+    def __init__(self, row_handles: RowHandles, group: CudaGroup, request: Request) -> None:
         self.request = request
-        self._batch, self._group, self._done = seats.batch, group, 0
+        self._batch, self._group, self._read_count = row_handles.batch, group, 0
         self._ids: Uint32s = request.prompt_ids
 
     @property
     def left(self) -> int:
         """How many ids of the prompt are still to be read."""
-        return len(self._ids) - self._done
+        return len(self._ids) - self._read_count
 
     @property
     def key(self) -> None:
@@ -205,13 +203,13 @@ class CudaReading:
 
         Raises `PromptTooLongError` if the batch has no room for the prompt and an answer, and what the model raises.
         """
-        row, begin = self.request.cache.row, self._done
-        if (room := self._batch.room(row)) <= self.left:
+        row, begin = self.request.cache.row, self._read_count
+        if (room := self._batch.room_left(row)) <= self.left:
             tokens, why = len(self.request.checked.base_ids), f"the KV caches have room for {self._batch.capacity} ids"
             raise PromptTooLongError.of(tokens, self.request.prompt_tokens_fitting(room - 1), why)
         end = min(begin + at_most, len(self._ids))
         self._batch.read(row, self._ids[begin:end], more=end < len(self._ids))
-        self._done = end
+        self._read_count = end
         self.request.send(Progress(end, len(self._ids)))
         return end - begin, self._group.take_in(self.request) if end == len(self._ids) else None
 
@@ -219,13 +217,13 @@ class CudaReading:
 # ---- the next id of each row: penalties, constraints, samplers and log-probabilities
 
 
-def _is_plain(request: Request) -> bool:
+def _takes_best_id(request: Request) -> bool:
     """Returns whether a request takes the best id whatever it is, and asks for nothing else."""
     asked = request.submission.constraint is not None or request.submission.top_logprobs is not None
     return request.draws.greedy and not (asked or request.penalties or request.canonical is not None)
 
 
-class _Choosing:
+class _RowChooser:
     """What a batch calls with the head's output; afterwards it has the log-probabilities that were asked for.
 
     requests: by row; rows without one get the best id. pad_id: an id that canonical decoding never excludes. A row
@@ -234,27 +232,29 @@ class _Choosing:
 
     def __init__(self, requests: Mapping[int, Request], pad_id: int) -> None:
         self._requests, self._pad_id = requests, pad_id
-        self._likely: dict[int, _Likely] = {}
+        self._top_logprobs: dict[int, _TopLogprobs] = {}
 
-    def __call__(self, head: Head) -> torch.Tensor:
+    def __call__(self, head: HeadOutput) -> torch.Tensor:
         """Returns ids [B] int64 for a head with logits."""
         assert head.logits is not None
-        ids, searches = head.best.clone(), dict[int, _Search]()
+        ids, searches = head.best.clone(), dict[int, _ConstraintSearch]()
         for row, request in self._requests.items():
-            if request.error is not None or _is_plain(request):
+            if request.error is not None or _takes_best_id(request):
                 continue
             try:
-                self._row(row, request, head, ids, searches)
+                self._choose_row(row, request, head, ids, searches)
             except Exception as error:
                 request.error = error
         search(list(searches.values()))
         for row, one in searches.items():
             if one.token is not None:
                 ids[row] = one.token
-                self._note(row, self._requests[row], one.logits, ids)
+                self._record_logprobs(row, self._requests[row], one.logits, ids)
         return ids
 
-    def _row(self, row: int, request: Request, head: Head, ids: torch.Tensor, searches: dict[int, _Search]) -> None:
+    def _choose_row(
+        self, row: int, request: Request, head: HeadOutput, ids: torch.Tensor, searches: dict[int, _ConstraintSearch]
+    ) -> None:
         """Chooses the id of one row, or begins the search for it if the request has a constraint."""
         assert head.logits is not None
         logits, excluded = head.logits[row : row + 1].float(), []
@@ -263,24 +263,23 @@ class _Choosing:
         if request.canonical is not None:
             excluded = request.canonical.excluded()
         if request.submission.constraint is not None:
-            searches[row] = _Search(request, logits, excluded, self._pad_id)
+            searches[row] = _ConstraintSearch(request, logits, excluded, self._pad_id)
             return
-        logits = _without(logits, excluded, self._pad_id)
+        logits = _forbid_excluded(logits, excluded, self._pad_id)
         ids[row] = request.draws(logits.log_softmax(1))[0]
-        self._note(row, request, logits, ids)
+        self._record_logprobs(row, request, logits, ids)
 
-    def _note(self, row: int, request: Request, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        """Keeps the log-probabilities of a row, if the request asks for them."""
+    def _record_logprobs(self, row: int, request: Request, logits: torch.Tensor, ids: torch.Tensor) -> None:
         if (top := request.submission.top_logprobs) is not None:
-            self._likely[row] = _Likely(logits.log_softmax(1), ids[row : row + 1], top)
+            self._top_logprobs[row] = _TopLogprobs(logits.log_softmax(1), ids[row : row + 1], top)
 
-    def read(self, row: int, id_: int) -> Chosen:
+    def chosen(self, row: int, id_: int) -> Chosen:
         """Returns what was chosen for a row, of which the host has the id by now."""
-        found = self._likely.get(row)
-        return Chosen(id_) if found is None else found.read(id_)
+        found = self._top_logprobs.get(row)
+        return Chosen(id_) if found is None else found.wait(id_)
 
 
-class _Likely:
+class _TopLogprobs:
     """The log-probabilities of one row's best ids, on their way to the host. logprobs [1, W]; id_ [1]: the chosen one.
 
     top: how many ids were asked for.
@@ -293,21 +292,21 @@ class _Likely:
         packed = torch.cat([floats, ids[0].double()])
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=on_card)
         self._host.copy_(packed, non_blocking=True)
-        self._done = torch.cuda.Event() if on_card else None
+        self._copied = torch.cuda.Event() if on_card else None
         self._top = top
-        if self._done is not None:
-            self._done.record()
+        if self._copied is not None:
+            self._copied.record()
 
-    def read(self, id_: int) -> Chosen:
+    def wait(self, id_: int) -> Chosen:
         """Returns the chosen id with its log-probability and the best ids with theirs."""
-        if self._done is not None:
-            self._done.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         own, *rest = self._host.tolist()
         pairs = zip(map(int, rest[self._top :]), rest[: self._top], strict=True)
         return Chosen(id_, own, [pair for pair in pairs if pair[1] > -math.inf])
 
 
-class _Search(Search):
+class _ConstraintSearch(Search):
     """The search for one row's next id in logits [1, W]. pad_id: an id that canonical decoding never excludes."""
 
     def __init__(self, request: Request, logits: torch.Tensor, excluded: list[int], pad_id: int) -> None:
@@ -315,8 +314,8 @@ class _Search(Search):
         self._pad_id = pad_id
 
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _without(self.close(self.logits, open_), excluded, self._pad_id)
-        return logits, self.request.draws.scores(logits.log_softmax(1))
+        logits = _forbid_excluded(self.close(self.logits, open_), excluded, self._pad_id)
+        return logits, self.request.draws.draw_scores(logits.log_softmax(1))
 
     def close(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
         return logits.masked_fill(to_device(~open_, logits.device)[None], -torch.inf)
@@ -325,6 +324,5 @@ class _Search(Search):
         return scores[0].to("cpu", copy=True).numpy()
 
 
-def _without(logits: torch.Tensor, excluded: list[int], pad_id: int) -> torch.Tensor:
-    """Returns logits [1, W] after canonical decoding."""
-    return without(logits, logits.logsumexp(1), [excluded], pad_id) if excluded else logits
+def _forbid_excluded(logits: torch.Tensor, excluded: list[int], pad_id: int) -> torch.Tensor:
+    return exclude_ids(logits, logits.logsumexp(1), [excluded], pad_id) if excluded else logits

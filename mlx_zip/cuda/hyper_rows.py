@@ -1,4 +1,4 @@
-"""Hyper rows on the device: a store of encoded rows shared by all requests, and the tables of a batch.
+"""Hyper rows on the device: the store of encoded rows that all requests share, a batch's tables, and new entries' rows.
 
 The store keeps the rows of entries that were encoded, both sides together, up to a number of bytes; the least recently
 used ones leave first. A batch's tables hold the rows of each sequence by slot, as the kernels read them.
@@ -11,16 +11,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from mlx_zip.cuda.memory import check_room
-from mlx_zip.cuda.transfers import ids_to_device
+from mlx_zip.codec.entries import Installed
+from mlx_zip.cuda.devices import raise_if_no_room
+from mlx_zip.cuda.graphs import Graphs, graph_size, graph_sizes
+from mlx_zip.cuda.kernels.hyper_rows import install_rows
+from mlx_zip.cuda.transfers import Upload, ids_to_device
 
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
 STORE_BYTES = 256 << 20
-Encode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # entries [N, S], lengths [N] -> rows [N, sides, D]
+EncodeEntries = Callable[
+    [torch.Tensor, torch.Tensor], torch.Tensor
+]  # entries [N, S], lengths [N] -> rows [N, sides, D]
 
 
 class RowStore:
@@ -35,63 +41,69 @@ class RowStore:
     ) -> None:
         each = sides * width * dtype.itemsize
         self.places = max(ENTRIES_PER_PASS, limit // each)
-        check_room("the store of hyper rows", self.places * each, device)
+        raise_if_no_room("the store of hyper rows", self.places * each, device)
         self.pool = torch.empty((self.places, sides, width), dtype=dtype, device=device)
-        self._of: OrderedDict[bytes, int] = OrderedDict()  # place by entry, the least recently used first
+        self._place_by_entry: OrderedDict[bytes, int] = OrderedDict()  # place by entry, the least recently used first
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._place_by_entry)
 
     def __repr__(self) -> str:
         return f"<RowStore: {len(self)} of {self.places} rows>"
 
-    def find(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    def find_or_claim_places(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
         """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
 
-        keys: base ids of at most `ENTRIES_PER_PASS` entries as 32-bit words. If writing fails, call `forget`.
+        keys: base ids of at most `ENTRIES_PER_PASS` entries as 32-bit words. If writing fails, call `clear`.
         """
         found, missing = [], []
         for index, key in enumerate(keys):
-            place = self._of.get(key)
+            place = self._place_by_entry.get(key)
             if place is None:
                 missing.append(index)
-                place = len(self._of) if len(self._of) < self.places else self._of.popitem(last=False)[1]
-                self._of[key] = place
+                place = (
+                    len(self._place_by_entry)
+                    if len(self._place_by_entry) < self.places
+                    else self._place_by_entry.popitem(last=False)[1]
+                )
+                self._place_by_entry[key] = place
             else:
-                self._of.move_to_end(key)
+                self._place_by_entry.move_to_end(key)
             found.append(place)
         return found, missing
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empties the store, because rows could not be written or the weights have changed."""
-        self._of.clear()
+        self._place_by_entry.clear()
 
-    def rows(self, entries: np.ndarray, lengths: np.ndarray, encode: Encode) -> torch.Tensor:
+    def find_or_encode(self, entries: np.ndarray, lengths: np.ndarray, encode: EncodeEntries) -> torch.Tensor:
         """Returns rows [N, sides, D] of entries [N, S], padded, of these lengths [N]; encodes those not in the store.
 
         encode: called with the entries that are missing, on the device.
         """
         parts = [
-            self._pass(entries[begin : begin + ENTRIES_PER_PASS], lengths[begin : begin + ENTRIES_PER_PASS], encode)
+            self._find_or_encode_pass(
+                entries[begin : begin + ENTRIES_PER_PASS], lengths[begin : begin + ENTRIES_PER_PASS], encode
+            )
             for begin in range(0, len(entries), ENTRIES_PER_PASS)
         ]
         return parts[0] if len(parts) == 1 else torch.cat([self.pool[:0], *parts])
 
-    def _pass(self, entries: np.ndarray, lengths: np.ndarray, encode: Encode) -> torch.Tensor:
-        """Does what `rows` does, for at most `ENTRIES_PER_PASS` entries."""
-        places, missing = self.find(keys_of(entries, lengths))
+    def _find_or_encode_pass(self, entries: np.ndarray, lengths: np.ndarray, encode: EncodeEntries) -> torch.Tensor:
+        """Does what `find_or_encode` does, for at most `ENTRIES_PER_PASS` entries."""
+        places, missing = self.find_or_claim_places(entry_keys(entries, lengths))
         device = self.pool.device
         if missing:
             try:
                 made = encode(ids_to_device(entries[missing], device), ids_to_device(lengths[missing], device))
                 self.pool[ids_to_device(np.array(places)[missing], device)] = made
             except BaseException:
-                self.forget()
+                self.clear()
                 raise
         return self.pool[ids_to_device(np.array(places), device)]
 
 
-class Tables:
+class HyperRowTables:
     """The rows of a batch of B sequences by slot.
 
     outputs, inputs [B, C, D]: one tensor where an entry's two rows are one. installed [B, C] bool: which slots can be
@@ -103,7 +115,7 @@ class Tables:
         self, batch: int, slots: int, sides: int, width: int, dtype: torch.dtype, device: torch.device, before: int = 0
     ) -> None:
         each = sides * width * dtype.itemsize + torch.bool.itemsize + torch.int64.itemsize
-        check_room(f"tables of hyper rows of {batch} x {slots} slots", batch * slots * each, device)
+        raise_if_no_room(f"tables of hyper rows of {batch} x {slots} slots", batch * slots * each, device)
         self.outputs = torch.zeros((batch, slots, width), dtype=dtype, device=device)
         self.inputs = self.outputs if sides == 1 else torch.zeros_like(self.outputs)
         self.installed = torch.zeros((batch, slots), dtype=torch.bool, device=device)
@@ -115,7 +127,7 @@ class Tables:
         """The tables in the order of the store's sides: outputs, then inputs if they are others."""
         return (self.outputs,) if self.inputs is self.outputs else (self.outputs, self.inputs)
 
-    def put(self, batch: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, spans: torch.Tensor) -> None:
+    def install(self, batch: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, spans: torch.Tensor) -> None:
         """Installs entries: sequences `batch` [N], slots [N], rows [N, sides, D], spans [N].
 
         A place that is named twice must be given the same values.
@@ -125,24 +137,91 @@ class Tables:
         self._slot_spans[batch, slots] = spans
         self.installed[batch, slots] = self._true
 
-    def put_run(self, row: int, rows: torch.Tensor, spans: torch.Tensor) -> None:
+    def install_first_slots(self, row: int, rows: torch.Tensor, spans: torch.Tensor) -> None:
         """Installs entries in the first N slots of one sequence: rows [N, sides, D], spans [N]."""
         for side, table in enumerate(self.sides):
             table[row, : len(rows)] = rows[:, side]
         self._slot_spans[row, : len(rows)] = spans
         self.installed[row, : len(rows)] = True
 
-    def keep(self, row: int, count: int) -> None:
+    def clear_slots_from(self, row: int, count: int) -> None:
         """Makes the slots of one sequence from `count` on empty."""
         self.installed[row, count:] = False
 
-    def copy(self, source: int, target: int) -> None:
+    def copy_row(self, source: int, target: int) -> None:
         """Copies all rows of sequence `source` to sequence `target`."""
         for table in (*self.sides, self.installed, self.spans):
             table[target].copy_(table[source])
 
 
-def keys_of(entries: np.ndarray, lengths: np.ndarray) -> list[bytes]:
+class NewEntryRows:
+    """Makes the rows of the entries that a step installs: encoded if the store has none, and put into the tables.
+
+    tables: of the batch. width: S, base ids of an entry. most: sequences. At most one entry is new in each sequence.
+    Encoding and installing are two pieces of work at fixed addresses, for 1, 2, 4, 8, ... entries. Fewer entries are
+    padded with copies of the first one, which is then written several times with the same values.
+    """
+
+    def __init__(self, store: RowStore, tables: HyperRowTables, graphs: Graphs, width: int, most: int) -> None:
+        self._store, self._tables, self._graphs = store, tables, graphs
+        self._width, self._most = width, most
+        self._inputs_by_size = {size: _GraphInputs(size, width, store.pool.device) for size in graph_sizes(most)}
+
+    def install(self, new: Sequence[tuple[int, Installed]], encode: EncodeEntries) -> None:
+        """Puts the rows of entries into the tables. new: pairs of a sequence's row and the one entry it has installed.
+
+        encode: called with the entries whose rows are not in the store, the same function in every call. If
+        something raises, the store is empty and the tables may lack rows.
+        """
+        entries = np.concatenate([entry.base_ids for _, entry in new]).astype(np.int64)
+        spans = np.concatenate([entry.lengths for _, entry in new]).astype(np.int64)
+        slots = np.concatenate([entry.slots for _, entry in new]).astype(np.int64)
+        found, missing = self._store.find_or_claim_places(entry_keys(entries, spans))
+        places = np.array(found)
+        try:
+            if missing:
+                self._encode(encode, entries[missing], spans[missing], places[missing])
+            self._install(np.array([row for row, _ in new]), slots, places, spans)
+        except BaseException:
+            self._store.clear()
+            raise
+
+    def _encode(self, encode: EncodeEntries, entries: np.ndarray, spans: np.ndarray, places: np.ndarray) -> None:
+        """Encodes entries [N, S] with lengths [N] to these places of the store."""
+        size = graph_size(len(entries), self._most)
+        inputs = self._inputs_by_size[size].encode
+        inputs.send(np.concatenate([_pad_with_first(part, size).reshape(-1) for part in (entries, spans, places)]))
+        self._graphs.run(("encode", size), partial(self._encode_sent, encode, size, inputs.device))
+
+    def _encode_sent(self, encode: EncodeEntries, size: int, sent: torch.Tensor) -> None:
+        entries, spans, places = sent.split([size * self._width, size, size])
+        self._store.pool[places] = encode(entries.view(size, self._width), spans)
+
+    def _install(self, rows: np.ndarray, slots: np.ndarray, places: np.ndarray, spans: np.ndarray) -> None:
+        """Puts rows from places [N] of the store into slots [N] of the sequences `rows` [N]."""
+        size = graph_size(len(rows), self._most)
+        inputs = self._inputs_by_size[size].install
+        inputs.send(np.concatenate([_pad_with_first(part, size) for part in (rows, slots, places, spans)]))
+        self._graphs.run(("install", size), partial(self._install_sent, inputs.device.view(4, size)))
+
+    def _install_sent(self, sent: torch.Tensor) -> None:
+        tables = self._tables
+        install_rows(sent, self._store.pool, tables.sides, tables.installed, tables.spans)
+
+
+class _GraphInputs:
+    """The integers of both pieces of work for one number of entries."""
+
+    def __init__(self, size: int, width: int, device: torch.device) -> None:
+        self.encode = Upload(size * (width + 2), device)
+        self.install = Upload(size * 4, device)
+
+
+def _pad_with_first(part: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([part, np.repeat(part[:1], size - len(part), axis=0)])
+
+
+def entry_keys(entries: np.ndarray, lengths: np.ndarray) -> list[bytes]:
     """Returns the base ids of each entry as 32-bit words; entries [N, S], padded, lengths [N]."""
     words = np.ascontiguousarray(entries, np.uint32)
     return [row[:length].tobytes() for row, length in zip(words, lengths.tolist(), strict=True)]

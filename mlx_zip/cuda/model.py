@@ -14,23 +14,23 @@ import torch
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.cuda.devices import find_device, tensor_bytes
 from mlx_zip.cuda.hyper_rows import STORE_BYTES, RowStore
-from mlx_zip.cuda.kernels.embedding import hyper_embedding
-from mlx_zip.cuda.kernels.head import Head, joint_head
+from mlx_zip.cuda.kernels.head import HeadOutput, joint_head
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
 from mlx_zip.cuda.kernels.packed import Matrix
-from mlx_zip.cuda.memory import bytes_of, find_device
 from mlx_zip.cuda.network.checkpoint import Folder, folder_fingerprint, read_folder
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, cpu_head
 from mlx_zip.cuda.network.decoder import Decoder
-from mlx_zip.cuda.network.encoders import Weights, make_encoder
-from mlx_zip.cuda.network.linear import Half, Linear
-from mlx_zip.cuda.sequence import Begin, make_begin
+from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
+from mlx_zip.cuda.network.linear import HalfMatrix, Linear
+from mlx_zip.cuda.sequence import SequenceStart, make_sequence_start
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
 from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, pack_of
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
-MOST_PACKS = 16  # packs named by requests whose rows stay on the device
+MAX_KEPT_PACKS = 16  # packs named by requests whose rows stay on the device
 NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -61,19 +61,19 @@ def open_model(
     folder = read_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
     start = None if pack is None else pack_of(pack)
     if folder.zip is None and (codebook_size is not None or start is not None):
-        folder.zip = _plain_config(folder, codebook_size, start)
+        folder.zip = _config_of_plain_pack(folder, codebook_size, start)
     if not hypertokens:
         return CudaModel(folder, None, store_bytes)
-    config = _chosen(folder.zip, start, codebook_size, canonical)
+    config = _config_with_choices(folder.zip, start, codebook_size, canonical)
     model = CudaModel(folder, config, store_bytes)
     if start is not None:
         model.take_pack(start)
     elif config is not None:
-        model.take_own_pack()
+        model.take_pack_in_folder()
     return model
 
 
-def _chosen(
+def _config_with_choices(
     config: ZipConfig | None, start: Sequence[Any] | None, size: int | None, canonical: bool | None
 ) -> ZipConfig | None:
     """Returns the config with the number of slots and the decoding that the caller chose. Raises `ConfigError`."""
@@ -86,7 +86,7 @@ def _chosen(
     )
 
 
-def _plain_config(folder: Folder, size: int | None, start: Pack | None) -> ZipConfig:
+def _config_of_plain_pack(folder: Folder, size: int | None, start: Pack | None) -> ZipConfig:
     """Returns the config of a plain model that begins with a pack tuned for it. Raises `ModelError`, `ConfigError`."""
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
@@ -106,29 +106,28 @@ class CudaModel:
         decoder = folder.decoder
         self.folder, self.config = folder, config
         self.device, self.dtype, self.width = folder.device, folder.dtype, decoder.width
-        self._take_tables()
+        self._take_embedding_and_head()
         self.decoder = Decoder(folder) if folder.kernels else CpuDecoder(folder)
         vocab = decoder.rows if folder.zip is None else folder.zip.vocab_size
         self.layout = Layout(vocab, 0 if config is None else config.codebook_size, decoder.rows)
         self.params = CodecParams(vocab, 0, 1) if config is None else config.codec_params
-        self._take_encoders(config)
-        self._check_all_taken()
-        self._ends = _ends(folder)
+        self._take_hyper_encoders(config)
+        self._raise_if_tensors_left()
+        self._eos_ids = _read_eos_ids(folder)
         self.store = None if config is None else RowStore(self.sides, self.width, self.dtype, self.device, store_bytes)
-        self.begin = Begin(self.params, None, None)
-        self._begins: dict[int, Begin] = {}
+        self.default_start = SequenceStart(self.params, None, None)
+        self._starts_by_pack: dict[int, SequenceStart] = {}
 
-    def _take_tables(self) -> None:
+    def _take_embedding_and_head(self) -> None:
         """Takes embedding and head out of the folder; on a CPU the head's product too. Raises `ModelError`."""
         folder, decoder = self.folder, self.folder.decoder
         low = folder.take(EMBEDDING, decoder.rows, decoder.width)
         high = low if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
-        self.scores = None if folder.kernels else Linear(high).keep(folder.dtype)
+        self.head_product = None if folder.kernels else Linear(high).prepared_for_cpu(folder.dtype)
         self.embedding: Matrix = folder.as_table(low)
-        self.matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
+        self.head_matrix: Matrix = self.embedding if decoder.tied else folder.as_table(high)
 
-    def _take_encoders(self, config: ZipConfig | None) -> None:
-        """Takes the hyper-encoders' tensors out of the folder. Raises `ModelError`, `ConfigError`."""
+    def _take_hyper_encoders(self, config: ZipConfig | None) -> None:
         self.sides = 2
         if config is None:
             return
@@ -139,11 +138,11 @@ class CudaModel:
         tied, take = config.encoder.tie_encoders, self.folder.take
         self.sides = 1 if tied and self.folder.decoder.tied else 2
         keep = None if self.folder.kernels else self.dtype
-        weights = [Weights(take, side, keep) for side in SIDES[: 2 - tied]]
+        weights = [EncoderWeights(take, side, keep) for side in SIDES[: 2 - tied]]
         sides = [make_encoder(config.encoder, config.merge_size, one) for one in weights]
-        self._read_encoder, self._written_encoder = sides[0], sides[-1]
+        self._input_encoder, self._output_encoder = sides[0], sides[-1]
 
-    def _check_all_taken(self) -> None:
+    def _raise_if_tensors_left(self) -> None:
         """Raises `ModelError` naming a tensor that is no part of the model. Encoders may be left over if not used."""
         ignored = () if self.hypertokens else SIDES
         if rest := sorted(name for name in self.folder.tensors if not name.startswith(ignored)):
@@ -155,21 +154,21 @@ class CudaModel:
     def without_hypertokens(self) -> CudaModel:
         """Returns a model on the same weights that reads and emits base ids only."""
         plain = copy(self)
-        plain.config, plain.store, plain._begins = None, None, {}
+        plain.config, plain.store, plain._starts_by_pack = None, None, {}
         plain.layout = replace(self.layout, codebook_size=0)
         plain.params, plain.sides = CodecParams(self.layout.vocab_size, 0, 1), 2
-        plain.begin = Begin(plain.params, None, None)
+        plain.default_start = SequenceStart(plain.params, None, None)
         return plain
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: layers, norms and the head."""
-        values: list[Any] = [self.matrix if self.scores is None else self.scores, self.decoder.norm]
+        values: list[Any] = [self.head_matrix if self.head_product is None else self.head_product, self.decoder.norm]
         for layer in self.decoder.layers:
             values += [getattr(layer, each.name) for each in fields(layer)]
         linear = [one for one in values if isinstance(one, Linear)]
-        half = sum(one.weight.nbytes for one in linear if isinstance(one.weight, Half))
-        return half + bytes_of([*values, *((one.weight, one.bias) for one in linear)])
+        half = sum(one.weight.nbytes for one in linear if isinstance(one.weight, HalfMatrix))
+        return half + tensor_bytes([*values, *((one.weight, one.bias) for one in linear)])
 
     # ---- what requests begin with
 
@@ -181,21 +180,21 @@ class CudaModel:
     @property
     def pack(self) -> Pack | None:
         """The tuned pack that requests begin with, None if their start entries are encoded."""
-        given = self.begin.given
+        given = self.default_start.pack
         return given if isinstance(given, Pack) and given.rows is not None else None
 
     def take_pack(self, pack: PackOrEntries) -> None:
         """Makes requests begin with this pack unless they name another.
 
-        Raises `ConfigError` for an entry that does not fit, and what `begin_with` raises.
+        Raises `ConfigError` for an entry that does not fit, and what `sequence_start` raises.
         """
         found = pack_of(pack)
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
         config = replace(self.config, start=found.entries)
-        self.begin, self.config = self.begin_with(found), config
+        self.default_start, self.config = self.sequence_start(found), config
 
-    def take_own_pack(self) -> None:
+    def take_pack_in_folder(self) -> None:
         """Makes requests begin with the tuned pack in the model's folder, if there is one.
 
         Raises `ModelError` or `DataError` naming the file if it does not fit.
@@ -212,28 +211,28 @@ class CudaModel:
         except ModelError as error:
             raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
 
-    def begin_with(self, pack: PackOrEntries | None) -> Begin:
+    def sequence_start(self, pack: PackOrEntries | None) -> SequenceStart:
         """Returns what a request with this pack begins with; None is the model's own.
 
         pack: the path of a pack, a `Pack`, entries (sequences of base ids); `()` begins with nothing. Raises
         `ModelError` for rows of another model, `CodecError` for an entry that does not fit, `DataError`.
         """
-        if pack is None or pack is self.begin.given:
-            return self.begin
+        if pack is None or pack is self.default_start.pack:
+            return self.default_start
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
-        found = self._begins.get(id(pack))
+        found = self._starts_by_pack.get(id(pack))
         if found is None:  # it keeps its pack, so no other one has that id
-            found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self._no_rows)
+            found = make_sequence_start(self.params, pack, lambda: self.fingerprint, self.sides, self._empty_rows)
             if found.rows is None and self.is_plain:
                 raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
-            if len(self._begins) >= MOST_PACKS:
-                self._begins.pop(next(iter(self._begins)))
-            self._begins[id(pack)] = found
+            if len(self._starts_by_pack) >= MAX_KEPT_PACKS:
+                self._starts_by_pack.pop(next(iter(self._starts_by_pack)))
+            self._starts_by_pack[id(pack)] = found
         return found
 
     @property
-    def _no_rows(self) -> torch.Tensor:
+    def _empty_rows(self) -> torch.Tensor:
         return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
 
     @property
@@ -253,29 +252,29 @@ class CudaModel:
         """Returns embeddings [B, L, D] of ids [B, L] int64; rows [B, C, D]: the input rows of each sequence's slots."""
         return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
 
-    def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> Head:
+    def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> HeadOutput:
         """Returns the best ids, log-sum-exps and, if asked for, logits of the body's output h [B, D].
 
         rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool.
         """
-        if self.scores is not None:
-            return cpu_head(h, self.scores, rows, installed, self.layout.vocab_size, logits)
-        return joint_head(h, self.matrix, rows, installed, self.layout.vocab_size, logits)
+        if self.head_product is not None:
+            return cpu_head(h, self.head_product, rows, installed, self.layout.vocab_size, logits)
+        return joint_head(h, self.head_matrix, rows, installed, self.layout.vocab_size, logits)
 
     def base_logits(self, h: torch.Tensor) -> torch.Tensor:
         """Returns the logits [N, V] of base ids, float32, of many outputs of the body h [N, D]."""
-        scores = Linear(self.matrix) if self.scores is None else self.scores
-        return scores(h)[:, : self.layout.vocab_size].float()
+        product = Linear(self.head_matrix) if self.head_product is None else self.head_product
+        return product(h)[:, : self.layout.vocab_size].float()
 
     def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, lengths [N] int64.
 
         sides: outputs, then inputs if an entry's two rows differ.
         """
-        outputs = self._written_encoder(entries, lengths, self.matrix)
+        outputs = self._output_encoder(entries, lengths, self.head_matrix)
         if self.sides == 1:
             return outputs[:, None]
-        return torch.stack([outputs, self._read_encoder(entries, lengths, self.embedding)], dim=1)
+        return torch.stack([outputs, self._input_encoder(entries, lengths, self.embedding)], dim=1)
 
     # ---- text
 
@@ -284,7 +283,7 @@ class CudaModel:
         """The folder's tokenizer, with the ids that end a text. Raises `DataError`, `ConfigError`."""
         found = load_tokenizer(self.folder.path)
         self.layout.check_tokenizer(len(found))
-        found.eos_token_ids.update(self._ends)
+        found.eos_token_ids.update(self._eos_ids)
         return found
 
     @property
@@ -293,8 +292,7 @@ class CudaModel:
         return frozenset(self.tokenizer.eos_token_ids)
 
 
-def _ends(folder: Folder) -> list[int]:
-    """Returns the ids that end a text by generation_config.json, else by config.json. Raises `ConfigError`."""
+def _read_eos_ids(folder: Folder) -> list[int]:
     path = folder.path / "generation_config.json"
     try:
         own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None

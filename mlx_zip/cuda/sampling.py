@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mlx_zip.cuda.kernels.head import Head
+from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.transfers import to_device
-from mlx_zip.sampling.exclusions import MOST
+from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.sampling.options import Sampling
 from mlx_zip.sampling.penalties import PenaltyTerms
 
 
-class Draws:
+class RequestSampler:
     """One request's sampler: called with log-probabilities [1, W], returns the chosen id [1] int64.
 
     special_ids: ids that XTC never excludes. device: of the log-probabilities. state: random state to go on from if the
@@ -37,43 +37,43 @@ class Draws:
         self.options, self._device = options, device
         self._special = np.array(list(special_ids), np.int64)
         self.greedy = options.temp == 0
-        self._numbers: torch.Generator | None = None
-        self._before = state if options.seed is None and not self.greedy else None
+        self._generator_in_use: torch.Generator | None = None
+        self._resumed_state = state if options.seed is None and not self.greedy else None
 
     @property
     def state(self) -> torch.Tensor | None:
         """The random state that the next draw begins with, a uint8 tensor on the host; None before the first draw."""
-        return self._before if self._numbers is None else self._numbers.get_state()
+        return self._resumed_state if self._generator_in_use is None else self._generator_in_use.get_state()
 
     def __call__(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Returns the chosen id [1] of log-probabilities [1, W]; among equal best ones the lowest id."""
-        return self.scores(logprobs).argmax(1)  # the lowest of equal ones, as PyTorch promises
+        return self.draw_scores(logprobs).argmax(1)  # the lowest of equal ones, as PyTorch promises
 
-    def scores(self, logprobs: torch.Tensor) -> torch.Tensor:
+    def draw_scores(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn (Gumbel's trick).
 
         If that id turns out to be impossible, the next highest score has the id that is drawn from the others.
         """
         if self.greedy:
             return logprobs
-        kept = self.cut(logprobs)
-        noise = torch.empty_like(kept).exponential_(generator=self._generator()).log_().neg_()
+        kept = self.filter_logprobs(logprobs)
+        noise = torch.empty_like(kept).exponential_(generator=self._get_generator()).log_().neg_()
         return kept * (1.0 / self.options.temp) + noise
 
-    def cut(self, logprobs: torch.Tensor) -> torch.Tensor:
+    def filter_logprobs(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Returns logprobs [1, W] with -inf for the ids that top-p, min-p, XTC and top-k leave out, in that order."""
         options = self.options
         if 0 < options.top_p < 1:
-            logprobs = _top_p(logprobs, options.top_p)
+            logprobs = _apply_top_p(logprobs, options.top_p)
         if options.min_p:
-            logprobs = _min_p(logprobs, options.min_p, options.min_tokens_to_keep)
+            logprobs = _apply_min_p(logprobs, options.min_p, options.min_tokens_to_keep)
         if options.xtc_probability > 0:
-            logprobs = self._without_top_choices(logprobs)
+            logprobs = self._apply_xtc(logprobs)
         if options.top_k > 0:
-            logprobs = _only(logprobs, logprobs.topk(options.top_k, dim=1).indices)
+            logprobs = _keep_only(logprobs, logprobs.topk(options.top_k, dim=1).indices)
         return logprobs
 
-    def _without_top_choices(self, logprobs: torch.Tensor) -> torch.Tensor:
+    def _apply_xtc(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Returns logprobs [1, W] after XTC: with its probability, all likely ids but the least likely are at -inf.
 
         Likely is what has more than XTC's threshold of the probability.
@@ -82,24 +82,23 @@ class Draws:
         likely = torch.where(probabilities > options.xtc_threshold, probabilities, torch.inf)
         excluded = probabilities > likely.amin(1, keepdim=True)
         excluded.index_fill_(1, to_device(self._special, logprobs.device), False)
-        drawn = torch.rand((1, 1), device=logprobs.device, generator=self._generator())
+        drawn = torch.rand((1, 1), device=logprobs.device, generator=self._get_generator())
         return logprobs.masked_fill(excluded & (drawn <= options.xtc_probability), -torch.inf)
 
-    def _generator(self) -> torch.Generator:
-        """Returns the request's random numbers."""
-        if self._numbers is None:
+    def _get_generator(self) -> torch.Generator:
+        if self._generator_in_use is None:
             made, seed = torch.Generator(self._device), self.options.seed
-            before = self._before
+            before = self._resumed_state
             if before is not None and before.shape == made.get_state().shape:
                 made.set_state(before)
             else:
                 number = secrets.randbits(63) if seed is None else int(seed)
                 made.manual_seed(number if number < 2**63 else number - 2**64)
-            self._numbers = made
-        return self._numbers
+            self._generator_in_use = made
+        return self._generator_in_use
 
 
-def _top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+def _apply_top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
     """Returns logprobs [1, W] with -inf for ids below those likeliest ones that together have `top_p`."""
     ordered = logprobs.sort(dim=1, descending=True).values
     probabilities = ordered.exp()
@@ -108,7 +107,7 @@ def _top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
     return logprobs.masked_fill(logprobs < ordered.gather(1, kept - 1), -torch.inf)
 
 
-def _min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tensor:
+def _apply_min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tensor:
     """Returns logprobs [1, W] with -inf for ids below `min_p` of the best probability, but for the best `least`."""
     removed = logprobs < logprobs.amax(1, keepdim=True) + math.log(min_p)
     if least > 1:
@@ -116,17 +115,16 @@ def _min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tensor:
     return logprobs.masked_fill(removed, -torch.inf)
 
 
-def _only(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Returns logprobs [1, W] with -inf for all ids but these, [1, K]."""
+def _keep_only(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logprobs, -torch.inf).scatter_(1, ids, logprobs.gather(1, ids))
 
 
-class BasePenalties(PenaltyTerms):
+class BaseTokenPenalties(PenaltyTerms):
     """mlx-lm's penalties for one sequence, over base tokens, as `PenaltyTerms` says. Logits of -inf stay -inf."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits [1, W] float32 after penalties. The context is taken from the codebook's log."""
-        columns, terms = self.columns()
+        columns, terms = self.nonzero_columns()
         if not len(columns):
             return logits
         at = to_device(columns, logits.device)
@@ -140,8 +138,8 @@ class BasePenalties(PenaltyTerms):
 # ---- canonical decoding: ids that the compressor would not write get no probability (`mlx_zip.sampling.exclusions`)
 
 
-def without(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
-    """Returns logits [B, W] with each row's excluded ids at -inf, unless they have more than `MOST` of the probability.
+def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
+    """Returns logits [B, W] with each row's excluded ids at -inf, unless together they have over half the probability.
 
     lse [B]: log-sum-exp of each row. never: an id that is excluded in no row.
     """
@@ -152,12 +150,12 @@ def without(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence
     ids = to_device(padded, logits.device)
     chosen, real = logits.gather(1, ids), ids != never
     share = torch.where(real, chosen, -torch.inf).logsumexp(1)
-    closed = real & (share - lse <= math.log(MOST))[:, None]
+    closed = real & (share - lse <= math.log(MAX_EXCLUDED_SHARE))[:, None]
     return logits.scatter(1, ids, torch.where(closed, -torch.inf, chosen))
 
 
-def best_canonical(head: Head, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
-    """Returns the best ids [B] of a head with logits, after `without`."""
+def best_canonical_ids(head: HeadOutput, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
+    """Returns the best ids [B] of a head with logits, after `exclude_ids`."""
     assert head.logits is not None
     assert head.lse is not None
-    return without(head.logits, head.lse, excluded, never).argmax(1)
+    return exclude_ids(head.logits, head.lse, excluded, never).argmax(1)

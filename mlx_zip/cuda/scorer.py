@@ -13,19 +13,19 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
-from mlx_zip.cuda.filling import CHUNK
+from mlx_zip.cuda.batch import CHUNK
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.frequencies import LONG, SHORT
-from mlx_zip.cuda.sequence import Begin
+from mlx_zip.cuda.sequence import SequenceStart
 from mlx_zip.cuda.transfers import ids_to_device
 from mlx_zip.engine.scored import LOGITS, Compressed, Pairs, Scored
-from mlx_zip.sampling.exclusions import MOST
+from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
 
 NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowEntries:
     """The entries that a row's codebook has had, in the order of their installation.
 
     first, last [E] int64: an entry is installed by the row's id number `first`, -1 for a start entry, and evicted by id
@@ -46,53 +46,53 @@ class RowScorer:
     def __init__(self, model: CudaModel) -> None:
         self._model = model
         self._by_base_ids = model.config is not None and model.config.position_mode == "base_token_end"
-        self._kv = model.decoder.make_kv(1, CHUNK)
+        self._kv = model.decoder.make_kv_cache(1, CHUNK)
 
     @torch.no_grad()
-    def parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
+    def score_in_parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
         """Yields the predictions of the second to the last of a row's ids, some at a time. See `scoring.Scorer`.
 
         top: how many of the likeliest ids to tell.
         """
-        columns, vocab_size, begin = self._columns(row), self._model.layout.vocab_size, 0
-        most = max(1, LOGITS // (vocab_size + len(columns.rows)))
-        first, last = (ids_to_device(part, columns.rows.device) for part in (columns.first, columns.last))
+        row_entries, vocab_size, begin = self._find_entries(row), self._model.layout.vocab_size, 0
+        most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))
+        first, last = (ids_to_device(part, row_entries.rows.device) for part in (row_entries.first, row_entries.last))
         if not causal:
             first = torch.where(last == NEVER, -1, NEVER)
-        for outputs in self._outputs(row, columns):
-            high = columns.rows[:, 0].to(outputs.dtype)
+        for outputs in self._body_outputs(row, row_entries):
+            high = row_entries.rows[:, 0].to(outputs.dtype)
             for h in outputs.split(most):
                 end = begin + len(h)
                 at = torch.arange(begin, end, device=h.device)[:, None]
                 entries = torch.where((first <= at) & (at < last), (h @ high.T).float(), -torch.inf)
                 here = (closed[0] >= begin) & (closed[0] < end)
-                logits = _Logits(self._model.base_logits(h), entries)
-                logits.close(closed[0][here] - begin, closed[1][here])
+                logits = _PositionLogits(self._model.base_logits(h), entries)
+                logits.exclude_ids(closed[0][here] - begin, closed[1][here])
                 wanted = slice(begin + 1, end + 1)
-                yield logits.scored(row.ids[wanted], columns.of[wanted], vocab_size + columns.slots, top)
+                yield logits.score_ids(row.ids[wanted], row_entries.of[wanted], vocab_size + row_entries.slots, top)
                 begin = end
 
     @torch.no_grad()
-    def next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
+    def score_next_ids(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
         """Returns log-probabilities float64 [k] of k base ids after a whole row. See `EvaluatedModel.score_next`."""
         last = np.zeros(1, row.ids.dtype)  # is not read: outputs are those of all ids but the last
         longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
-        columns = self._columns(longer)
-        *_, outputs = self._outputs(longer, columns)
+        row_entries = self._find_entries(longer)
+        *_, outputs = self._body_outputs(longer, row_entries)
         h = outputs[-1:]
-        open_now = ids_to_device(np.flatnonzero(columns.last == NEVER), h.device)
-        entries = (h @ columns.rows[open_now, 0].to(h.dtype).T).float()
-        logits = _Logits(self._model.base_logits(h), entries)
-        return (logits.low[0, list(ids)] - logits.total()[0]).double().cpu().numpy()
+        open_now = ids_to_device(np.flatnonzero(row_entries.last == NEVER), h.device)
+        entries = (h @ row_entries.rows[open_now, 0].to(h.dtype).T).float()
+        logits = _PositionLogits(self._model.base_logits(h), entries)
+        return (logits.low[0, list(ids)] - logits.log_sum_exp()[0]).double().cpu().numpy()
 
-    def _columns(self, row: Compressed) -> Columns:
-        """Returns the entries that the row's codebook has, with their rows."""
-        model, begin = self._model, self._model.begin_with(row.pack) if self._model.hypertokens else self._model.begin
+    def _find_entries(self, row: Compressed) -> RowEntries:
+        model = self._model
+        begin = model.sequence_start(row.pack) if model.hypertokens else model.default_start
         book, ids = Codebook(begin.params), row.ids.astype(np.int64)
-        start, start_lengths = book.rows(0, begin.entries)
+        start, start_lengths = book.rows(0, begin.entry_count)
         new = book.push(row.ids[:-1])
-        slots = np.concatenate([np.arange(begin.entries), new.slots]).astype(np.int64)
-        first = np.concatenate([np.full(begin.entries, -1), new.at])
+        slots = np.concatenate([np.arange(begin.entry_count), new.slots]).astype(np.int64)
+        first = np.concatenate([np.full(begin.entry_count, -1), new.at])
         of, last = np.full(len(ids), -1), np.full(len(slots), NEVER)
         by_slot: dict[int, list[int]] = {}
         for entry, slot in enumerate(slots.tolist()):
@@ -104,68 +104,69 @@ class RowScorer:
             known = by_slot[int(ids[at]) - model.layout.vocab_size]
             of[at] = next((one for one in reversed(known) if first[one] < at), known[0])
         entries, lengths = np.concatenate([start, new.base_ids]), np.concatenate([start_lengths, new.lengths])
-        return Columns(first, last, of, slots, self._rows(begin, entries, lengths.astype(np.int64)))
+        return RowEntries(first, last, of, slots, self._entry_rows(begin, entries, lengths.astype(np.int64)))
 
-    def _rows(self, begin: Begin, entries: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    def _entry_rows(self, begin: SequenceStart, entries: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """Returns the rows [E, sides, D] of entries, of which the first are those that the codebook began with."""
         model = self._model
         if model.store is None or not len(entries):
             return torch.empty((0, model.sides, model.width), dtype=model.dtype, device=model.device)
-        tuned = begin.tuned
+        tuned = begin.tuned_count
         found = [] if begin.rows is None else [begin.rows]
         if tuned < len(entries):
-            found.append(model.store.rows(entries[tuned:], lengths[tuned:], model.encode))
+            found.append(model.store.find_or_encode(entries[tuned:], lengths[tuned:], model.encode))
         return torch.cat(found)
 
-    def _outputs(self, row: Compressed, columns: Columns) -> Iterator[torch.Tensor]:
+    def _body_outputs(self, row: Compressed, row_entries: RowEntries) -> Iterator[torch.Tensor]:
         """Yields the body's outputs for all but the last of a row's ids, [n, D] of some at a time.
 
         Those below LongRoPE's border are read with the short factors, as in generation.
         """
         count, rope = len(row.ids) - 1, self._model.decoder.rope
         positions = row.ends[:-1] - 1 if self._by_base_ids else np.arange(count)
-        h = self._embedded(row.ids[:-1], columns)
+        h = self._embed_ids(row.ids[:-1], row_entries)
         border = count if rope.long_from is None else int(np.searchsorted(positions, rope.long_from))
-        yield from self._read(h[:border], positions[:border], SHORT)
+        yield from self._run_body(h[:border], positions[:border], SHORT)
         if border < count:
-            yield from self._read(h, positions, LONG, border)
+            yield from self._run_body(h, positions, LONG, border)
 
-    def _embedded(self, ids: np.ndarray, columns: Columns) -> torch.Tensor:
-        """Returns the embeddings [n, D] of ids."""
-        model, of = self._model, columns.of[: len(ids)]
+    def _embed_ids(self, ids: np.ndarray, row_entries: RowEntries) -> torch.Tensor:
+        model, of = self._model, row_entries.of[: len(ids)]
         none = torch.empty((1, 0, model.width), dtype=model.dtype, device=model.device)
         h = model.embed(ids_to_device(np.where(of < 0, ids, 0), model.device)[None], none)[0]
         if len(at := np.flatnonzero(of >= 0)):
-            h[ids_to_device(at, model.device)] = columns.rows[ids_to_device(of[at], model.device), -1].to(h.dtype)
+            h[ids_to_device(at, model.device)] = row_entries.rows[ids_to_device(of[at], model.device), -1].to(h.dtype)
         return h
 
-    def _read(self, h: torch.Tensor, positions: np.ndarray, which: int, wanted: int = 0) -> Iterator[torch.Tensor]:
+    def _run_body(
+        self, h: torch.Tensor, positions: np.ndarray, frequency_set: int, wanted: int = 0
+    ) -> Iterator[torch.Tensor]:
         """Yields the body's outputs of embeddings h [n, D] of a whole sequence, from the one at index `wanted` on."""
         model, count = self._model, len(h)
         if self._kv.capacity < count:
-            self._kv = model.decoder.make_kv(1, count)
-        self._kv.trim(0, 0)
-        self._kv.which[0] = which
+            self._kv = model.decoder.make_kv_cache(1, count)
+        self._kv.trim_row(0, 0)
+        self._kv.frequency_set[0] = frequency_set
         at = ids_to_device(positions, model.device)[None]
         for begin in range(0, count, CHUNK):
             end = min(begin + CHUNK, count)
             slots = torch.arange(begin, end, device=model.device)[None]
-            found = model.decoder.read(h[None, begin:end], at[:, begin:end], slots, self._kv, end)[0]
+            found = model.decoder.prefill(h[None, begin:end], at[:, begin:end], slots, self._kv, end)[0]
             if end > wanted:
                 yield found[max(0, wanted - begin) :]
 
 
-class _Logits:
+class _PositionLogits:
     """The logits of some positions: low [n, V] of base ids, high [n, E] of entries, -inf where they are not open."""
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
         self.low, self.high = low, high
 
-    def total(self) -> torch.Tensor:
+    def log_sum_exp(self) -> torch.Tensor:
         """Returns the log-sum-exp [n, 1] of all."""
         return torch.logaddexp(self.low.logsumexp(1), self.high.logsumexp(1))[:, None]
 
-    def close(self, at: np.ndarray, ids: np.ndarray) -> None:
+    def exclude_ids(self, at: np.ndarray, ids: np.ndarray) -> None:
         """Gives pairs of a position and an id no probability, unless those of a position have most of it together."""
         if not len(at):
             return
@@ -173,20 +174,20 @@ class _Logits:
         width = self.low.shape[1]
         is_low = columns < width
         low_at, high_at = (rows[is_low], columns[is_low]), (rows[~is_low], columns[~is_low] - width)
-        total = self.total()[:, 0]
+        total = self.log_sum_exp()[:, 0]
         share = torch.zeros_like(total)
         for part, (row, column) in ((self.low, low_at), (self.high, high_at)):
             share.index_add_(0, row, torch.exp(part[row, column] - total[row]))
         for part, (row, column) in ((self.low, low_at), (self.high, high_at)):
-            part[row, column] = torch.where(share[row] > MOST, part[row, column], -torch.inf)
+            part[row, column] = torch.where(share[row] > MAX_EXCLUDED_SHARE, part[row, column], -torch.inf)
 
-    def scored(self, ids: np.ndarray, of: np.ndarray, entry_ids: np.ndarray, top: int) -> Scored:
+    def score_ids(self, ids: np.ndarray, of: np.ndarray, entry_ids: np.ndarray, top: int) -> Scored:
         """Returns how likely n ids are.
 
         ids [n]: the ids that follow. of [n]: the entry that each stands for, -1 for a base id. entry_ids [E]: the id of
         each entry. top: how many of the likeliest ids to tell.
         """
-        device, total, hyper = self.low.device, self.total(), of >= 0
+        device, total, hyper = self.low.device, self.log_sum_exp(), of >= 0
         base = self.low.gather(1, ids_to_device(np.where(hyper, 0, ids), device)[:, None])
         chosen = base
         if self.high.shape[1]:

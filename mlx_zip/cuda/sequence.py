@@ -14,30 +14,30 @@ from mlx_zip.packs.pack import PackOrEntries, pack_of
 
 
 @dataclass(frozen=True, eq=False)
-class Begin:
+class SequenceStart:
     """What a request begins with. params: the codec. rows: tuned rows [P, sides, D] on the device, None without.
 
-    given: the pack or entries that this was made of; kept, so that its id stays its own.
+    pack: the pack or entries that this was made of; holding it keeps its `id()` from being reused.
     """
 
     params: CodecParams
     rows: torch.Tensor | None
-    given: Any
+    pack: Any
 
     @property
-    def entries(self) -> int:
+    def entry_count(self) -> int:
         """The number of start entries."""
         return len(self.params.start or ())
 
     @property
-    def tuned(self) -> int:
+    def tuned_count(self) -> int:
         """The number of start entries that have tuned rows: all or none."""
         return 0 if self.rows is None else len(self.rows)
 
 
-def make_begin(
+def make_sequence_start(
     params: CodecParams, pack: PackOrEntries, model: Callable[[], str], sides: int, like: torch.Tensor
-) -> Begin:
+) -> SequenceStart:
     """Returns what a request with this pack begins with.
 
     params: the model's codec. model: returns the model's fingerprint. sides: 1 if an entry's input row and output row
@@ -47,33 +47,33 @@ def make_begin(
     found = pack_of(pack)
     own, rows = params.with_start(found), found.rows
     if rows is None:
-        return Begin(own, None, pack)
+        return SequenceStart(own, None, pack)
     rows.check_model(model(), sides == 1, like.shape[1])
     parts = (rows.output, rows.input)[:sides]
-    return Begin(own, torch.from_numpy(np.stack(parts, axis=1)).to(like.device, like.dtype), pack)
+    return SequenceStart(own, torch.from_numpy(np.stack(parts, axis=1)).to(like.device, like.dtype), pack)
 
 
 @dataclass
 class SequenceState:
     """One sequence of a batch.
 
-    begin: what it began with. book: its codebook, whose log is what it has read. missing: slots whose rows are not in
-    the batch's tables. which: the set of rotary frequencies that its keys were written with, None if they must be
-    computed again. output [D]: the body's output for its last id, where that is not yet in the batch's outputs. ready:
-    whether that output is known, so that the sequence can choose. chosen: whether it has chosen an id that
-    `Batch.follow` has not read yet.
+    start: what it began with. book: its codebook, whose log is what it has read. missing_slots: slots whose rows are
+    not in the batch's tables. frequency_set: the rotary frequencies that its keys were written with, None if the keys
+    must be computed again. output [D]: the body's output for its last id, where that is not yet in the batch's outputs.
+    can_choose: whether that output is known. has_chosen: whether it has chosen an id that its codebook has not read
+    yet.
     """
 
-    begin: Begin
+    start: SequenceStart
     book: Codebook
-    missing: set[int] = field(default_factory=set)
-    which: int | None = 0
+    missing_slots: set[int] = field(default_factory=set)
+    frequency_set: int | None = 0
     output: torch.Tensor | None = None
-    ready: bool = False
-    chosen: bool = False
+    can_choose: bool = False
+    has_chosen: bool = False
 
     @property
-    def evicts(self) -> bool:
+    def can_evict(self) -> bool:
         """Whether an entry can be replaced by another one."""
         return self.book.params.policy != "freeze"
 
@@ -87,13 +87,13 @@ class SequenceState:
         spans = self.book.logged(first)[1].astype(np.int64)
         return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
 
-    def used(self, by_base_ids: bool) -> int:
+    def position_count(self, by_base_ids: bool) -> int:
         """Returns the number of positions that the log takes."""
         return self.book.base_length if by_base_ids else self.book.mark()
 
     def missing_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the slots [N] of the missing rows, and their entries: base ids [N, S], padded, and lengths [N]."""
-        slots = np.array(sorted(self.missing), np.int64)
+        slots = np.array(sorted(self.missing_slots), np.int64)
         if not len(slots):
             return slots, np.zeros((0, self.book.params.merge_size), np.uint32), slots
         low = int(slots[0])
@@ -103,19 +103,19 @@ class SequenceState:
     def rewind(self, length: int) -> None:
         """Goes back to the first `length` ids of the log. The last output is not known any more."""
         self.book.rewind(length)
-        if self.evicts:  # slots may hold other entries again
-            self.missing.update(range(self.begin.tuned, len(self.book)))
-        self.missing = {slot for slot in self.missing if slot < len(self.book)}
-        self.output, self.ready, self.chosen = None, False, False
+        if self.can_evict:  # slots may hold other entries again
+            self.missing_slots.update(range(self.start.tuned_count, len(self.book)))
+        self.missing_slots = {slot for slot in self.missing_slots if slot < len(self.book)}
+        self.output, self.can_choose, self.has_chosen = None, False, False
 
-    def evicted(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def find_evicted(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Finds those of `count` ids of the log whose slots hold other entries now than when the ids were read.
 
         first: number of the first of the ids. Returns their numbers, counted from `first`, and the entries that they
         stood for: base ids [N, S] and lengths [N].
         """
         vocab, ids = self.book.params.vocab_size, self.book.ids[first : first + count].astype(np.int64)
-        at = np.flatnonzero(ids >= vocab) if self.evicts else np.zeros(0, np.int64)
+        at = np.flatnonzero(ids >= vocab) if self.can_evict else np.zeros(0, np.int64)
         then, lengths = (part[at] for part in self.book.logged(first, count))
         now, others = (part[ids[at] - vocab] for part in self.book.rows(0, len(self.book)))
         real = np.arange(then.shape[1]) < lengths[:, None]
@@ -127,14 +127,14 @@ class SequenceState:
 class Snapshot:
     """A sequence on the host, to go on with later, also in another batch of the same model.
 
-    begin: what it began with. log: the ids read, uint32. keys_values [layers, 2, K, n, E]; which: their set of rotary
-    frequencies. output [D]: of the last id; None if it was not known.
+    start: what it began with. log: the ids read, uint32. keys_values [layers, 2, K, n, E]; frequency_set: of rotary
+    frequencies, with which they were written. output [D]: of the last id; None if it was not known.
     """
 
-    begin: Begin
+    start: SequenceStart
     log: np.ndarray
     keys_values: torch.Tensor
-    which: int
+    frequency_set: int
     output: torch.Tensor | None
 
     @property
@@ -142,6 +142,6 @@ class Snapshot:
         """Bytes of the log and of the tensors."""
         return self.log.nbytes + self.keys_values.nbytes + (0 if self.output is None else self.output.nbytes)
 
-    def cut(self, ids: int) -> Snapshot:
+    def truncated(self, ids: int) -> Snapshot:
         """Returns the first `ids` ids of the sequence, which must read more before it can choose."""
         return replace(self, log=self.log[:ids], keys_values=self.keys_values[..., :ids, :], output=None)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
-from mlx_zip.cuda.batch import Seat, Seats
+from mlx_zip.cuda.batch import RowHandle, RowHandles
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.sequence import Begin, Snapshot
+from mlx_zip.cuda.network.checkpoint import FLOAT_DTYPES
+from mlx_zip.cuda.sequence import SequenceStart, Snapshot
 from mlx_zip.engine.sessions.file_format import (
     FACT_PREFIX,
     TORCH_FORMAT,
@@ -36,8 +37,8 @@ from mlx_zip.errors import ModelError
 from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors calls the types
-WHICH = "which"  # the fact that tells the set of rotary frequencies
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+FREQUENCY_SET_FACT = "which"  # the fact that tells the set of rotary frequencies
 
 
 class CudaCaches:
@@ -46,8 +47,8 @@ class CudaCaches:
     A snapshot never changes, so a request always gets a copy of it, on the device.
     """
 
-    def __init__(self, model: CudaModel, tokenizer: Any, seats: Seats) -> None:
-        self._model, self._tokenizer, self._seats = model, tokenizer, seats
+    def __init__(self, model: CudaModel, tokenizer: Any, row_handles: RowHandles) -> None:
+        self._model, self._tokenizer, self._row_handles = model, tokenizer, row_handles
         self.merge_size = 1 if model.config is None else model.config.merge_size
 
     @cached_property
@@ -62,27 +63,27 @@ class CudaCaches:
 
     @cached_property
     def own_pack_key(self) -> str:
-        begin = self._model.begin
-        return pack_key_of(begin.params.start, tuned_fingerprint(begin.given))
+        begin = self._model.default_start
+        return pack_key_of(begin.params.start, tuned_fingerprint(begin.pack))
 
-    def held_ids(self, cache: Seat, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
-        return _held(cache.book)
+    def held_ids(self, cache: RowHandle, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
+        return _held_ids(cache.book)
 
-    def prepare_to_keep(self, cache: Seat) -> Snapshot:
-        return self._seats.keep(cache)
+    def prepare_to_keep(self, cache: RowHandle) -> Snapshot:
+        return self._row_handles.snapshot_of(cache)
 
     def measure(self, kept: Snapshot) -> tuple[int, bool]:
         return kept.nbytes, True
 
     def count_fitting_ids(self, ids: int) -> int:
-        return min(ids, self._seats.batch.capacity)
+        return min(ids, self._row_handles.batch.capacity)
 
-    def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> Seat:
+    def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> RowHandle:
         """See `SessionCaches`. Raises `ModelError` if the session began with something else than the request."""
-        snapshot, begin = session.cache, self._model.begin_with(start)
-        if _facts(snapshot.begin) != _facts(begin):
+        snapshot, begin = session.cache, self._model.sequence_start(start)
+        if _start_as_json(snapshot.start) != _start_as_json(begin):
             raise ModelError("the session began with another pack than the request; begin a new one")
-        return self._seats.restore(replace(snapshot, begin=begin), ids)
+        return self._row_handles.restore(replace(snapshot, begin=begin), ids)
 
     # ---- files
 
@@ -93,59 +94,60 @@ class CudaCaches:
             "base_ids": ("U32", session.base_ids),
             "ends": ("U32", session.ends),
             "log": ("U32", snapshot.log),
-            "start": ("U8", np.frombuffer(_facts(snapshot.begin).encode(), np.uint8)),
-            "keys_values": (NAMES[keys_values.dtype], _view(keys_values)),
+            "start": ("U8", np.frombuffer(_start_as_json(snapshot.start).encode(), np.uint8)),
+            "keys_values": (DTYPE_NAMES[keys_values.dtype], _as_numpy(keys_values)),
         }
         if session.random_state is not None:
             tensors["random_state"] = ("U8", session.random_state.numpy())
-        return FileParts(tensors, {FACT_PREFIX + WHICH: str(snapshot.which)})
+        return FileParts(tensors, {FACT_PREFIX + FREQUENCY_SET_FACT: str(snapshot.frequency_set)})
 
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[Snapshot, torch.Tensor | None]:
         tensors = contents.tensors
-        start, tuned = json.loads(bytes(_plain(tensors["start"], "U8")))
+        start, tuned = json.loads(bytes(_read_flat_array(tensors["start"], "U8")))
         params = replace(self._model.params, start=start and tuple(map(tuple, start)))
-        log = np.array(_plain(tensors["log"], "U32"))
+        log = np.array(_read_flat_array(tensors["log"], "U32"))
         book = Codebook(params)
         book.push(log)
-        raise_if_other_ids(_held(book), session)
-        keys_values = self._keys_values(tensors["keys_values"], len(log))
-        snapshot = Snapshot(Begin(params, None, tuned), log, keys_values, self._which(contents), None)
+        raise_if_other_ids(_held_ids(book), session)
+        keys_values = self._read_keys_values(tensors["keys_values"], len(log))
+        snapshot = Snapshot(
+            SequenceStart(params, None, tuned), log, keys_values, self._read_frequency_set(contents), None
+        )
         state = tensors.get("random_state")
-        return snapshot, None if state is None else torch.from_numpy(_plain(state, "U8").copy())
+        return snapshot, None if state is None else torch.from_numpy(_read_flat_array(state, "U8").copy())
 
-    def _keys_values(self, tensor: FileTensor, ids: int) -> torch.Tensor:
-        """Returns keys and values [layers, 2, K, ids, E]. Raises `BadFileError` for those of another model."""
+    def _read_keys_values(self, tensor: FileTensor, ids: int) -> torch.Tensor:
         decoder, dtype = self._model.folder.decoder, self._model.dtype
         wanted = (decoder.layers, 2, decoder.kv_heads, ids, decoder.head_width)
-        if tensor.shape != wanted or tensor.dtype != NAMES[dtype]:
+        if tensor.shape != wanted or tensor.dtype != DTYPE_NAMES[dtype]:
             raise BadFileError("the arrays of its cache are not those of this model")
         return torch.frombuffer(tensor.data, dtype=dtype).reshape(wanted)
 
-    def _which(self, contents: FileContents) -> int:
-        """Returns the set of rotary frequencies that keys were written with. Raises `BadFileError` if it is unknown."""
-        which = int(contents.facts[WHICH])
-        if which not in range(len(self._model.decoder.rope.frequencies)):
-            raise BadFileError(f"its keys were made with set {which} of rotary frequencies, which this model lacks")
-        return which
+    def _read_frequency_set(self, contents: FileContents) -> int:
+        frequency_set = int(contents.facts[FREQUENCY_SET_FACT])
+        if frequency_set not in range(len(self._model.decoder.rope.frequencies)):
+            raise BadFileError(
+                f"its keys were made with set {frequency_set} of rotary frequencies, which this model lacks"
+            )
+        return frequency_set
 
 
-def _held(book: Codebook) -> tuple[Ids, Ids]:
+def _held_ids(book: Codebook) -> tuple[Ids, Ids]:
     """Returns a codebook's base ids, and how many of them each of its ids and those before it have."""
     return book.base_ids(0), np.cumsum(book.logged()[1], dtype=np.uint32)
 
 
-def _facts(begin: Begin) -> str:
+def _start_as_json(begin: SequenceStart) -> str:
     """Returns what a sequence began with as JSON: its entries, and the fingerprint of the rows tuned for them."""
-    return json.dumps([begin.params.start, tuned_fingerprint(begin.given)])
+    return json.dumps([begin.params.start, tuned_fingerprint(begin.pack)])
 
 
-def _view(tensor: torch.Tensor) -> np.ndarray:
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Returns a view of a tensor on the host; NumPy has no bfloat16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _plain(tensor: FileTensor, dtype: str) -> np.ndarray:
-    """Returns the values of a tensor of one axis, U8 or U32. Raises `BadFileError` for another one."""
+def _read_flat_array(tensor: FileTensor, dtype: str) -> np.ndarray:
     if tensor.dtype != dtype or len(tensor.shape) != 1:
         raise BadFileError("the arrays of its codebook are of another kind")
     return np.frombuffer(tensor.data, np.uint8 if dtype == "U8" else np.uint32)

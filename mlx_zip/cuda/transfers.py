@@ -51,7 +51,7 @@ class Download:
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=on_card)
         self._done = torch.cuda.Event() if on_card else None
 
-    def begin(self, values: torch.Tensor) -> None:
+    def start(self, values: torch.Tensor) -> None:
         """Starts to copy values [n]; what is computed later does not delay them."""
         self._host[: len(values)].copy_(values, non_blocking=True)
         if self._done is not None:
@@ -71,59 +71,63 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous copy of a tensor on the host. Waits for the device."""
     if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=True)
-    return Staging(tensor.device, tensor.nbytes).download(tensor)
+    return StagingBuffers(tensor.device, tensor.nbytes).download(tensor)
 
 
-def copy_to(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_to_device(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies a tensor on the host to one of its shape and dtype on a device, in stream order."""
     if target.device.type != "cuda":
         target.copy_(source)
     else:
-        Staging(target.device, source.nbytes).upload(source, target)
+        StagingBuffers(target.device, source.nbytes).upload(source, target)
 
 
-class Staging:
+class StagingBuffers:
     """Two pinned buffers that a tensor passes through in pieces, so that neither side needs memory for a second one.
 
     While the device copies one piece, the host copies the other. size: bytes of the tensor.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self._buffers = [_Buffer(device, min(size, PIECE_BYTES)) for _ in range(2)]
+        self._buffers = [_PinnedBuffer(device, min(size, PIECE_BYTES)) for _ in range(2)]
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor of the device on the host."""
         host, last = torch.empty(source.shape, dtype=source.dtype), None
-        for piece, target, buffer in zip(_pieces(source), _pieces(host), cycle(self._buffers), strict=False):
-            staged = buffer.like(piece).copy_(piece, non_blocking=True)
-            buffer.mark()
+        for piece, target, buffer in zip(
+            _split_in_pieces(source), _split_in_pieces(host), cycle(self._buffers), strict=False
+        ):
+            staged = buffer.view_as(piece).copy_(piece, non_blocking=True)
+            buffer.record_use()
             if last is not None:
-                _arrive(*last)
+                _copy_when_arrived(*last)
             last = buffer, staged, target
         if last is not None:
-            _arrive(*last)
+            _copy_when_arrived(*last)
         return host
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies a tensor of the host to one on the device. Does not wait for the last two pieces."""
-        for piece, place, buffer in zip(_pieces(source), _pieces(target), cycle(self._buffers), strict=False):
+        for piece, place, buffer in zip(
+            _split_in_pieces(source), _split_in_pieces(target), cycle(self._buffers), strict=False
+        ):
             buffer.wait()
-            place.copy_(buffer.like(piece).copy_(piece), non_blocking=True)
-            buffer.mark()
+            place.copy_(buffer.view_as(piece).copy_(piece), non_blocking=True)
+            buffer.record_use()
 
 
-class _Buffer:
+class _PinnedBuffer:
     """Pinned memory, and an event that tells when the device has read or written it."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._device, self._done = device, torch.cuda.Event()
 
-    def like(self, piece: torch.Tensor) -> torch.Tensor:
+    def view_as(self, piece: torch.Tensor) -> torch.Tensor:
         """Returns the memory as a tensor of a piece's shape and dtype."""
         return self._memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
 
-    def mark(self) -> None:
+    def record_use(self) -> None:
         """Notes that the device has been given work on the memory."""
         self._done.record(torch.cuda.current_stream(self._device))
 
@@ -132,13 +136,12 @@ class _Buffer:
         self._done.synchronize()
 
 
-def _arrive(buffer: _Buffer, staged: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies a piece from pinned memory to its place, once it is there."""
+def _copy_when_arrived(buffer: _PinnedBuffer, staged: torch.Tensor, target: torch.Tensor) -> None:
     buffer.wait()
     target.copy_(staged)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _split_in_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields views of at most `PIECE_BYTES` bytes, in the same order for all tensors of one shape and dtype."""
     if tensor.nbytes <= PIECE_BYTES or not tensor.dim():
         yield tensor
@@ -147,4 +150,4 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from tensor.split(count)
         return
     for item in tensor:
-        yield from _pieces(item)
+        yield from _split_in_pieces(item)

@@ -43,7 +43,7 @@ class Submission:
 
     base_ids: the whole prompt; the engine finds by itself how much of it a kept session holds. max_tokens: base tokens
     of the answer, -1 for no limit but the context's. eos_ids: base ids that end the answer, also inside a hypertoken;
-    empty to end at the limit only. sampling: fields of `mlx_zip.sampling.processors.Sampling` by name. top_logprobs:
+    empty to end at the limit only. sampling: fields of `mlx_zip.sampling.options.Sampling` by name. top_logprobs:
     None for no log-probabilities, else how many of the most likely ids to report per step, next to the chosen one.
     constraint: what the answer may consist of. pack: what a new codebook begins with, a path or a `Pack`; None for the
     model's own. keep: whether the engine keeps the request's state for later requests that begin with the same base

@@ -97,7 +97,7 @@ class Checks:
 
         Raises `GenerationError` naming what is wrong, `PromptTooLongError` for a prompt beyond a bound.
         """
-        sampling = Sampling.of(submission.sampling)
+        sampling = Sampling.from_options(submission.sampling)
         sampling.check_width(self.facts.width)
         sampling.check_biases(self.facts.vocab_size)
         _check_limits(submission, self.facts.width)

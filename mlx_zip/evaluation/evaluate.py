@@ -30,7 +30,7 @@ from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.pack import Pack
 from mlx_zip.progress import ProgressBar, counted
-from mlx_zip.sampling.processors import Sampling
+from mlx_zip.sampling.options import Sampling
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer

@@ -15,23 +15,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_zip.sampling.exclusions import MOST, BaseIds, CanonicalIds, Exclusions, Followers, excluded_after
-
-__all__ = [
-    "MOST",
-    "BaseIds",
-    "CanonicalDecoding",
-    "Exclusions",
-    "Followers",
-    "excluded_after",
-    "unless_most",
-    "without",
-    "without_in_rows",
-]
+from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE, CanonicalIds
 
 
 class CanonicalDecoding(CanonicalIds):
-    """A logits processor for one sequence that sets ids that are not canonical to -inf, except as in `unless_most`.
+    """A logits processor for one sequence that sets ids that are not canonical to -inf, as `exclude_ids` does.
 
     Call it once after the prompt and once after each emitted id, as `CanonicalIds` says.
     """
@@ -39,23 +27,23 @@ class CanonicalDecoding(CanonicalIds):
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W]. The last id is taken from the codebook; `tokens` is not used."""
         excluded = self.excluded()
-        return without(logits, excluded) if excluded else logits
+        return exclude_ids(logits, excluded) if excluded else logits
 
 
-def without(logits: mx.array, excluded: Sequence[int]) -> mx.array:
-    """Returns logits [1, W] with the ids `excluded` at -inf, unless they have more than `MOST` of the probability.
+def exclude_ids(logits: mx.array, excluded: Sequence[int]) -> mx.array:
+    """Returns logits [1, W] with the ids `excluded` at -inf, unless together they have over half the probability.
 
-    Equals `unless_most`, in fewer operations.
+    Equals `restore_likely_ids`, in fewer operations. Half: `MAX_EXCLUDED_SHARE`.
     """
     ids = mx.array(list(set(excluded)))[None]
     chosen = mx.take_along_axis(logits, ids, axis=-1)
-    return mx.put_along_axis(logits, ids, _closed_unless(chosen, *_sums(chosen, logits)), axis=-1)
+    return mx.put_along_axis(logits, ids, _exclude_unless_likely(chosen, *_log_sum_exps(chosen, logits)), axis=-1)
 
 
-def without_in_rows(
+def exclude_ids_in_rows(
     logits: mx.array, excluded: Sequence[Sequence[int]], never: int, end: int | None = None
 ) -> mx.array:
-    """Returns logits [B, W] after `without` for each row's own ids.
+    """Returns logits [B, W] after `exclude_ids` for each row's own ids.
 
     never: an id that is excluded in no row. end: all columns from there on are -inf, None if that is not known.
     """
@@ -65,25 +53,25 @@ def without_in_rows(
     ids = mx.array([[*row, *[never] * (width - len(row))] for row in lists])
     real = mx.array([[True] * len(row) + [False] * (width - len(row)) for row in lists])
     chosen = mx.take_along_axis(logits, ids, axis=-1)
-    closed = _closed_unless(chosen, *_sums(mx.where(real, chosen, -mx.inf), logits[:, :end]))
+    closed = _exclude_unless_likely(chosen, *_log_sum_exps(mx.where(real, chosen, -mx.inf), logits[:, :end]))
     return mx.put_along_axis(logits, ids, mx.where(real, closed, chosen), axis=-1)
 
 
-def _sums(chosen: mx.array, logits: mx.array) -> list[mx.array]:
+def _log_sum_exps(chosen: mx.array, logits: mx.array) -> list[mx.array]:
     """Returns the logsumexp [B, 1] of some logits [B, K] and of all [B, W], in float32."""
     return [mx.logsumexp(x.astype(mx.float32), axis=-1, keepdims=True) for x in (chosen, logits)]
 
 
 @mx.compile
-def _closed_unless(chosen: mx.array, share: mx.array, whole: mx.array) -> mx.array:
-    """Returns logits `chosen` if their logsumexp `share` is more than `MOST` of that of all, `whole`; else -inf."""
-    return mx.where(share - whole > math.log(MOST), chosen, -mx.inf)
+def _exclude_unless_likely(chosen: mx.array, share: mx.array, whole: mx.array) -> mx.array:
+    """Returns `chosen` logits if together they have over half the probability, else -inf. share, whole: logsumexps."""
+    return mx.where(share - whole > math.log(MAX_EXCLUDED_SHARE), chosen, -mx.inf)
 
 
-def unless_most(canonical: mx.array, logits: mx.array) -> mx.array:
-    """Returns `canonical`, or `logits` where the excluded ids together have more than `MOST` of the probability.
+def restore_likely_ids(canonical: mx.array, logits: mx.array) -> mx.array:
+    """Returns `canonical`, or `logits` where the excluded ids together have over half the probability.
 
     logits [..., W]: as the model gave them. canonical [..., W]: the same with excluded ids at -inf.
     """
     before, left = (mx.logsumexp(x.astype(mx.float32), axis=-1, keepdims=True) for x in (logits, canonical))
-    return mx.where(left >= before + math.log(1 - MOST), canonical, logits)
+    return mx.where(left >= before + math.log(1 - MAX_EXCLUDED_SHARE), canonical, logits)

@@ -25,10 +25,10 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import ConfigError
 
 BaseIds = tuple[int, ...]
-MOST = 0.5  # if the ids to exclude together have more probability than this, none is excluded
+MAX_EXCLUDED_SHARE = 0.5  # if the ids to exclude together have more probability than this, none is excluded
 
 
-class _Beginnings:
+class _EntryPrefixes:
     """Entries by the base ids that they begin with.
 
     known: all entries. begin: for some base ids, the slots of all entries that begin with them. endings: for base ids
@@ -37,8 +37,8 @@ class _Beginnings:
 
     def __init__(self) -> None:
         self.known: set[BaseIds] = set()
-        self.begin: defaultdict[BaseIds, list[int]] = defaultdict(list)
-        self.endings: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
+        self.slots_by_prefix: defaultdict[BaseIds, list[int]] = defaultdict(list)
+        self.suffixes_by_prefix: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
 
     def add(self, first: int, entries: Iterable[BaseIds], others: Collection[BaseIds] = ()) -> None:
         """Adds entries, which take the slots from `first` on. others: more entries, which are known elsewhere."""
@@ -46,22 +46,22 @@ class _Beginnings:
         self.known.update(entries)
         for slot, entry in enumerate(entries, first):
             for n in range(1, len(entry) + 1):
-                self.begin[entry[:n]].append(slot)
+                self.slots_by_prefix[entry[:n]].append(slot)
             for n in range(len(entry) - 1, 0, -1):
-                self.endings[entry[:n]].append((slot, entry[n:]))
+                self.suffixes_by_prefix[entry[:n]].append((slot, entry[n:]))
                 if entry[:n] in self.known or entry[:n] in others:
                     break  # shorter beginnings have that entry, which excludes at least as much
 
 
 @lru_cache(maxsize=4)
-def _start_of(params: CodecParams) -> _Beginnings:
+def _prefixes_of_start_entries(params: CodecParams) -> _EntryPrefixes:
     """Returns the start entries of a codec. They are the same for every request, so they are read once."""
-    start = _Beginnings()
+    start = _EntryPrefixes()
     start.add(0, params.start or ())
     return start
 
 
-class Followers:
+class ForbiddenFollowers:
     """Finds which ids cannot follow some base ids, because together they would be an entry of a growing codebook.
 
     Raises `ConfigError` for a codebook whose policy is not freeze: when an entry is evicted, ids that it excluded are
@@ -72,10 +72,10 @@ class Followers:
         if book.params.policy != "freeze":
             raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
         self.vocab_size, self.size = book.params.vocab_size, len(book.params.start or ())
-        self._start, self._grown = _start_of(book.params), _Beginnings()
-        self.grow(book)
+        self._start, self._grown = _prefixes_of_start_entries(book.params), _EntryPrefixes()
+        self.add_new_entries(book)
 
-    def grow(self, book: Codebook) -> None:
+    def add_new_entries(self, book: Codebook) -> None:
         """Adds the entries that the same codebook has installed since the last call."""
         if (size := len(book)) == self.size:
             return
@@ -90,12 +90,12 @@ class Followers:
         """
         out: list[int] = []
         for entries in (self._start, self._grown):
-            for slot, rest in entries.endings.get(base_ids, ()):
+            for slot, rest in entries.suffixes_by_prefix.get(base_ids, ()):
                 if slot >= installed:
                     break
                 out += rest if len(rest) == 1 else ()
-                out += [self.vocab_size + one for one in self._start.begin.get(rest, ())]
-                out += [self.vocab_size + one for one in self._grown.begin.get(rest, ())]
+                out += [self.vocab_size + one for one in self._start.slots_by_prefix.get(rest, ())]
+                out += [self.vocab_size + one for one in self._grown.slots_by_prefix.get(rest, ())]
         return out
 
 
@@ -103,29 +103,29 @@ class Exclusions:
     """Follows a codebook id by id and finds which ids cannot follow the last one."""
 
     def __init__(self, book: Codebook) -> None:
-        self.book, self._followers, self._longest = book, Followers(book), book.params.merge_size
+        self.book, self._forbidden, self._longest = book, ForbiddenFollowers(book), book.params.merge_size
         # _open: for each recent id with which an entry may still begin: the base ids from it on, and the number of
-        # entries when it was chosen. _excluded: what the last `read` returned.
-        self._open: list[tuple[BaseIds, int]] = []
+        # entries when it was chosen. _excluded: what the last `excluded_after` returned.
+        self._recent: list[tuple[BaseIds, int]] = []
         self._excluded: list[int] = []
 
-    def read(self, one: int, installed: int) -> list[int]:
+    def excluded_after(self, one: int, installed: int) -> list[int]:
         """Returns the ids that cannot follow `one`, the last id that the codebook has read. Call it for every id.
 
         installed: number of entries when the id was chosen, before the codebook read it.
         """
-        self._followers.grow(self.book)
+        self._forbidden.add_new_entries(self.book)
         if one in self._excluded:
-            self.begin_part()  # the model chose an excluded id all the same (`unless_most`): start anew with it
+            self.forget_recent_ids()  # the model chose an excluded id all the same (`unless_most`): start anew with it
         last = self.book.base_ids_of(one)
-        longer = [(begun + last, n) for begun, n in self._open if len(begun + last) < self._longest]
-        self._open = [*longer, (last, installed)]
-        self._excluded = [id_ for begun, n in self._open for id_ in self._followers.excluded(begun, n)]
+        longer = [(begun + last, n) for begun, n in self._recent if len(begun + last) < self._longest]
+        self._recent = [*longer, (last, installed)]
+        self._excluded = [id_ for begun, n in self._recent for id_ in self._forbidden.excluded(begun, n)]
         return self._excluded
 
-    def begin_part(self) -> None:
+    def forget_recent_ids(self) -> None:
         """Forgets the recent ids: they were compressed on their own, so any id may follow them."""
-        self._open = []
+        self._recent = []
 
 
 class CanonicalIds:
@@ -155,12 +155,12 @@ class CanonicalIds:
         if self._exclusions is None or (mark, rewinds) != self._next:
             self._exclusions, excluded = Exclusions(self.book), []
         else:
-            excluded = self._exclusions.read(self.book.last, self._installed)
+            excluded = self._exclusions.excluded_after(self.book.last, self._installed)
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
         return excluded
 
 
-def excluded_after(
+def find_excluded_ids(
     book: Codebook, ids: Uint32s, ends: Collection[int] = ()
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Finds which ids cannot follow each of the given ids, and returns pairs as two arrays int64 [pairs].
@@ -174,9 +174,9 @@ def excluded_after(
     for index, one in enumerate(ids.tolist()):
         installed = len(book)
         book.push(one)
-        excluded = exclusions.read(one, installed)
+        excluded = exclusions.excluded_after(one, installed)
         if index in ends:
-            exclusions.begin_part()
+            exclusions.forget_recent_ids()
             continue
         at += [index] * len(excluded)
         out += excluded

@@ -59,7 +59,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> Sampling:
+    def from_options(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> Sampling:
         """Returns the options given by name. others: option names that the caller takes itself, for error messages.
 
         Raises `GenerationError` naming an unknown option and the one that was probably meant.
@@ -74,32 +74,35 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("temp", "top_p", "min_p", "xtc_probability", "xtc_threshold"):
-            self._check(name, "a finite number", _is_finite(getattr(self, name)))
-        self._check("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
+            self._raise_unless(name, "a finite number", _is_finite(getattr(self, name)))
+        self._raise_unless("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
         # a smaller one is 0 in float32, which leaves out every id
-        self._check("top_p", "0, or from 1e-30 to 1", self.top_p == 0 or 1e-30 <= self.top_p <= 1)
-        self._check("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
-        self._check("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
-        self._check("top_k", "an integer >= 0", _is_integer(self.top_k, 0))
-        self._check("xtc_probability", "from 0 to 1", 0 <= self.xtc_probability <= 1)
-        self._check("xtc_threshold", "from 0 to 0.5", 0 <= self.xtc_threshold <= 0.5)
-        self._check("seed", "an integer from 0 to 2^64-1", self.seed is None or _is_integer(self.seed, 0, 2**64 - 1))
+        self._raise_unless("top_p", "0, or from 1e-30 to 1", self.top_p == 0 or 1e-30 <= self.top_p <= 1)
+        self._raise_unless("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
+        self._raise_unless("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
+        self._raise_unless("top_k", "an integer >= 0", _is_integer(self.top_k, 0))
+        self._raise_unless("xtc_probability", "from 0 to 1", 0 <= self.xtc_probability <= 1)
+        self._raise_unless("xtc_threshold", "from 0 to 0.5", 0 <= self.xtc_threshold <= 0.5)
+        self._raise_unless(
+            "seed", "an integer from 0 to 2^64-1", self.seed is None or _is_integer(self.seed, 0, 2**64 - 1)
+        )
         for kind in ("repetition", "presence", "frequency"):
             size, penalty = f"{kind}_context_size", getattr(self, f"{kind}_penalty")
-            self._check(size, "an integer from 1 to 2^31-1", _is_integer(getattr(self, size), 1, 2**31 - 1))
-            self._check(f"{kind}_penalty", "a finite number", penalty is None or _is_finite(penalty))
-        self._check("repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0)
+            self._raise_unless(size, "an integer from 1 to 2^31-1", _is_integer(getattr(self, size), 1, 2**31 - 1))
+            self._raise_unless(f"{kind}_penalty", "a finite number", penalty is None or _is_finite(penalty))
+        self._raise_unless(
+            "repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0
+        )
         biases = self.logit_bias or {}
         fits = isinstance(biases, Mapping) and all(_is_number(bias) and bias <= MOST_BIAS for bias in biases.values())
-        self._check("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
+        self._raise_unless("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
 
-    def _check(self, name: str, rule: str, holds: bool) -> None:
-        """Raises `GenerationError` saying that the option must follow the rule, unless `holds`."""
+    def _raise_unless(self, name: str, rule: str, holds: bool) -> None:
         if not holds:
             flag = "--" + name.replace("_", "-")
             raise GenerationError(f"{name} ({flag}) must be {rule}, got {getattr(self, name)!r}")
 
-    def sampler_options(self) -> list[str]:
+    def changed_sampler_options(self) -> list[str]:
         """Returns the names of the sampler's options that are not at their defaults."""
         names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
         return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
@@ -107,8 +110,8 @@ class Sampling:
     def check_width(self, width: int | None) -> None:
         """Raises `GenerationError` for options that ask for more than the `width` columns of the logits, if known."""
         if width is not None:
-            self._check("top_k", f"below the {width} columns of the logits", self.top_k < width)
-            self._check("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
+            self._raise_unless("top_k", f"below the {width} columns of the logits", self.top_k < width)
+            self._raise_unless("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
 
     def check_biases(self, base_ids: int | None) -> None:
         """Raises `GenerationError` for a bias on what is no base id, and for biases that rule out every base id.
@@ -127,7 +130,7 @@ class Sampling:
         return bool(self.logit_bias or self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
 
 
-def as_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
+def parse_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
     """Returns a JSON map from base ids to numbers as `Sampling.logit_bias`.
 
     Raises `GenerationError` for a key that is no base id, and for a value that is no number.
@@ -142,15 +145,12 @@ def as_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether value is an int or a float."""
     return isinstance(value, int | float)
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether value is an int or a float, and neither infinite nor NaN."""
     return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
-    """Returns whether value is an integer from low to high."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -37,8 +37,8 @@ class PenaltyTerms:
         # Terms over base ids, [V + 1]: bias, 1 where the repetition penalty applies, and what is subtracted. The last
         # element is 0 and stands for the padding of entries.
         size = state.books[row].params.vocab_size + 1
-        self._bias, self._seen, self._taken = (np.zeros(size, np.float32) for _ in range(3))
-        self._terms = self._bias, self._seen, self._taken
+        self._bias, self._seen, self._subtracted = (np.zeros(size, np.float32) for _ in range(3))
+        self._terms = self._bias, self._seen, self._subtracted
         for base_id, value in (sampling.logit_bias or {}).items():
             self._bias[base_id] = value
         self._biased, self._context = np.flatnonzero(self._bias), np.zeros(0, np.int64)
@@ -48,45 +48,45 @@ class PenaltyTerms:
             sampling.repetition_penalty,
             sampling.presence_penalty or sampling.frequency_penalty,
         )
-        self._used = [index for index, option in enumerate(options) if option]  # which of the terms may not be 0
-        self._sums = EntrySums([self._terms[i] for i in self._used], state.books[row].params.merge_size)
+        self._used_terms = [index for index, option in enumerate(options) if option]  # which of the terms may not be 0
+        self._sums = EntryTermSums([self._terms[i] for i in self._used_terms], state.books[row].params.merge_size)
 
     def bind(self, state: HasBooks, row: int) -> None:
         """Makes the terms follow the same sequence in another state, or in another row, from now on."""
         self.state, self.row = state, row
 
-    def columns(self) -> tuple[np.ndarray, list[np.ndarray]]:
+    def nonzero_columns(self) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns the columns [N] in which any of the three terms is not 0, and the terms there, [N] each."""
         changed = self._update_context()
         self._changed[changed] = True
         sums = self._sums.update(self.state.books[self.row], self._changed)
         self._changed[changed] = False
         context = self._context
-        others = (self._bias[context] == 0) & ((self._seen[context] != 0) | (self._taken[context] != 0))
+        others = (self._bias[context] == 0) & ((self._seen[context] != 0) | (self._subtracted[context] != 0))
         base_ids = np.concatenate([self._biased, context[others]])
         slots = np.flatnonzero(sums.any(axis=0))
         columns = np.concatenate([base_ids, len(self._bias) - 1 + slots])
         terms = [np.zeros(len(columns), np.float32)] * 3
-        for index, of in zip(self._used, sums, strict=True):
+        for index, of in zip(self._used_terms, sums, strict=True):
             terms[index] = np.concatenate([self._terms[index][base_ids], of[slots]])
         return columns, terms
 
     def _update_context(self) -> np.ndarray:
         """Computes the terms for the context of now and returns the base ids whose terms have changed."""
-        repeated, present, counted = self._contexts()
+        repeated, present, counted = self._context_of_each_penalty()
         context = np.unique(np.concatenate([repeated, present, counted]))
         both = np.concatenate([self._context, context])
-        seen, taken = self._seen[both], self._taken[both]
-        self._seen[both] = self._taken[both] = 0
+        seen, subtracted = self._seen[both], self._subtracted[both]
+        self._seen[both] = self._subtracted[both] = 0
         self._seen[repeated] = 1
         if self.sampling.presence_penalty:
-            self._taken[present] += self.sampling.presence_penalty
+            self._subtracted[present] += self.sampling.presence_penalty
         if self.sampling.frequency_penalty:
-            np.add.at(self._taken, counted, self.sampling.frequency_penalty)
+            np.add.at(self._subtracted, counted, self.sampling.frequency_penalty)
         self._context = context
-        return both[(seen != self._seen[both]) | (taken != self._taken[both])]
+        return both[(seen != self._seen[both]) | (subtracted != self._subtracted[both])]
 
-    def _contexts(self) -> list[np.ndarray]:
+    def _context_of_each_penalty(self) -> list[np.ndarray]:
         """Returns the last base tokens that were read, as many as each penalty looks at; none for one that is off."""
         options, book = self.sampling, self.state.books[self.row]
         counts = [
@@ -99,7 +99,7 @@ class PenaltyTerms:
         return [last[max(0, len(last) - count) :] for count in counts]
 
 
-class EntrySums:
+class EntryTermSums:
     """For each entry of a codebook, the sums of some terms over its base ids, kept up to date while the codebook grows.
 
     Penalties need them at every step, and most entries are as they were at the step before.

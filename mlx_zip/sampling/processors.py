@@ -15,19 +15,8 @@ from mlx_lm.sample_utils import make_logits_processors as mlx_lm_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 from mlx_zip.models.rows.zip_state import ZipState
-from mlx_zip.sampling.options import MOST_BIAS, Sampling, SamplingOptions, as_logit_bias
+from mlx_zip.sampling.options import Sampling
 from mlx_zip.sampling.penalties import PenaltyTerms
-
-__all__ = [
-    "MOST_BIAS",
-    "BasePenalties",
-    "Sampling",
-    "SamplingOptions",
-    "as_logit_bias",
-    "base_ids_only",
-    "make_processors",
-    "make_sampler",
-]
 
 
 def make_sampler(options: Sampling, width: int | None, special_ids: Sequence[int]) -> Sampler:
@@ -58,7 +47,7 @@ def make_processors(
     """
     options.check_biases(base_ids)
     if state is not None:
-        return [BasePenalties(options, state, row)] if options.has_penalties else []
+        return [BaseTokenPenalties(options, state, row)] if options.has_penalties else []
     return mlx_lm_processors(
         dict(options.logit_bias or {}),
         options.repetition_penalty,
@@ -79,7 +68,7 @@ def base_ids_only(model: Any) -> LogitsProcessor:
     return lambda tokens, logits: mx.where(allowed[: logits.shape[-1]], logits, -mx.inf)
 
 
-class BasePenalties(PenaltyTerms):
+class BaseTokenPenalties(PenaltyTerms):
     """A logits processor that applies mlx-lm's penalties to a sequence with hypertokens, as `PenaltyTerms` says.
 
     Logits of -inf stay -inf.
@@ -87,7 +76,7 @@ class BasePenalties(PenaltyTerms):
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W] after penalties. The ids are taken from the codebook's log; `tokens` is not used."""
-        columns, (bias, seen, taken) = self.columns()
+        columns, (bias, seen, taken) = self.nonzero_columns()
         if not len(columns):
             return logits
         at = mx.array(columns)

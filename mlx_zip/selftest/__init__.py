@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.actions import writable
-from mlx_zip.device import full_precision
+from mlx_zip.device import disable_tf32
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
 from mlx_zip.selftest.check import PACKAGES, Check
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
     if not 0 <= args.rest <= MOST_REST_S:
         raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
-    full_precision()  # the recorded results are float32; before MLX computes anything
+    disable_tf32()  # the recorded results are float32; before MLX computes anything
     limit = Limit(time.monotonic() + TOTAL_S)
     out = writable("--out", args.out)
     data_file = writable("--out", figures_file(out))

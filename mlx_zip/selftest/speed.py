@@ -94,9 +94,9 @@ def _push_speed() -> tuple[None, str]:
 
 def _bandwidth() -> tuple[None, str]:
     """Measures the memory bandwidth: bytes read and written per second when a number is added to a 64 MB array."""
-    from mlx_zip.device import sums
+    from mlx_zip.device import make_memory_sums
 
-    work, count = sums()
+    work, count = make_memory_sums()
     return None, f"{count / statistics.median(_timed(work)) / 1e9:.1f} GB/s"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.cuda.evaluated import load_evaluated
+from mlx_zip.cuda.evaluation_model import load_evaluated
 from mlx_zip.engine.mlx.scoring import compress_row
 from mlx_zip.errors import DataError
 from mlx_zip.text.prompts import render_chat

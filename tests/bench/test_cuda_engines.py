@@ -55,7 +55,7 @@ def test_replay_emits_exactly_the_forced_ids(models, name):
 
 def test_both_engines_share_their_weights(models):
     zipped, base = (TorchEngine(name, models) for name in cuda_engines.NAMES)
-    assert zipped.model.matrix is base.model.matrix
+    assert zipped.model.head_matrix is base.model.head_matrix
     assert (zipped.weight_bytes, zipped.kv_bytes) == (base.weight_bytes, base.kv_bytes)
     assert base.weight_bytes == 4 * (4160 * 32 + 32 + 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32))
     assert base.kv_bytes == 2 * 2 * 16 * 4
@@ -175,7 +175,7 @@ def test_transformers_runs_the_weights_of_a_packed_folder_with_hypertokens(packe
     batch = Batch(model, 1, 20)
     batch.read(batch.add(), ids)
     found = []
-    batch.choose(lambda head: found.append(head.logits) or head.best)
+    batch.choose_ids(lambda head: found.append(head.logits) or head.best)
     with torch.no_grad():
         expected = load_unpacked_decoder(packed, torch.float32)(torch.tensor([ids])).logits[0, -1]
     torch.testing.assert_close(found[0][0, :40], expected[:40], atol=1e-4, rtol=1e-4)

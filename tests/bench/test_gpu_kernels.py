@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
-from mlx_zip.cuda.memory import bytes_of  # noqa: E402
+from mlx_zip.cuda.devices import tensor_bytes  # noqa: E402
 from support.tiny_bench import SHAPE  # noqa: E402
 
 CPU, CACHE = torch.device("cpu"), 40_000
@@ -44,7 +44,7 @@ def test_calls_rotate_through_more_than_three_caches(found, name):
     case, given = found[name]
     matrices = {id(one[0]): one[:2] if name.startswith("attention") else one[0] for one in given}
     assert len(matrices) == case.sets > 1
-    assert bytes_of(list(matrices.values())) > 3 * CACHE
+    assert tensor_bytes(list(matrices.values())) > 3 * CACHE
     assert [id(one[0]) for one in given[: case.sets]] == [id(one[0]) for one in given[case.sets :]]
 
 

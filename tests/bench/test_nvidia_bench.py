@@ -22,7 +22,7 @@ from mlx_zip.bench.gpu import card_checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
 from mlx_zip.bench.gpu.targets import TARGETS
 from mlx_zip.bench.records import read_lines
-from mlx_zip.cuda import memory
+from mlx_zip.cuda import devices
 from mlx_zip.cuda.network import decoder
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
@@ -178,7 +178,7 @@ def test_parameters_are_those_of_published_models():
 
 
 def test_full_sizes_are_refused_where_no_card_is(tmp_path):
-    if memory.find_device().type == "cuda":
+    if devices.find_device().type == "cuda":
         pytest.skip("a card is here")
     with pytest.raises(MlxZipError, match=r"no usable CUDA card here: .*; --rehearse runs all parts at tiny sizes"):
         tiny_bench.run("nvidia", "--out", tmp_path / "records")

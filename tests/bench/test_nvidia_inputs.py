@@ -79,7 +79,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path, capsys):
 
 
 def test_on_a_card_the_interpreter_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_zip.cuda.memory.find_device", lambda name: name)
+    monkeypatch.setattr("mlx_zip.cuda.devices.find_device", lambda name: name)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET is set" in refused(capsys, "--out", tmp_path)
 

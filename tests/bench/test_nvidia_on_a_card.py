@@ -17,7 +17,7 @@ from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
 from mlx_zip.bench.gpu import nvidia  # noqa: E402
 from mlx_zip.bench.gpu import step_timing as steps  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
-from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
+from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from support import tiny_bench  # noqa: E402
 from support.pretend_card import pretended_card  # noqa: E402
 
@@ -86,7 +86,7 @@ def test_what_a_step_moves_is_counted_by_rule_where_the_kernels_run():
     )
     model = cuda_engines.shared_cuda_model(models)
     by_rule = steps.count_warm_step(model)
-    with forced("triton"):  # as on a card
+    with force_implementation("triton"):  # as on a card
         assert steps.count_warm_step(model).record() == by_rule.record()
 
 

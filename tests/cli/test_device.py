@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.cli import main
-from mlx_zip.device import VARIABLE, choose_device
+from mlx_zip.device import DEVICE_VARIABLE, choose_device
 from mlx_zip.errors import ConfigError
 from support.places import TESTS
 
@@ -28,7 +28,7 @@ mx.set_default_device = lambda device: print(device, flush=True)
 
 def order(code: str, *argv: str) -> list[str]:
     """What `code` does in a process of MLX_ZIP_DEVICE=cpu: the devices it chooses, and its first import of mlx_lm."""
-    environment = os.environ | {VARIABLE: "cpu", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    environment = os.environ | {DEVICE_VARIABLE: "cpu", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     done = subprocess.run(
         [sys.executable, "-c", WATCH + code, *argv], env=environment, capture_output=True, text=True, timeout=120
     )
@@ -58,26 +58,26 @@ def device():
 @pytest.mark.usefixtures("device")
 def test_without_the_variable_the_device_stays(monkeypatch):
     before = mx.default_device()
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
     choose_device()
     assert mx.default_device() == before
 
 
 @pytest.mark.usefixtures("device")
 def test_the_cpu_is_everywhere(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "cpu")
+    monkeypatch.setenv(DEVICE_VARIABLE, "cpu")
     choose_device()
     assert mx.default_device() == mx.Device(mx.cpu)
 
 
 @pytest.mark.skipif(mx.is_available(mx.gpu), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys):
-    monkeypatch.setenv(VARIABLE, "gpu")
+    monkeypatch.setenv(DEVICE_VARIABLE, "gpu")
     assert main(["rows", "show", "nowhere"]) == 2
     assert capsys.readouterr().err == "error: MLX_ZIP_DEVICE=gpu: MLX has no such device here\n"
 
 
 def test_an_unknown_device_is_refused_with_those_that_are_known(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "npu")
+    monkeypatch.setenv(DEVICE_VARIABLE, "npu")
     with pytest.raises(ConfigError, match="MLX_ZIP_DEVICE=npu: it is one of cpu, gpu"):
         choose_device()

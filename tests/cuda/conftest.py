@@ -51,7 +51,7 @@ def one_of_the_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
         name = zlib.crc32(request.node.nodeid.encode())
         monkeypatch.setattr(tuning, "can_measure", lambda: False)
-        monkeypatch.setattr(tuning, "unmeasured", lambda choices: choices[name % len(choices)])
+        monkeypatch.setattr(tuning, "default_sizes", lambda choices: choices[name % len(choices)])
 
 
 class Guard:

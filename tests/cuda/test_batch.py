@@ -71,10 +71,10 @@ def join(batch: Batch, prompt: list[int]) -> int:
 
 def step(batch: Batch) -> list[int]:
     """One step of all sequences; returns their ids."""
-    batch.choose()
-    batch.begin()
-    ids = batch.ids()
-    assert batch.follow(ids) == {}
+    batch.choose_ids()
+    batch.start_body()
+    ids = batch.wait_for_ids()
+    assert batch.update_codebooks(ids) == {}
     return ids
 
 
@@ -113,11 +113,11 @@ def test_a_prompt_is_read_in_parts_while_others_step(model, alone):
     row = batch.add()
     ids = compress_next(batch.book(row), np.array(PROMPTS[3])).tolist()
     for at in range(0, len(ids), 5):
-        batch.choose()
+        batch.choose_ids()
         batch.read(row, ids[at : at + 5], more=at + 5 < len(ids))  # between choosing and the body
-        batch.begin()
-        chosen = batch.ids()
-        assert batch.follow(chosen) == {}
+        batch.start_body()
+        chosen = batch.wait_for_ids()
+        assert batch.update_codebooks(chosen) == {}
         made.append(chosen[0])
     assert made == alone[0][: len(made)]
     assert [step(batch)[1] for _ in range(10)] == alone[3][:10]
@@ -129,7 +129,7 @@ def test_a_sequence_taken_back_goes_on_as_a_fresh_one(model, alone):
         join(batch, prompt)
     for _ in range(9):
         step(batch)
-    log = batch.log(0)
+    log = batch.logged_ids(0)
     read = len(log) - 9
     batch.trim(0, read - 2)
     batch.read(0, log[read - 2 : read + 3])
@@ -160,7 +160,7 @@ def test_an_illegal_id_fails_its_own_sequence_only(model, alone):
     for prompt in PROMPTS[:3]:
         join(batch, prompt)
     made.append(step(batch))
-    before = batch.log(1).tolist()
+    before = batch.logged_ids(1).tolist()
     bad = model.layout.end + 3
 
     def chooser(head):
@@ -168,13 +168,13 @@ def test_an_illegal_id_fails_its_own_sequence_only(model, alone):
         ids[1] = bad
         return ids
 
-    batch.choose(chooser)
-    batch.begin()
-    ids = batch.ids()
-    errors = batch.follow(ids)
+    batch.choose_ids(chooser)
+    batch.start_body()
+    ids = batch.wait_for_ids()
+    errors = batch.update_codebooks(ids)
     assert list(errors) == [1]
     assert isinstance(errors[1], CodecError)
-    assert batch.log(1).tolist() == before
+    assert batch.logged_ids(1).tolist() == before
     made.append(ids)
     made += [step(batch) for _ in range(4)]  # without the one that failed
     batch.trim(1, len(before) - 1)
@@ -205,9 +205,9 @@ def test_an_entry_that_its_own_id_installs_is_read_with_its_row(model):
     for _ in range(2):
         batch.read(batch.add(), ids)
     kwkwk = model.layout.hyper_id(len(batch.book(0)))
-    batch.choose(lambda head: torch.tensor([kwkwk, 6]))
-    batch.begin()
-    assert batch.follow(batch.ids()) == {}
+    batch.choose_ids(lambda head: torch.tensor([kwkwk, 6]))
+    batch.start_body()
+    assert batch.update_codebooks(batch.wait_for_ids()) == {}
     whole.read(whole.add(), [*ids, kwkwk])
     assert batch.book(0).base_ids(4).tolist() == [5, 5]
     made = [step(batch)[0] for _ in range(6)]
@@ -220,19 +220,19 @@ def test_an_entry_of_its_own_id_that_cannot_be_made_fails_its_sequence_once(mode
     batch = Batch(model, 1, CAPACITY)
     batch.read(batch.add(), [7, 8, 9, 5])
     kwkwk = model.layout.hyper_id(len(batch.book(0)))
-    batch.choose(lambda head: torch.tensor([kwkwk]))
-    batch.begin()
-    monkeypatch.setattr(batch._new, "make", refuses)
-    monkeypatch.setattr(batch._reader, "run", lambda *_: pytest.fail("an id that was not read is read again"))
-    assert [str(error) for error in batch.follow(batch.ids()).values()] == ["out of memory"]
-    assert batch.log(0).tolist() == [7, 8, 9, 5]
+    batch.choose_ids(lambda head: torch.tensor([kwkwk]))
+    batch.start_body()
+    monkeypatch.setattr(batch._new_rows, "install", refuses)
+    monkeypatch.setattr(batch._reader, "run_body", lambda *_: pytest.fail("an id that was not read is read again"))
+    assert [str(error) for error in batch.update_codebooks(batch.wait_for_ids()).values()] == ["out of memory"]
+    assert batch.logged_ids(0).tolist() == [7, 8, 9, 5]
 
 
 def test_a_batch_without_sequences_takes_steps_of_nothing(model, monkeypatch):
     batch = Batch(model, 2, CAPACITY)
     monkeypatch.setattr(model, "head", lambda *_: pytest.fail("the head is computed of no row"))
-    batch.choose()
-    assert (len(batch), batch.ids(), batch.follow([])) == (0, [], {})
+    batch.choose_ids()
+    assert (len(batch), batch.wait_for_ids(), batch.update_codebooks([])) == (0, [], {})
 
 
 def test_a_full_batch_and_a_full_sequence_are_named(model):
@@ -240,16 +240,16 @@ def test_a_full_batch_and_a_full_sequence_are_named(model):
     batch.read(batch.add(), [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16])
     with pytest.raises(ModelError, match="room for 1 sequence"):
         batch.add()
-    batch.choose()
+    batch.choose_ids()
     with pytest.raises(ModelError, match="no room for more"):
-        batch.begin()
+        batch.start_body()
 
 
 def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkeypatch):
     batch = Batch(model, 2, CAPACITY)
     for prompt in PROMPTS[:2]:
         join(batch, prompt)
-    model.store.forget()
+    model.store.clear()
     encode, failed = model.encode, {}
 
     def fails(*arguments):
@@ -258,15 +258,15 @@ def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkey
     monkeypatch.setattr(model, "encode", fails)
     made: list[list[int]] = []
     while not failed:
-        batch.choose()
-        batch.begin()
-        made.append(batch.ids())
-        failed = batch.follow(made[-1])
+        batch.choose_ids()
+        batch.start_body()
+        made.append(batch.wait_for_ids())
+        failed = batch.update_codebooks(made[-1])
     monkeypatch.setattr(model, "encode", encode)
     assert all("out of memory" in str(error) for error in failed.values())
     assert len(model.store) == 0  # it has no places of rows that were not written
     for row in failed:
-        log = batch.log(row)
+        log = batch.logged_ids(row)
         batch.trim(row, len(log) - 1)
         batch.read(row, log[-1:])
     rest = [step(batch) for _ in range(5)]
@@ -293,14 +293,14 @@ def test_a_row_that_moves_takes_its_tables_along_and_one_taken_back_gives_up_its
 def test_of_two_new_entries_the_one_that_is_not_in_the_store_is_made(model):
     if model.config.policy != "freeze":
         pytest.skip("slots are given again")
-    model.store.forget()
+    model.store.clear()
     for chosen in ([6], [6, 10]):
         batch = Batch(model, 2, CAPACITY)
         for _ in chosen:
             batch.read(batch.add(), [7, 8, 9, 5])
-        batch.choose(lambda head, chosen=chosen: torch.tensor(chosen))
-        batch.begin()
-        assert batch.follow(batch.ids()) == {}
+        batch.choose_ids(lambda head, chosen=chosen: torch.tensor(chosen))
+        batch.start_body()
+        assert batch.update_codebooks(batch.wait_for_ids()) == {}
     for row, one in enumerate([6, 10]):
         entry = torch.tensor([[5, one] + [model.config.pad_id] * (model.config.merge_size - 2)])
         wanted = model.encode(entry, torch.tensor([2]))[0]
@@ -329,17 +329,17 @@ def refuses(*arguments):
 def test_ids_whose_rows_cannot_be_made_are_not_read(model, alone, monkeypatch):
     batch = Batch(model, 1, CAPACITY)
     join(batch, PROMPTS[0])
-    made, log = [step(batch)[0] for _ in range(4)], batch.log(0).tolist()
-    model.store.forget()
+    made, log = [step(batch)[0] for _ in range(4)], batch.logged_ids(0).tolist()
+    model.store.clear()
     with monkeypatch.context() as broken:
         broken.setattr(model, "encode", refuses)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.read(0, [20, 21, 22, 23])
-    assert batch.log(0).tolist() == log
-    batch.choose()
-    batch.begin()
-    assert batch.follow(batch.ids()) == {}
-    assert batch.log(0).tolist() == log  # it cannot choose before it has read
+    assert batch.logged_ids(0).tolist() == log
+    batch.choose_ids()
+    batch.start_body()
+    assert batch.update_codebooks(batch.wait_for_ids()) == {}
+    assert batch.logged_ids(0).tolist() == log  # it cannot choose before it has read
     batch.trim(0, len(log) - 1)
     batch.read(0, log[-1:])
     assert made + [step(batch)[0] for _ in range(4)] == alone[0][:8]
@@ -350,7 +350,7 @@ def test_a_sequence_whose_keys_are_missing_has_no_snapshot(tmp_path, monkeypatch
     batch, ids = Batch(model, 1, CAPACITY), base_ids(40)
     batch.read(batch.add(), ids[:20])
     with monkeypatch.context() as broken:
-        broken.setattr(model.decoder, "read", refuses)
+        broken.setattr(model.decoder, "prefill", refuses)
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.read(0, ids[20:])
     with pytest.raises(ModelError, match="keys of the sequence are missing"):
@@ -363,7 +363,7 @@ def test_a_snapshot_that_cannot_be_restored_takes_no_row(model, alone, monkeypat
     batch = Batch(model, 2, CAPACITY)
     join(batch, PROMPTS[1])
     kept = batch.snapshot(0)
-    model.store.forget()
+    model.store.clear()
     with monkeypatch.context() as broken:
         broken.setattr(model, "encode", refuses)
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -382,13 +382,13 @@ def test_an_id_that_cannot_be_read_again_fails_its_own_sequence(model, monkeypat
     for _ in range(2):
         batch.read(batch.add(), [7, 8, 9, 5])
     kwkwk = model.layout.hyper_id(len(batch.book(0)))
-    batch.choose(lambda head: torch.tensor([6, kwkwk]))
-    batch.begin()
-    monkeypatch.setattr(batch._reader, "run", refuses)
-    failed = batch.follow(batch.ids())
+    batch.choose_ids(lambda head: torch.tensor([6, kwkwk]))
+    batch.start_body()
+    monkeypatch.setattr(batch._reader, "run_body", refuses)
+    failed = batch.update_codebooks(batch.wait_for_ids())
     assert {row: str(error) for row, error in failed.items()}[1] == "out of memory"
-    assert batch.log(1).tolist() == [7, 8, 9, 5]
-    assert not batch._sequences[1].ready
+    assert batch.logged_ids(1).tolist() == [7, 8, 9, 5]
+    assert not batch._sequences[1].can_choose
 
 
 # ---- LongRoPE
@@ -408,10 +408,10 @@ def stepped(model, before, slot):
     """Returns a batch that has read so many base ids and then emitted one entry, and whether the body had to wait."""
     batch = Batch(model, 1, CAPACITY)
     batch.read(batch.add(), [3 + at % 30 for at in range(before)])
-    batch.choose(lambda head: torch.tensor([model.layout.hyper_id(slot)]))
-    batch.begin()
-    waited = batch._late
-    assert batch.follow(batch.ids()) == {}
+    batch.choose_ids(lambda head: torch.tensor([model.layout.hyper_id(slot)]))
+    batch.start_body()
+    waited = batch._postponed
+    assert batch.update_codebooks(batch.wait_for_ids()) == {}
     return batch, waited
 
 
@@ -419,19 +419,19 @@ def stepped(model, before, slot):
 def test_an_entry_whose_last_base_id_has_the_first_long_position_switches_all_keys(by_base, slot, span):
     batch, waited = stepped(by_base, LONG_FROM + 1 - span, slot)
     whole = Batch(by_base, 1, CAPACITY)
-    whole.read(whole.add(), batch.log(0))
+    whole.read(whole.add(), batch.logged_ids(0))
     assert waited
-    assert batch.kv.which.tolist() == whole.kv.which.tolist() == [1]
+    assert batch.kv.frequency_set.tolist() == whole.kv.frequency_set.tolist() == [1]
     for one in (batch, whole):
-        one._take_outputs()
-    torch.testing.assert_close(batch._output, whole._output, rtol=1e-4, atol=1e-4)
+        one._collect_outputs()
+    torch.testing.assert_close(batch._outputs, whole._outputs, rtol=1e-4, atol=1e-4)
     assert [step(batch) for _ in range(4)] == [step(whole) for _ in range(4)]
 
 
 def test_the_body_does_not_wait_as_long_as_no_entry_can_reach_the_long_positions(by_base):
     batch, waited = stepped(by_base, LONG_FROM - tiny.MERGE, 0)
     assert not waited
-    assert batch.kv.which.tolist() == [0]
+    assert batch.kv.frequency_set.tolist() == [0]
     assert stepped(by_base, LONG_FROM - tiny.MERGE + 1, 1)[1]  # an entry of four could
 
 
@@ -459,9 +459,9 @@ def test_pieces_can_be_run_again_to_warm_up(model, alone):
     batch = Batch(model, 5, CAPACITY)
     recorder = Recorder()
     batch._graphs = recorder
-    if batch._new is not None:
-        batch._new._graphs = recorder
-    model.store.forget()
+    if batch._new_rows is not None:
+        batch._new_rows._graphs = recorder
+    model.store.clear()
     for prompt in PROMPTS[:3]:
         join(batch, prompt)
     made = np.array([step(batch) for _ in range(STEPS)]).T.tolist()
@@ -504,9 +504,9 @@ def test_pieces_read_nothing_on_the_host(model):
         pytest.skip("on a CPU nothing is captured")
     batch = Batch(model, 2, CAPACITY)
     batch._graphs = watched = Watched()
-    if batch._new is not None:
-        batch._new._graphs = watched
-    model.store.forget()
+    if batch._new_rows is not None:
+        batch._new_rows._graphs = watched
+    model.store.clear()
     for prompt in PROMPTS[:2]:
         join(batch, prompt)
     for _ in range(STEPS):

@@ -11,7 +11,7 @@ from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
-from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
+from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount"}
@@ -46,16 +46,16 @@ def test_a_captured_piece_has_no_operation_that_waits_for_the_device(position_mo
         batch.read(batch.add(), ids)
 
     def note(graphs, key, work, keep=()):
-        with forced("triton"), counting_launches() as found:
+        with force_implementation("triton"), counting_launches() as found:
             result = work()
         pieces.setdefault(key[0], set()).update(found.names)
         return result
 
     monkeypatch.setattr(Graphs, "run", note)
     for _ in range(3):
-        batch.choose()
-        batch.begin()
-        assert not batch.follow(batch.ids())
+        batch.choose_ids()
+        batch.start_body()
+        assert not batch.update_codebooks(batch.wait_for_ids())
     assert set(pieces) == {"head", "body", "encode", "install"}
     for piece, names in pieces.items():
         assert not names & (WAITS | COPIES), piece

@@ -13,10 +13,10 @@ from mlx_lm import sample_utils
 torch = pytest.importorskip("torch", reason="not installed: torch")
 
 from mlx_zip.codec import Codebook, CodecParams, compress  # noqa: E402
-from mlx_zip.cuda.sampling import BasePenalties, Draws  # noqa: E402
+from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler  # noqa: E402
 from mlx_zip.engine.mlx import served as mlx_served  # noqa: E402
 from mlx_zip.sampling.options import Sampling  # noqa: E402
-from mlx_zip.sampling.processors import BasePenalties as MlxPenalties  # noqa: E402
+from mlx_zip.sampling.processors import BaseTokenPenalties as MlxPenalties  # noqa: E402
 from mlx_zip.sampling.processors import make_processors, make_sampler  # noqa: E402
 from support import tiny  # noqa: E402
 
@@ -46,7 +46,7 @@ def some_logprobs(seed=1, sharpness=2.0):
 def test_the_kept_ids_and_their_probabilities_are_those_of_the_mlx_sampler(name, seed, temp):
     options, logprobs = Sampling(temp=temp, seed=1, **RULES[name]), some_logprobs(seed)
     expected = np.array(mlx_served.Draws(options, SPECIAL)._leave_out_unlikely(mx.array(logprobs)))
-    got = Draws(options, SPECIAL, CPU).cut(torch.from_numpy(logprobs)).numpy()
+    got = RequestSampler(options, SPECIAL, CPU).filter_logprobs(torch.from_numpy(logprobs)).numpy()
     assert np.array_equal(np.isneginf(got), np.isneginf(expected))
     assert np.array_equal(got, expected)
     assert name == "nothing" or np.isneginf(got).sum() > 50
@@ -70,7 +70,7 @@ OPTIONS = st.fixed_dictionaries(
 @given(OPTIONS, st.integers(0, 50), st.floats(0.3, 4))
 def test_whatever_the_options_each_id_has_the_probability_that_mlx_lm_gives_it(chosen, seed, sharpness):
     options, logprobs = Sampling(seed=1, **chosen), some_logprobs(seed, sharpness)
-    got = Draws(options, SPECIAL, CPU).cut(torch.from_numpy(logprobs))
+    got = RequestSampler(options, SPECIAL, CPU).filter_logprobs(torch.from_numpy(logprobs))
     probabilities = (got / options.temp).softmax(1).numpy()
     drawn = []
     with pytest.MonkeyPatch.context() as patch:  # what mlx-lm draws from, after its filters
@@ -83,14 +83,14 @@ def test_whatever_the_options_each_id_has_the_probability_that_mlx_lm_gives_it(c
 
 def test_xtc_leaves_all_ids_as_often_as_its_probability_says():
     options = Sampling(temp=1.0, seed=5, xtc_probability=0.3, xtc_threshold=0.02)
-    draws, logprobs = Draws(options, [], CPU), torch.from_numpy(some_logprobs())
-    cut = sum(bool((draws.cut(logprobs) != logprobs).any()) for _ in range(1000))
+    draws, logprobs = RequestSampler(options, [], CPU), torch.from_numpy(some_logprobs())
+    cut = sum(bool((draws.filter_logprobs(logprobs) != logprobs).any()) for _ in range(1000))
     assert 240 < cut < 360
 
 
 def test_ids_are_drawn_with_the_probabilities_that_the_temperature_gives():
     logprobs = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]]).log()
-    draws, n = Draws(Sampling(temp=0.5, seed=3), [], CPU), 6000
+    draws, n = RequestSampler(Sampling(temp=0.5, seed=3), [], CPU), 6000
     counts = collections.Counter(int(draws(logprobs)) for _ in range(n))
     wanted = (2 * logprobs[0]).softmax(0)
     for one, probability in enumerate(wanted.tolist()):
@@ -100,9 +100,12 @@ def test_ids_are_drawn_with_the_probabilities_that_the_temperature_gives():
 
 def test_a_seed_gives_the_same_ids_whatever_other_requests_draw_in_between():
     logprobs = torch.from_numpy(some_logprobs())
-    alone, other = Draws(Sampling(temp=1.0, seed=2**64 - 1), [], CPU), Draws(Sampling(temp=1.0, seed=4), [], CPU)
+    alone, other = (
+        RequestSampler(Sampling(temp=1.0, seed=2**64 - 1), [], CPU),
+        RequestSampler(Sampling(temp=1.0, seed=4), [], CPU),
+    )
     expected = [int(alone(logprobs)) for _ in range(20)]
-    mixed = Draws(Sampling(temp=1.0, seed=2**64 - 1), [], CPU)
+    mixed = RequestSampler(Sampling(temp=1.0, seed=2**64 - 1), [], CPU)
     got = [(int(mixed(logprobs)), int(other(logprobs)))[0] for _ in range(20)]
     assert got == expected
     assert len(set(expected)) > 5
@@ -110,18 +113,18 @@ def test_a_seed_gives_the_same_ids_whatever_other_requests_draw_in_between():
 
 def test_random_numbers_go_on_from_a_kept_state_unless_there_is_a_seed():
     logprobs = torch.from_numpy(some_logprobs())
-    first = Draws(Sampling(temp=1.0, seed=9), [], CPU)
+    first = RequestSampler(Sampling(temp=1.0, seed=9), [], CPU)
     ids = [int(first(logprobs)) for _ in range(20)]
-    again = Draws(Sampling(temp=1.0, seed=9), [], CPU)
+    again = RequestSampler(Sampling(temp=1.0, seed=9), [], CPU)
     assert [int(again(logprobs)) for _ in range(10)] == ids[:10]
-    later = Draws(Sampling(temp=1.0), [], CPU, again.state)
+    later = RequestSampler(Sampling(temp=1.0), [], CPU, again.state)
     assert [int(later(logprobs)) for _ in range(10)] == ids[10:]
-    assert int(Draws(Sampling(temp=1.0, seed=9), [], CPU, again.state)(logprobs)) == ids[0]
-    assert 0 <= int(Draws(Sampling(temp=1.0), [], CPU, torch.zeros(3, dtype=torch.uint8))(logprobs)) < WIDTH
+    assert int(RequestSampler(Sampling(temp=1.0, seed=9), [], CPU, again.state)(logprobs)) == ids[0]
+    assert 0 <= int(RequestSampler(Sampling(temp=1.0), [], CPU, torch.zeros(3, dtype=torch.uint8))(logprobs)) < WIDTH
 
 
 def test_without_a_temperature_the_lowest_of_the_best_ids_is_chosen():
-    assert int(Draws(Sampling(), [], CPU)(torch.tensor([[0.0, 2.0, 1.0, 2.0]]))) == 1
+    assert int(RequestSampler(Sampling(), [], CPU)(torch.tensor([[0.0, 2.0, 1.0, 2.0]]))) == 1
 
 
 class State:
@@ -143,7 +146,7 @@ def test_penalties_of_base_ids_and_hypertokens_are_those_of_mlx(name):
     params, options = tiny.tiny_model().config.codec_params, Sampling(**PENALTIES[name])
     book, logits = Codebook(params), np.random.default_rng(3).normal(0, 3, (1, 48 + 64)).astype(np.float32)
     state: Any = State(book)
-    ours, theirs = BasePenalties(options, state, 0), MlxPenalties(options, state, 0)
+    ours, theirs = BaseTokenPenalties(options, state, 0), MlxPenalties(options, state, 0)
     for step, one in enumerate(compress(params, tiny.base_ids(80))[0]):
         book.push([one])
         if step % 7 == 0:
@@ -160,7 +163,7 @@ def test_penalties_of_a_model_without_hypertokens_are_those_of_mlx_lm(name):
     ids = tiny.base_ids(80)
     book = Codebook(CodecParams(48, 0, 1))
     book.push(ids)
-    ours = BasePenalties(options, State(book), 0)(torch.from_numpy(logits))  # type: ignore[arg-type]
+    ours = BaseTokenPenalties(options, State(book), 0)(torch.from_numpy(logits))  # type: ignore[arg-type]
     expected = mx.array(logits)
     for processor in make_processors(options, 48, None):
         expected = processor(mx.array(ids), expected)
@@ -169,7 +172,7 @@ def test_penalties_of_a_model_without_hypertokens_are_those_of_mlx_lm(name):
 
 def test_penalties_that_apply_to_no_id_yet_leave_the_logits_as_they_are():
     state, logits = State(Codebook(CodecParams(48, 0, 1))), torch.zeros(1, 48)
-    penalties = BasePenalties(Sampling(repetition_penalty=1.7), state, 0)  # type: ignore[arg-type]
+    penalties = BaseTokenPenalties(Sampling(repetition_penalty=1.7), state, 0)  # type: ignore[arg-type]
     assert penalties(logits) is logits
     state.books[0].push([7])
     assert penalties(logits - 1)[0].tolist() == [-1.0] * 7 + [pytest.approx(-1.7)] + [-1.0] * 40

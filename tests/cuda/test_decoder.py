@@ -55,23 +55,23 @@ class Reader:
         self.decoder = (Decoder if folder.kernels else CpuDecoder)(folder)
         self.table = dense(folder.tensors["model.embed_tokens.weight"]).to(folder.dtype)
         self.head = self.table if folder.decoder.tied else dense(folder.tensors["lm_head.weight"]).to(folder.dtype)
-        self.kv, self.on_cpu = self.decoder.make_kv(1, capacity), not folder.kernels
+        self.kv, self.on_cpu = self.decoder.make_kv_cache(1, capacity), not folder.kernels
         self.log: list[int] = []
 
     def __call__(self, ids: Sequence[int]) -> np.ndarray:
         """Returns base logits [L, V] of the next ids; one id is a step."""
         begin, self.log = len(self.log), [*self.log, *ids]
-        which = self.decoder.rope.which(len(self.log) - 1)
-        if which != int(self.kv.which[0]):  # LongRoPE: the sequence is read again
-            self.kv.trim(0, 0)
-            self.kv.which[0] = which
+        which = self.decoder.rope.frequency_set(len(self.log) - 1)
+        if which != int(self.kv.frequency_set[0]):  # LongRoPE: the sequence is read again
+            self.kv.trim_row(0, 0)
+            self.kv.frequency_set[0] = which
             return self._read(0)[begin:]
         return self._step() if len(ids) == 1 else self._read(begin)
 
     def _read(self, begin: int) -> np.ndarray:
         at, end = torch.arange(begin, len(self.log))[None], len(self.log) if self.on_cpu else None
         h = self.table[torch.tensor(self.log[begin:])][None]
-        return self._logits(self.decoder.read(h, at, at, self.kv, end)[0])
+        return self._logits(self.decoder.prefill(h, at, at, self.kv, end)[0])
 
     def _step(self) -> np.ndarray:
         at = torch.tensor([len(self.log) - 1])

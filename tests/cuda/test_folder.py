@@ -17,14 +17,14 @@ mx = pytest.importorskip("mlx.core")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from mlx_zip.cuda import memory  # noqa: E402
+from mlx_zip.cuda import devices  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize, unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import read_folder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.network.decoder_config import DecoderConfig  # noqa: E402
-from mlx_zip.cuda.network.kv import kv_bytes, make_kv  # noqa: E402
-from mlx_zip.cuda.network.linear import Linear, joined  # noqa: E402
+from mlx_zip.cuda.network.kv_cache import kv_cache_bytes, make_kv_cache  # noqa: E402
+from mlx_zip.cuda.network.linear import Linear, join_by_rows  # noqa: E402
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 DOWN = "model.layers.1.mlp.down_proj"
@@ -85,9 +85,9 @@ def test_a_folder_is_read_in_the_dtype_that_is_asked_for(name, packed_folder):
 
 def run(decoder: Decoder) -> torch.Tensor:
     """Returns the output of two ids that are read and one that is stepped."""
-    kv, h = decoder.make_kv(1, 8), torch.ones((1, 2, decoder.config.width), dtype=decoder.dtype)
+    kv, h = decoder.make_kv_cache(1, 8), torch.ones((1, 2, decoder.config.width), dtype=decoder.dtype)
     at = torch.arange(2)[None]
-    decoder.read(h, at, at, kv)
+    decoder.prefill(h, at, at, kv)
     out = decoder.step(h[:, 0], torch.tensor([2]), kv)
     assert kv.lengths.tolist() == [3]
     assert out.isfinite().all()
@@ -113,7 +113,7 @@ def test_a_converted_model_s_folder_keeps_embedding_head_and_encoders(tmp_path):
 
 def test_tensors_can_be_left_out(tmp_path):
     path = save(make_model("llama", encoder="attention"), tmp_path / "model")
-    folder = read_folder(path, "cpu", without=("input_encoder.", "output_encoder."))
+    folder = read_folder(path, "cpu", skipped_prefixes=("input_encoder.", "output_encoder."))
     assert not any("encoder" in name for name in folder.tensors)
 
 
@@ -145,7 +145,7 @@ def random_packed(rows: int, bits: int, group: int) -> Packed:
 
 def test_matrices_packed_in_different_ways_are_joined_without_loss():
     parts = [random_packed(3, 4, 64), random_packed(5, 8, 128), random_packed(2, 4, 32)]
-    whole = joined([Linear(parts[0]), Linear(parts[1], torch.arange(5.0)), Linear(parts[2])])
+    whole = join_by_rows([Linear(parts[0]), Linear(parts[1], torch.arange(5.0)), Linear(parts[2])])
     assert isinstance(whole.weight, Packed)
     whole.weight.check()
     assert (whole.weight.bits, whole.weight.group_size) == (8, 32)
@@ -156,7 +156,7 @@ def test_matrices_packed_in_different_ways_are_joined_without_loss():
 
 def test_a_dense_and_a_packed_matrix_are_joined_as_a_dense_one():
     packed, dense = random_packed(3, 4, 64), torch.rand(2, 128)
-    whole = joined([Linear(packed), Linear(dense)])
+    whole = join_by_rows([Linear(packed), Linear(dense)])
     assert isinstance(whole.weight, torch.Tensor)
     assert torch.equal(whole.weight, torch.cat([unpack(packed, torch.float32), dense]))
 
@@ -330,8 +330,8 @@ def test_a_machine_without_a_card_says_so():
     if torch.cuda.is_available():
         pytest.skip("a card is here")
     with pytest.raises(ModelError, match=r"^device cuda: no usable CUDA card here: "):
-        memory.find_device("cuda")
-    assert memory.find_device() == torch.device("cpu")
+        devices.find_device("cuda")
+    assert devices.find_device() == torch.device("cpu")
 
 
 def test_an_old_driver_is_named_in_one_line(monkeypatch):
@@ -342,32 +342,32 @@ def test_an_old_driver_is_named_in_one_line(monkeypatch):
     with pytest.raises(
         ModelError, match=r"^device cuda:0: no usable CUDA card here: The NVIDIA driver .* \(found version 1\).$"
     ):
-        memory.find_device("cuda:0")
+        devices.find_device("cuda:0")
 
 
 def test_a_card_needs_triton(monkeypatch):
-    monkeypatch.setattr(memory, "has_triton", lambda: False)
+    monkeypatch.setattr(devices, "has_triton", lambda: False)
     with pytest.raises(ModelError, match=r"^device cuda:0: triton is not installed: pip install 'mlx-zip\[cuda\]'$"):
-        memory.find_device("cuda:0")
-    assert memory.find_device("cpu") == torch.device("cpu")
+        devices.find_device("cuda:0")
+    assert devices.find_device("cpu") == torch.device("cpu")
 
 
 def test_bfloat16_on_a_card_without_it_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ModelError, match=r"device cuda has compute capability 7.5; bfloat16 needs 8.0"):
-        memory.check_dtype(torch.bfloat16, torch.device("cuda"))
-    memory.check_dtype(torch.float16, torch.device("cuda"))
-    memory.check_dtype(torch.bfloat16, torch.device("cpu"))
+        devices.raise_if_dtype_unsupported(torch.bfloat16, torch.device("cuda"))
+    devices.raise_if_dtype_unsupported(torch.float16, torch.device("cuda"))
+    devices.raise_if_dtype_unsupported(torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:x"])
 def test_a_device_that_is_not_supported_is_named(name):
     with pytest.raises(ModelError, match=f"^device '{name}'"):
-        memory.find_device(name)
+        devices.find_device(name)
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 1000)
     monkeypatch.setattr("mlx_zip.cuda.network.checkpoint._read_tensors", lambda *_: pytest.fail("tensors were read"))
     whole = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
     layers = sum(v.numel() for n, v in load_file(folder / "model.safetensors").items() if ".layers." in n)
@@ -377,7 +377,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder, monkeypa
 
 
 def test_packed_weights_are_counted_as_they_are_stored(packed_folder, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 1000)
     tensors = load_file(packed_folder / "model.safetensors")
     bytes_of = {name: value.numel() * (4 if value.dtype == torch.uint32 else 2) for name, value in tensors.items()}
     needed = sum(bytes_of.values()) + sum(n for name, n in bytes_of.items() if "model.layers." in name) // 2
@@ -387,10 +387,10 @@ def test_packed_weights_are_counted_as_they_are_stored(packed_folder, monkeypatc
 def test_caches_that_do_not_fit_are_refused(folder, monkeypatch):
     config, device = DecoderConfig.from_dict(json.loads((folder / "config.json").read_text())), torch.device("cpu")
     needed = 2 * 2 * 3 * 2 * 100 * 16 * 2  # keys and values, layers, sequences, heads, ids, columns, bytes
-    assert kv_bytes(config, 3, 100, torch.bfloat16) == needed
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    assert kv_cache_bytes(config, 3, 100, torch.bfloat16) == needed
+    monkeypatch.setattr(devices, "free_bytes", lambda device: needed - 1)
     expected = f"KV caches of 3 x 100 ids: {needed} bytes needed on cpu, {needed - 1} bytes are free"
     with pytest.raises(ModelError, match=expected):
-        make_kv(config, 3, 100, torch.bfloat16, device)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
-    assert make_kv(config, 3, 100, torch.bfloat16, device).capacity == 100
+        make_kv_cache(config, 3, 100, torch.bfloat16, device)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: needed)
+    assert make_kv_cache(config, 3, 100, torch.bfloat16, device).capacity == 100

@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mlx_zip.cuda.batch import Seats
+from mlx_zip.cuda.batch import RowHandles
 from mlx_zip.cuda.group import CudaGroup
 from mlx_zip.errors import CodecError
 
 
 class Batch:
-    """Notes what is asked of a batch. errors: what `follow` returns, by row. rows: names of the sequences."""
+    """Notes what is asked of a batch. errors: what `update_codebooks` returns, by row. rows: names of the sequences."""
 
     def __init__(self) -> None:
         self.rows: list[str] = []
@@ -34,13 +34,13 @@ class Batch:
     def book(self, row: int) -> Any:
         return SimpleNamespace(mark=lambda: 9)
 
-    def room(self, row: int) -> int:
+    def room_left(self, row: int) -> int:
         return 50
 
-    def ids(self) -> list[int]:
+    def wait_for_ids(self) -> list[int]:
         return [7] * len(self.rows)
 
-    def follow(self, ids: list[int]) -> dict[int, Exception]:
+    def update_codebooks(self, ids: list[int]) -> dict[int, Exception]:
         return self.errors
 
     def snapshot(self, row: int) -> str:
@@ -49,18 +49,18 @@ class Batch:
     def trim(self, row: int, length: int) -> None:
         self.calls.append(("trim", self.rows[row], length))
 
-    def choose(self, chooser: object) -> None:
-        self.calls.append(("choose", *self.rows))
+    def choose_ids(self, chooser: object) -> None:
+        self.calls.append(("choose_ids", *self.rows))
 
-    def begin(self) -> None:
+    def start_body(self) -> None:
         pass
 
 
 class Request:
     """A request that goes on until it is told otherwise. fails: what counting its id raises."""
 
-    def __init__(self, seats: Seats, name: str, fails: Exception | None = None) -> None:
-        self.cache, self.fails = seats.add(name), fails
+    def __init__(self, row_handles: RowHandles, name: str, fails: Exception | None = None) -> None:
+        self.cache, self.fails = row_handles.add(name), fails
         self.handle = SimpleNamespace(cancelled=False)
         self.submission = SimpleNamespace(constraint=None, top_logprobs=None)
         self.draws, self.penalties, self.canonical = SimpleNamespace(greedy=True), [], None
@@ -74,90 +74,90 @@ class Request:
 
 
 @pytest.fixture
-def seats() -> Any:
-    return Seats(Batch())  # type: ignore[arg-type]
+def row_handles() -> Any:
+    return RowHandles(Batch())  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def group(seats):
-    return CudaGroup(seats, 0)
+def group(row_handles):
+    return CudaGroup(row_handles, 0)
 
 
-def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_prompt(seats, group):
-    first, late = Request(seats, "first"), Request(seats, "late")
+def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_prompt(row_handles, group):
+    first, late = Request(row_handles, "first"), Request(row_handles, "late")
     group.take_in(first)
     group.take_in(late)  # in the middle of the first one's step
     late.handle.cancelled = True
     group.read()
     assert group.settle() == [late]
     assert (late.reason, late.cache.snapshot) == ("cancelled", "snapshot of late")
-    assert [call for call in seats.batch.calls if call[0] == "trim"] == []
-    assert seats.batch.rows == ["first"]
+    assert [call for call in row_handles.batch.calls if call[0] == "trim"] == []
+    assert row_handles.batch.rows == ["first"]
 
 
-def test_a_request_cancelled_in_a_step_is_kept_without_the_id_that_was_not_delivered(seats, group):
-    one = Request(seats, "one")
+def test_a_request_cancelled_in_a_step_is_kept_without_the_id_that_was_not_delivered(row_handles, group):
+    one = Request(row_handles, "one")
     group.take_in(one)
     one.handle.cancelled = True
     group.read()
     assert group.settle() == [one]
-    assert seats.batch.calls[1:] == [("trim", "one", 8)]
+    assert row_handles.batch.calls[1:] == [("trim", "one", 8)]
     assert one.cache.snapshot == "snapshot of one"
 
 
-def test_a_request_whose_id_cannot_be_read_is_kept_as_it_was_before_the_id(seats, group):
-    one, other = Request(seats, "one"), Request(seats, "other")
+def test_a_request_whose_id_cannot_be_read_is_kept_as_it_was_before_the_id(row_handles, group):
+    one, other = Request(row_handles, "one"), Request(row_handles, "other")
     group.take_in(one)
     group.settle()
     group.take_in(other)
-    seats.batch.errors = {0: CodecError("no such id")}
+    row_handles.batch.errors = {0: CodecError("no such id")}
     group.read()
     assert group.settle() == [one]
     assert (str(one.error), one.cache.snapshot) == ("no such id", "snapshot of one")
-    assert [call for call in seats.batch.calls if call[0] == "trim"] == []
-    assert seats.batch.rows == ["other"]
+    assert [call for call in row_handles.batch.calls if call[0] == "trim"] == []
+    assert row_handles.batch.rows == ["other"]
 
 
 @pytest.mark.parametrize("part", ["read", "follow"])
-def test_a_request_that_fails_for_another_reason_is_not_kept(seats, group, part):
-    one = Request(seats, "one", RuntimeError("out of memory") if part == "read" else None)
+def test_a_request_that_fails_for_another_reason_is_not_kept(row_handles, group, part):
+    one = Request(row_handles, "one", RuntimeError("out of memory") if part == "read" else None)
     group.take_in(one)
     if part == "follow":
-        seats.batch.errors = {0: RuntimeError("out of memory")}
+        row_handles.batch.errors = {0: RuntimeError("out of memory")}
     group.read()
     assert group.settle() == [one]
     assert (str(one.error), one.whole, one.cache.snapshot) == ("out of memory", False, None)
-    assert seats.batch.rows == []
+    assert row_handles.batch.rows == []
 
 
-def test_a_request_of_which_no_snapshot_can_be_taken_is_not_kept_from_another_row(seats, group):
-    requests = [Request(seats, name) for name in ("one", "other")]
+def test_a_request_of_which_no_snapshot_can_be_taken_is_not_kept_from_another_row(row_handles, group):
+    requests = [Request(row_handles, name) for name in ("one", "other")]
     for request in requests:
         group.take_in(request)
     group.settle()
     group.launch()
     requests[0].handle.cancelled = True
-    seats.batch.snapshot = lambda row: [][row]
+    row_handles.batch.snapshot = lambda row: [][row]
     group.read()
     assert group.settle() == requests[:1]
     assert (requests[0].whole, requests[0].cache.row, requests[1].whole) == (False, -1, True)
 
 
-def test_a_step_that_fails_gives_all_rows_back(seats, group):
-    requests = [Request(seats, name) for name in ("a", "b")]
+def test_a_step_that_fails_gives_all_rows_back(row_handles, group):
+    requests = [Request(row_handles, name) for name in ("a", "b")]
     for request in requests:
         group.take_in(request)
     group.drop()
-    assert (seats.batch.rows, group.requests, [request.cache.row for request in requests]) == ([], [], [-1, -1])
+    assert (row_handles.batch.rows, group.requests, [request.cache.row for request in requests]) == ([], [], [-1, -1])
 
 
-def test_a_seat_that_is_left_twice_in_the_middle_of_a_step_gives_up_one_row(seats):
-    one, other = seats.add("one"), seats.add("other")
-    seats.chosen = True
+def test_a_row_that_is_released_twice_in_the_middle_of_a_step_is_given_up_once(row_handles):
+    one, other = row_handles.add("one"), row_handles.add("other")
+    row_handles.rows_locked = True
     for _ in range(2):
-        seats.leave(one)
-    assert seats.batch.rows == ["one", "other"]
-    seats.followed()
-    assert (seats.batch.rows, one.row, other.row) == (["other"], -1, 0)
-    seats.leave(one)
-    assert seats.batch.rows == ["other"]
+        row_handles.release(one)
+    assert row_handles.batch.rows == ["one", "other"]
+    row_handles.release_postponed()
+    assert (row_handles.batch.rows, one.row, other.row) == (["other"], -1, 0)
+    row_handles.release(one)
+    assert row_handles.batch.rows == ["other"]

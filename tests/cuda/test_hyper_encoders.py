@@ -102,14 +102,14 @@ def test_the_store_encodes_each_entry_once_and_forgets_the_least_recently_used()
     many = np.arange(700 * MERGE, dtype=np.uint32).reshape(700, MERGE)
     lengths = np.full(700, MERGE)
     for part in (slice(0, 9), slice(0, 9), slice(5, 12)):
-        rows = store.rows(many[part], lengths[part], counting(calls))
+        rows = store.find_or_encode(many[part], lengths[part], counting(calls))
         assert rows[:, 1, 3].tolist() == (many[part].sum(1) + 100.0 * MERGE).tolist()
     assert calls == [9, 3]
-    rows = store.rows(many, lengths, counting(calls))  # more than the store holds
+    rows = store.find_or_encode(many, lengths, counting(calls))  # more than the store holds
     assert rows[:, 0, 0].tolist() == (many.sum(1) + 100.0 * MERGE).tolist()
     assert len(store) == store.places == 512
-    assert store.find([many[699].tobytes()])[1] == []
-    assert store.find([many[100].tobytes()])[1] == [0]
+    assert store.find_or_claim_places([many[699].tobytes()])[1] == []
+    assert store.find_or_claim_places([many[100].tobytes()])[1] == [0]
 
 
 def test_rows_that_could_not_be_encoded_are_not_in_the_store():
@@ -119,16 +119,19 @@ def test_rows_that_could_not_be_encoded_are_not_in_the_store():
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        store.rows(ids, lengths, fails)
+        store.find_or_encode(ids, lengths, fails)
     calls: list[int] = []
-    store.rows(ids, lengths, counting(calls))
+    store.find_or_encode(ids, lengths, counting(calls))
     assert calls == [len(ids)]
 
 
 def test_the_row_that_was_used_last_stays_longest():
     store = RowStore(1, 1, torch.float32, torch.device("cpu"), limit=0)
     keys = [bytes([one % 256, one // 256]) for one in range(store.places)]
-    places, _ = store.find(keys)
-    assert store.find(keys[:1]) == (places[:1], [])
-    assert store.find([b"new"]) == (places[1:2], [0])  # in the place of the one that was not asked for again
-    assert store.find([keys[0], keys[1]])[1] == [1]
+    places, _ = store.find_or_claim_places(keys)
+    assert store.find_or_claim_places(keys[:1]) == (places[:1], [])
+    assert store.find_or_claim_places([b"new"]) == (
+        places[1:2],
+        [0],
+    )  # in the place of the one that was not asked for again
+    assert store.find_or_claim_places([keys[0], keys[1]])[1] == [1]

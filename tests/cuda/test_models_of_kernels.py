@@ -19,11 +19,11 @@ from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder  # n
 from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
-from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
+from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.network.frequencies import LONG  # noqa: E402
-from mlx_zip.cuda.network.kv import KV  # noqa: E402
+from mlx_zip.cuda.network.kv_cache import KVCache  # noqa: E402
 from support.slow_cases import slow_but  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -74,7 +74,7 @@ def folder_of(family: str, device: str | torch.device, bits: int | None, dtype: 
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     """Runs kernels on the device; on a card they are the default."""
-    with nullcontext() if ON_GPU else forced("triton"):
+    with nullcontext() if ON_GPU else force_implementation("triton"):
         yield
 
 
@@ -88,14 +88,14 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def outputs(decoder: Decoder, device: torch.device, graph: bool) -> torch.Tensor:
     """Returns outputs [2, 9, D]: two sequences that are read in two calls, and then take three steps together."""
-    kv, width = decoder.make_kv(2, 80), decoder.config.width
+    kv, width = decoder.make_kv_cache(2, 80), decoder.config.width
     h = torch.randn((2, 9, width), generator=torch.Generator().manual_seed(1)).to(device, decoder.dtype)
     if decoder.rope.long_from is not None:
-        kv.which[1] = LONG
+        kv.frequency_set[1] = LONG
     found = []
     for row, begin, end in ((0, 0, 6), (1, 0, 2), (1, 2, 6)):
         at = torch.arange(begin, end, device=device)[None]
-        found.append(decoder.read(h[row : row + 1, begin:end], at, at, kv.rows(row, row + 1))[0])
+        found.append(decoder.prefill(h[row : row + 1, begin:end], at, at, kv.slice_rows(row, row + 1))[0])
     read = torch.cat(found).view(2, 6, width)
     x, at = (
         torch.empty((2, width), device=device, dtype=decoder.dtype),
@@ -112,7 +112,7 @@ def outputs(decoder: Decoder, device: torch.device, graph: bool) -> torch.Tensor
 class Replayed:
     """A decoder's step, captured in a CUDA graph at the first call and then replayed."""
 
-    def __init__(self, decoder: Decoder, x: torch.Tensor, at: torch.Tensor, kv: KV) -> None:
+    def __init__(self, decoder: Decoder, x: torch.Tensor, at: torch.Tensor, kv: KVCache) -> None:
         self.work, self.graphs, self.kv = (lambda: decoder.step(x, at, kv)), Graphs(DEVICE), kv
 
     def __call__(self) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Replayed:
 
 @pytest.mark.parametrize(("family", "bits"), slow_but(CASES, ("mistral", 8)))
 def test_a_decoder_of_kernels_computes_what_references_do(family, bits):
-    with forced("reference"):
+    with force_implementation("reference"):
         wanted = outputs(Decoder(folder_of(family, "cpu", bits, torch.float32)), torch.device("cpu"), graph=False)
     found = outputs(Decoder(folder_of(family, DEVICE, bits, torch.float32)), DEVICE, graph=True)
     assert relative(found, wanted) < 1e-4
@@ -130,7 +130,7 @@ def test_a_decoder_of_kernels_computes_what_references_do(family, bits):
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "dtype"), [(None, torch.bfloat16), (4, torch.bfloat16), (8, torch.float16)])
 def test_a_decoder_of_kernels_in_half_the_precision_is_near_the_references(bits, dtype):
-    with forced("reference"):
+    with force_implementation("reference"):
         wanted = outputs(Decoder(folder_of("qwen3", "cpu", bits, dtype)), torch.device("cpu"), graph=False)
     found = outputs(Decoder(folder_of("qwen3", DEVICE, bits, dtype)), DEVICE, graph=True)
     assert relative(found, wanted) < (2e-2 if dtype == torch.bfloat16 else 3e-3)
@@ -150,7 +150,7 @@ def emitted(family: str, device: str | torch.device, bits: int | None, count: in
 @pytest.mark.parametrize(("family", "bits"), slow_but([("llama", None), ("qwen3", 4), ("phi3", 8)], ("llama", None)))
 def test_a_model_of_kernels_writes_the_ids_that_references_write(family, bits):
     count = 60 if ON_GPU else 3
-    with forced("reference"):
+    with force_implementation("reference"):
         wanted = emitted(family, "cpu", bits, count)
     assert emitted(family, DEVICE, bits, count) == wanted
 
@@ -166,10 +166,10 @@ def test_several_sequences_on_kernels_write_what_each_writes_alone():
             batch.read(batch.add(), prompt)
         found = []
         for _ in range(steps):
-            batch.choose()
-            batch.begin()
-            found.append(batch.ids())
-            assert not batch.follow(found[-1])
+            batch.choose_ids()
+            batch.start_body()
+            found.append(batch.wait_for_ids())
+            assert not batch.update_codebooks(found[-1])
         return [list(one) for one in zip(*found, strict=True)]
 
     assert written(prompts) == [written([prompt])[0] for prompt in prompts]

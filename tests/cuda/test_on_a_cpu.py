@@ -12,9 +12,17 @@ from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
 from mlx_zip.cuda.network import linear  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import cpu_head  # noqa: E402
-from mlx_zip.cuda.network.linear import LARGEST, Half, Linear, has_half, joined, kept, multiplies_bfloat16  # noqa: E402
+from mlx_zip.cuda.network.linear import (  # noqa: E402
+    HALF_LARGEST,
+    HalfMatrix,
+    Linear,
+    cpu_weight,
+    has_half_products,
+    join_by_rows,
+    multiplies_bfloat16,
+)
 
-with_half = pytest.mark.skipif(not has_half(), reason="PyTorch has no FBGEMM here")
+with_half = pytest.mark.skipif(not has_half_products(), reason="PyTorch has no FBGEMM here")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -32,50 +40,50 @@ def packed(scales: torch.dtype) -> Packed:
 def test_a_matrix_in_float16_is_multiplied_in_float32(count, biased):
     matrix, x, bias = random(33, 70), random(count, 70, seed=1), random(33, seed=2) if biased else None
     expected = x.double() @ matrix.half().double().T + (0 if bias is None else bias)
-    torch.testing.assert_close(Half(matrix, bias)(x), expected.float(), atol=1e-5, rtol=1e-5)
-    assert (Half(matrix, bias).shape, Half(matrix, bias).nbytes) == ((33, 70), 33 * 70 * 2)
+    torch.testing.assert_close(HalfMatrix(matrix, bias)(x), expected.float(), atol=1e-5, rtol=1e-5)
+    assert (HalfMatrix(matrix, bias).shape, HalfMatrix(matrix, bias).nbytes) == ((33, 70), 33 * 70 * 2)
 
 
 @with_half
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_matrix_that_its_folder_has_in_16_bits_is_kept_in_16(dtype):
-    weight, bias = kept(random(8, 64).to(dtype), random(8), torch.float32)
-    assert isinstance(weight, Half)
+    weight, bias = cpu_weight(random(8, 64).to(dtype), random(8), torch.float32)
+    assert isinstance(weight, HalfMatrix)
     assert bias is None
 
 
 @with_half
 def test_a_matrix_in_float32_is_kept_in_16_bits_if_it_loses_nothing():
     exact = random(8, 64)
-    weight, _ = kept(exact, None, torch.float32)
+    weight, _ = cpu_weight(exact, None, torch.float32)
     assert isinstance(weight, torch.Tensor)
     assert torch.equal(weight, exact)
-    assert isinstance(kept(exact.bfloat16().float(), None, torch.float32)[0], Half)
+    assert isinstance(cpu_weight(exact.bfloat16().float(), None, torch.float32)[0], HalfMatrix)
     tiny = torch.full((8, 64), 1.01 * 2.0**-20)  # below float16's normal range
-    assert isinstance(kept(tiny, None, torch.float32)[0], Half)
+    assert isinstance(cpu_weight(tiny, None, torch.float32)[0], HalfMatrix)
 
 
 @with_half
 def test_a_packed_matrix_is_unpacked_in_as_many_bits_as_its_scales_have():
-    assert isinstance(kept(packed(torch.float16), None, torch.float32)[0], Half)
-    weight, _ = kept(packed(torch.float32), None, torch.float32)
+    assert isinstance(cpu_weight(packed(torch.float16), None, torch.float32)[0], HalfMatrix)
+    weight, _ = cpu_weight(packed(torch.float32), None, torch.float32)
     torch.testing.assert_close(weight, dequantize(packed(torch.float32)), atol=4e-6, rtol=0)  # float16 is 1e-3 off
 
 
 def test_numbers_beyond_float16_stay_as_they_are():
-    large = torch.full((2, 32), 2 * LARGEST).bfloat16()
-    weight, _ = kept(large, None, torch.float32)
+    large = torch.full((2, 32), 2 * HALF_LARGEST).bfloat16()
+    weight, _ = cpu_weight(large, None, torch.float32)
     assert torch.equal(weight, large.float())
-    assert kept(torch.zeros((0, 32)), None, torch.float32)[0].shape == (0, 32)
+    assert cpu_weight(torch.zeros((0, 32)), None, torch.float32)[0].shape == (0, 32)
 
 
 def test_where_pytorch_cannot_multiply_float16_or_bfloat16_is_asked_for_a_matrix_is_dense(monkeypatch):
     bias = random(8)
-    assert kept(random(8, 64).bfloat16(), bias, torch.bfloat16)[0].dtype == torch.bfloat16
-    monkeypatch.setattr(linear, "has_half", lambda: False)
-    weight, rest = kept(random(8, 64).bfloat16(), bias, torch.float32)
+    assert cpu_weight(random(8, 64).bfloat16(), bias, torch.bfloat16)[0].dtype == torch.bfloat16
+    monkeypatch.setattr(linear, "has_half_products", lambda: False)
+    weight, rest = cpu_weight(random(8, 64).bfloat16(), bias, torch.float32)
     assert (weight.dtype, rest) == (torch.float32, bias)
-    whole = joined([Linear(random(8, 64)), Linear(random(4, 64))]).keep(torch.float32)
+    whole = join_by_rows([Linear(random(8, 64)), Linear(random(4, 64))]).prepared_for_cpu(torch.float32)
     assert whole(random(1, 64)).shape == (1, 12)
 
 
@@ -107,7 +115,7 @@ def test_the_head_gives_what_the_reference_gives(count, slots):
         installed[row, : max(0, slots - row)] = True
     rows[~installed] = torch.nan
     expected = joint_head(h, matrix, rows, installed, boundary, True)
-    scores = Linear(matrix).keep(torch.float32)
+    scores = Linear(matrix).prepared_for_cpu(torch.float32)
     found = cpu_head(h, scores, rows, installed, boundary, True)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
@@ -136,5 +144,5 @@ def test_a_folder_in_16_bits_emits_what_mlx_emits_in_float32(dtype, tmp_path):
     mlx.update(tree_map(lambda one: one.astype(kind).astype(mx.float32), mlx.parameters()))
     model = open_model(save(mlx, tmp_path / "m", dtype=kind), "cpu")
     assert model.dtype == torch.float32
-    assert all(isinstance(layer.qkv.weight, Half) for layer in model.decoder.layers)
+    assert all(isinstance(layer.qkv.weight, HalfMatrix) for layer in model.decoder.layers)
     assert [one for one, _ in islice(generate_greedily(model, prompt, 1000), 50)] == greedy(mlx, prompt, 50)

@@ -24,8 +24,8 @@ from mlx_zip.cuda import model as model_module  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint  # noqa: E402
-from mlx_zip.cuda.network.encoders import Weights, make_encoder  # noqa: E402
-from mlx_zip.cuda.sampling import without  # noqa: E402
+from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder  # noqa: E402
+from mlx_zip.cuda.sampling import exclude_ids  # noqa: E402
 from mlx_zip.cuda.sequence import SequenceState  # noqa: E402
 from mlx_zip.errors import CodecError, ConfigError, DataError, ModelError  # noqa: E402
 from mlx_zip.packs.pack import IN_FOLDER, Pack, save_pack  # noqa: E402
@@ -83,9 +83,9 @@ def test_a_generation_config_that_cannot_be_read_is_named(folder, text):
 
 def test_the_ends_of_generation_config_replace_those_of_config(folder):
     edit(folder, eos_token_id=[4])
-    assert open_model(folder, "cpu")._ends == [4]
+    assert open_model(folder, "cpu")._eos_ids == [4]
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert open_model(folder, "cpu")._ends == [7]
+    assert open_model(folder, "cpu")._eos_ids == [7]
 
 
 def test_a_model_used_without_hypertokens_takes_no_pack(folder):
@@ -107,7 +107,7 @@ def test_rotations_that_differ_between_layers_are_refused(tmp_path):
 def test_an_encoder_that_does_not_exist_is_named():
     config = replace(tiny_model("llama", "averaging").config.encoder, kind="magic")
     with pytest.raises(ConfigError, match="encoder_type 'magic' is not one of attention, averaging"):
-        make_encoder(config, 4, Weights(lambda *_: None, "input_encoder."))
+        make_encoder(config, 4, EncoderWeights(lambda *_: None, "input_encoder."))
 
 
 # ---- named
@@ -117,7 +117,7 @@ def test_a_model_and_its_store_say_what_they_are(folder):
     model = open_model(folder, "cpu")
     assert repr(model) == "<CudaModel m: llama in torch.float32 on cpu>"
     assert model.store is not None
-    model.store.rows(np.array([[5, 6, 2, 2]]), np.array([2]), model.encode)
+    model.store.find_or_encode(np.array([[5, 6, 2, 2]]), np.array([2]), model.encode)
     assert repr(model.store) == f"<RowStore: 1 of {model.store.places} rows>"
 
 
@@ -136,13 +136,13 @@ def test_frequencies_that_a_checkpoint_stores_are_no_part_of_its_fingerprint(fol
 
 
 def test_of_packs_that_requests_name_the_first_is_forgotten_when_there_are_too_many(folder, monkeypatch):
-    monkeypatch.setattr(model_module, "MOST_PACKS", 2)
+    monkeypatch.setattr(model_module, "MAX_KEPT_PACKS", 2)
     model = open_model(folder, "cpu")
     packs = [[[5, one]] for one in (6, 7, 8)]
-    first, second, third = (model.begin_with(pack) for pack in packs)
-    assert model.begin_with(packs[1]) is second
-    assert model.begin_with(packs[2]) is third
-    again = model.begin_with(packs[0])
+    first, second, third = (model.sequence_start(pack) for pack in packs)
+    assert model.sequence_start(packs[1]) is second
+    assert model.sequence_start(packs[2]) is third
+    again = model.sequence_start(packs[0])
     assert again is not first
     assert again.params.start == first.params.start == ((5, 6),)
 
@@ -159,14 +159,14 @@ def pack_of(folder, tokenizer=None):
 
 def test_a_model_begins_with_the_tuned_pack_in_its_folder(folder):
     rows = pack_of(folder)
-    begin = open_model(folder, "cpu").begin
+    begin = open_model(folder, "cpu").default_start
     np.testing.assert_array_equal(begin.rows.numpy(), rows.swapaxes(0, 1))
 
 
 def test_the_tuned_pack_in_a_folder_is_one_of_the_folder_s_tokenizer(folder):
     write_tokenizer(folder, VOCAB)
     pack_of(folder, tokenizer_fingerprint(load_tokenizer(folder)))
-    assert open_model(folder, "cpu").begin.given.entries == ((5, 6),)
+    assert open_model(folder, "cpu").default_start.pack.entries == ((5, 6),)
     pack_of(folder, "0" * 64)
     with pytest.raises(DataError, match=r"was learned with another tokenizer \(000000000000, not "):
         open_model(folder, "cpu")
@@ -177,7 +177,7 @@ def test_the_tuned_pack_in_a_folder_is_one_of_the_folder_s_tokenizer(folder):
 
 def test_an_id_that_cannot_be_read_ends_a_generation_with_its_error(folder, monkeypatch):
     model = open_model(folder, "cpu")
-    monkeypatch.setattr(Batch, "follow", lambda self, ids: {0: CodecError("no such id")})
+    monkeypatch.setattr(Batch, "update_codebooks", lambda self, ids: {0: CodecError("no such id")})
     with pytest.raises(CodecError, match="no such id"):
         list(generate_greedily(model, base_ids(9), 5))
 
@@ -210,10 +210,10 @@ def test_a_packed_shape_reads_its_weights_as_they_are_packed(bits, least):
 
 def test_rows_without_excluded_ids_keep_their_logits():
     logits = torch.randn(2, 5)
-    assert without(logits, logits.logsumexp(1), [[], []], 0) is logits
+    assert exclude_ids(logits, logits.logsumexp(1), [[], []], 0) is logits
 
 
 def test_a_sequence_that_lacks_no_row_has_none_to_make(folder):
-    begin = open_model(folder, "cpu").begin
+    begin = open_model(folder, "cpu").default_start
     parts = SequenceState(begin, Codebook(begin.params)).missing_entries()
     assert [part.shape for part in parts] == [(0,), (0, 4), (0,)]

@@ -22,10 +22,10 @@ from mlx_zip.bench.engines.torch_steps import generate_greedily  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda import transfers  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
-from mlx_zip.cuda.engine import CudaEngine, make_store  # noqa: E402
+from mlx_zip.cuda.devices import PRODUCTS, measure_read_speed  # noqa: E402
+from mlx_zip.cuda.engine import CudaEngine, make_session_store  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
-from mlx_zip.cuda.memory import PRODUCTS, read_speed  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.transfers import Download, Upload  # noqa: E402
 from mlx_zip.engine.options import RunOptions, ServeOptions  # noqa: E402
@@ -187,7 +187,7 @@ def test_graphs_of_two_threads_are_captured_one_after_the_other(card):
 
 def test_the_speed_of_reading_is_measured_by_the_cards_clock(card):
     seconds = 1e-6 * (1 + PRODUCTS)  # the pieces of work between the events
-    assert read_speed(CARD, 50) == pytest.approx(PRODUCTS * 4 * 50**2 / seconds)
+    assert measure_read_speed(CARD, 50) == pytest.approx(PRODUCTS * 4 * 50**2 / seconds)
 
 
 # ---- copies
@@ -203,7 +203,7 @@ def test_uploads_that_follow_at_once_do_not_disturb_each_other(card):
 
 def test_a_download_holds_what_was_there_when_it_began(card):
     download, values = Download(2, CARD), torch.ones(2, dtype=torch.int64, device=CARD)
-    download.begin(values)
+    download.start(values)
     values += 1
     assert download.wait(2) == [1, 1]
 
@@ -260,19 +260,19 @@ def program(model: CudaModel) -> list[list[int]]:
             batch.read(row, compress_next(batch.book(row), np.array(base_ids(10 + 4 * number, number))))
         if number == 6:
             kept.append(batch.snapshot(1))
-            logs.append(batch.log(0).tolist())
+            logs.append(batch.logged_ids(0).tolist())
             batch.remove(0)
         if number == 11:
             batch.trim(1, 8)
             batch.read(1, [5, 6])
         if number == 13:
-            logs.append(batch.log(2).tolist())
+            logs.append(batch.logged_ids(2).tolist())
             batch.remove(2)
             batch.restore(kept[0])
-        batch.choose()
-        batch.begin()
-        assert not batch.follow(batch.ids())
-    return logs + [batch.log(row).tolist() for row in range(len(batch))]
+        batch.choose_ids()
+        batch.start_body()
+        assert not batch.update_codebooks(batch.wait_for_ids())
+    return logs + [batch.logged_ids(row).tolist() for row in range(len(batch))]
 
 
 @pytest.mark.slow
@@ -321,7 +321,10 @@ def answers(folder: Any, device: Any) -> tuple[list[Any], list[float]]:
         {"sampling": {**drawn, "seed": 1}},
         {"sampling": {"temp": 0.8, "seed": 3, **penalties}, "top_logprobs": 2},
     ]
-    options, store = ServeOptions(max_running=2, run=RunOptions()), partial(make_store, options=SessionOptions())
+    options, store = (
+        ServeOptions(max_running=2, run=RunOptions()),
+        partial(make_session_store, options=SessionOptions()),
+    )
     with CudaEngine(lambda: (opened(folder, device), ENDLESS), "tiny", options, store) as engine:
         watches = [ask(engine, base_ids(20, at), max_tokens=16, **one)[1] for at, one in enumerate(asked)]
         found: list[Any] = [watch.wait().ids for watch in watches]

@@ -67,7 +67,7 @@ def test_a_batch_that_is_given_again_captures_nothing_again(tmp_path, captures):
     batch, prompts = Batch(model, 1, 200), [base_ids(30, seed) for seed in range(3)]
     expected = [ours(model, prompt, 40) for prompt in prompts]
     captures.clear()
-    model.store.forget()
+    model.store.clear()
     assert ours(model, prompts[0], 40, batch=batch) == expected[0]
     assert {key[0] for key in captures} == {"head", "body", "encode", "install"}
     captures.clear()
@@ -98,7 +98,7 @@ def test_the_bundled_model_emits_them_in_a_chat_with_rows_that_are_warm(stories)
     messages = [{"role": "user", "content": PROMPTS["story"]}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     expected = greedy(mlx, prompt, 30)
-    model.store.forget()
+    model.store.clear()
     for _ in range(2):
         assert ours(model, prompt, 30) == expected
 
@@ -212,14 +212,14 @@ def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "hypertokens"), [("llama", True), ("phi3", True), ("llama", False)])
 def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_path):
-    from mlx_zip.cuda.kernels.dispatch import forced
+    from mlx_zip.cuda.kernels.dispatch import force_implementation
 
     folder, prompt = save(tiny_model(family, ENCODER), tmp_path / "m"), base_ids(28)
     model = open_model(folder, "cpu", hypertokens=hypertokens, kernels=True)
     expected = ours(model, prompt, 8)
     if model.store is not None:
-        model.store.forget()
-    with forced("triton"):
+        model.store.clear()
+    with force_implementation("triton"):
         assert ours(model, prompt, 8) == expected
 
 

@@ -50,7 +50,7 @@ def test_pinned_memory_is_filled_again_only_after_the_device_has_read_it(calls):
 
 def test_ids_are_read_on_the_host_only_after_their_copy_is_done(calls):
     download = transfers.Download(3, CARD)
-    download.begin(torch.tensor([7, 8]))
+    download.start(torch.tensor([7, 8]))
     assert download.wait(2) == [7, 8]
     assert calls == ["pinned", "record on current", "wait"]
 
@@ -71,7 +71,7 @@ SIZES = [3, 4, 20, 23, 60, 80, 200, 10_000]  # from parts of a row to the whole
 @pytest.mark.parametrize("size", SIZES)
 def test_a_large_tensor_comes_to_the_host_in_pieces(calls, caches, monkeypatch, size):
     monkeypatch.setattr(transfers, "PIECE_BYTES", size)
-    host = transfers.Staging(CARD, caches.nbytes).download(caches)
+    host = transfers.StagingBuffers(CARD, caches.nbytes).download(caches)
     assert torch.equal(host, caches)
     assert host.is_contiguous()
     assert host.data_ptr() != caches.data_ptr()
@@ -88,7 +88,7 @@ def test_a_large_tensor_comes_to_the_device_in_pieces(calls, caches, monkeypatch
     monkeypatch.setattr(transfers, "PIECE_BYTES", size)
     target = torch.zeros(2 * 2 * 3 * 4 * 9 * 2, dtype=torch.bfloat16).view(2, 2, 3, 4, 9, 2)
     calls.clear()
-    transfers.Staging(CARD, caches.nbytes).upload(caches.contiguous(), target[:, :, 2, :, :5])
+    transfers.StagingBuffers(CARD, caches.nbytes).upload(caches.contiguous(), target[:, :, 2, :, :5])
     assert torch.equal(target[:, :, 2, :, :5], caches)
     assert not target[:, :, :2].any()
     assert not target[..., 5:, :].any()
@@ -97,5 +97,5 @@ def test_a_large_tensor_comes_to_the_device_in_pieces(calls, caches, monkeypatch
 
 def test_a_tensor_without_values_is_copied_too(calls):
     none = torch.zeros(0, dtype=torch.float32).view(2, 0, 3)
-    assert transfers.Staging(CARD, 0).download(none).shape == (2, 0, 3)
-    transfers.Staging(CARD, 0).upload(none, none)
+    assert transfers.StagingBuffers(CARD, 0).download(none).shape == (2, 0, 3)
+    transfers.StagingBuffers(CARD, 0).upload(none, none)

@@ -38,8 +38,8 @@ from mlx_zip.cuda.network.decoder import Decoder
 from mlx_zip.cuda.network.checkpoint import read_folder
 
 decoder = Decoder(read_folder("stories", "cpu"))
-kv, at = decoder.make_kv(1, 8), torch.arange(3)[None]
-decoder.read(torch.ones((1, 3, decoder.config.width)), at, at, kv)
+kv, at = decoder.make_kv_cache(1, 8), torch.arange(3)[None]
+decoder.prefill(torch.ones((1, 3, decoder.config.width)), at, at, kv)
 assert decoder.step(torch.ones((1, decoder.config.width)), torch.tensor([3]), kv).isfinite().all()
 assert not [name for name in FORBIDDEN if name in sys.modules]
 print(len(names), "modules")

@@ -58,7 +58,7 @@ def test_requests_with_packs_of_their_own_run_in_one_batch():
     assert found == [7, 5, 5]
 
 
-@pytest.mark.parametrize("part", ["choose", "begin", "ids", "follow"])
+@pytest.mark.parametrize("part", ["choose_ids", "start_body", "wait_for_ids", "update_codebooks"])
 def test_a_step_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(monkeypatch, part):
     from mlx_zip.cuda.batch import Batch
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_cannot_be_read_fails_its_request_only(monkeypatch):
         assert len(made.sessions()) == 2
 
 
-@pytest.mark.parametrize("part", ["choose", "begin"])
+@pytest.mark.parametrize("part", ["choose_ids", "start_body"])
 def test_a_first_id_that_cannot_be_chosen_fails_its_request_and_gives_its_row_back(monkeypatch, part):
     from mlx_zip.cuda.batch import Batch
 
@@ -196,7 +196,7 @@ def test_a_prompt_that_leaves_no_place_for_an_answer_is_refused_and_others_go_on
     from mlx_zip.codec import compress
 
     with engine(**BY_BASE) as made:
-        params, ids = made._scheduler.served.model.begin.params, tiny.base_ids(400, 3)
+        params, ids = made._scheduler.served.model.default_start.params, tiny.base_ids(400, 3)
         prompt = next(ids[:n] for n in range(60, 400) if len(compress(params, ids[:n])[0]) == 60)
         other = ask(made, tiny.base_ids(5), max_tokens=30)[1]
         end = ask(made, prompt)[1].wait().end
@@ -294,15 +294,15 @@ def test_rows_are_given_back_however_requests_end():
             assert isinstance(watch.wait().end, Finished)
             assert other.wait().end.reason == "length"
         made.sessions()
-        assert len(made._scheduler.served.seats.batch) == 0
+        assert len(made._scheduler.served.row_handles.batch) == 0
 
 
 def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch):
-    from mlx_zip.cuda import memory
+    from mlx_zip.cuda import devices
 
     calls = []
-    monkeypatch.setattr(memory, "_measured", {})
-    monkeypatch.setattr(memory, "read_speed", lambda *facts: calls.append(facts) or 1e9)
+    monkeypatch.setattr(devices, "_measured", {})
+    monkeypatch.setattr(devices, "measure_read_speed", lambda *facts: calls.append(facts) or 1e9)
     with engine() as made, made.without_hypertokens("plain") as plain:
         found = made.ceiling()
         assert found == made.ceiling() == plain.ceiling()
@@ -315,16 +315,16 @@ def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch)
 def test_the_bandwidth_is_measured_by_reading_and_not_where_memory_is_short(monkeypatch):
     import torch
 
-    from mlx_zip.cuda import memory
+    from mlx_zip.cuda import devices
 
-    assert memory.read_speed(torch.device("cpu"), 128) > 0
-    calls, products_s = [], memory._products_s
-    monkeypatch.setattr(memory, "_products_s", lambda *both: calls.append(both) or products_s(*both))
-    assert memory.read_speed(torch.device("cpu"), 128, 0.0) > 0
+    assert devices.measure_read_speed(torch.device("cpu"), 128) > 0
+    calls, products_s = [], devices._time_products
+    monkeypatch.setattr(devices, "_time_products", lambda *both: calls.append(both) or products_s(*both))
+    assert devices.measure_read_speed(torch.device("cpu"), 128, 0.0) > 0
     assert len(calls) == 2  # there is no time, but one product is needed after the one that warms up
-    monkeypatch.setattr(memory, "_measured", {})
+    monkeypatch.setattr(devices, "_measured", {})
     with engine() as made:
-        monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * memory.BANDWIDTH_SIDE**2 - 1)
+        monkeypatch.setattr(devices, "free_bytes", lambda device: 4 * devices.BANDWIDTH_SIDE**2 - 1)
         assert made.ceiling() is None
 
 
@@ -352,9 +352,9 @@ def kept_on_disk(folder, prompt, family="llama", **options):
 
 
 def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_being_read_again(tmp_path, monkeypatch):
-    from mlx_zip.cuda.filling import Reader
+    from mlx_zip.cuda.batch import SequenceReader
 
-    whole, begins = Reader._part, []
+    whole, begins = SequenceReader._run_chunk, []
     text = kept_on_disk(tmp_path, tiny.base_ids(80), "phi3")
 
     def noting(self, row, one, begin, end):
@@ -362,7 +362,7 @@ def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_bein
         return whole(self, row, one, begin, end)
 
     with engine("phi3", sessions=SessionOptions(folder=tmp_path)) as made:
-        monkeypatch.setattr(Reader, "_part", noting)
+        monkeypatch.setattr(SequenceReader, "_run_chunk", noting)
         watch = ask(made, [*text, 9, 8, 7], max_tokens=10)[1].wait()
     assert watch.end.counts.cached_tokens > 60
     assert begins[0] > 32
@@ -426,21 +426,21 @@ def converted(tmp_path, **changes):
 def test_a_device_that_the_variable_names_wrongly_and_a_missing_card_are_one_line(monkeypatch):
     import torch
 
-    from mlx_zip.cuda.engine import chosen_device
+    from mlx_zip.cuda.engine import device_from_environment
     from mlx_zip.errors import ConfigError
 
     monkeypatch.setenv("MLX_ZIP_DEVICE", "tpu")
     with pytest.raises(ConfigError, match=r"^MLX_ZIP_DEVICE=tpu: it is one of cpu, gpu$"):
-        chosen_device()
+        device_from_environment()
     monkeypatch.setenv("MLX_ZIP_DEVICE", "cpu")
-    assert {chosen_device(needs_card).type for needs_card in (False, True)} == {"cpu"}
+    assert {device_from_environment(needs_card).type for needs_card in (False, True)} == {"cpu"}
     monkeypatch.setenv("MLX_ZIP_DEVICE", "gpu")
     if torch.cuda.is_available():
         pytest.skip("a card is here")
     refusal = r"no usable CUDA card here: .* \(MLX_ZIP_DEVICE=cpu computes on the CPU\)$"
     with pytest.raises(ModelError, match=refusal):
-        chosen_device()
+        device_from_environment()
     monkeypatch.delenv("MLX_ZIP_DEVICE")
-    assert chosen_device().type == "cpu"
+    assert device_from_environment().type == "cpu"
     with pytest.raises(ModelError, match=refusal):
-        chosen_device(needs_card=True)
+        device_from_environment(needs_card=True)

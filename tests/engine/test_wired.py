@@ -152,7 +152,7 @@ def test_a_device_that_recommends_nothing_is_left_alone(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: pytest.fail("set"))
     memory = WiredMemory(1.0, [])
     memory.hold()
-    assert memory.rest() is None
+    assert memory.free_if_idle() is None
     memory.free()
 
 

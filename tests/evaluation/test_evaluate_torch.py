@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from mlx_zip import cli  # noqa: E402
 from mlx_zip.cuda import scorer  # noqa: E402
-from mlx_zip.cuda.evaluated import EvaluatedModel, load_evaluated  # noqa: E402
+from mlx_zip.cuda.evaluation_model import EvaluatedModel, load_evaluated  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.engine.mlx.scoring import compress_row, score  # noqa: E402
 from mlx_zip.errors import DataError  # noqa: E402

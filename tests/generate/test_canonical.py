@@ -18,14 +18,8 @@ from mlx_zip.engine.mlx.generate import batch_generate, load
 from mlx_zip.engine.mlx.scoring import compress_row, score
 from mlx_zip.errors import ConfigError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.sampling.canonical import (
-    CanonicalDecoding,
-    Followers,
-    excluded_after,
-    unless_most,
-    without,
-    without_in_rows,
-)
+from mlx_zip.sampling.canonical import CanonicalDecoding, exclude_ids, exclude_ids_in_rows, restore_likely_ids
+from mlx_zip.sampling.exclusions import ForbiddenFollowers, find_excluded_ids
 from support import tiny, tiny_text
 from support.checkpoints import write_checkpoint
 from support.converting import convert
@@ -59,7 +53,7 @@ few = st.lists(st.integers(0, 5), min_size=2, max_size=60)
 def test_no_id_of_canonical_text_is_excluded(params, base_ids):
     book = Codebook(params)
     written = book.compress(base_ids)
-    at, excluded = excluded_after(book, written[:-1])
+    at, excluded = find_excluded_ids(book, written[:-1])
     assert [i for i, one in zip(at, excluded, strict=True) if written[i + 1] == one] == []
 
 
@@ -72,7 +66,7 @@ def test_excluded_are_exactly_the_ids_that_would_have_been_merged(params, texts)
         book.push(part)
         written += part.tolist()
         ends.append(len(written) - 1)
-    at, excluded = excluded_after(Codebook(params), np.array(written, np.uint32), ends[:-1])
+    at, excluded = find_excluded_ids(Codebook(params), np.array(written, np.uint32), ends[:-1])
     running, begin = Codebook(params), 0
     before = running.copy()
     for i, one in enumerate(written):
@@ -91,10 +85,10 @@ def test_excluded_are_exactly_the_ids_that_would_have_been_merged(params, texts)
 def test_an_entry_that_is_installed_by_the_id_itself_excludes_nothing_behind_it():
     book = Codebook(CodecParams(10, 8, 3, (0,), 0))
     book.push([5])
-    followers = Followers(book)
+    followers = ForbiddenFollowers(book)
     installed = len(book)
     book.push([5])  # installs 5 5
-    followers.grow(book)
+    followers.add_new_entries(book)
     assert (len(book), followers.excluded((5,), installed)) == (1, [])
     assert set(followers.excluded((5,), len(book))) == {5, 10}
 
@@ -102,8 +96,8 @@ def test_an_entry_that_is_installed_by_the_id_itself_excludes_nothing_behind_it(
 def test_an_id_that_ends_a_part_excludes_nothing():
     book = Codebook(CodecParams(10, 8, 3, (0,), 0))
     ids = np.array([5, 6, 7, 5], np.uint32)
-    assert set(excluded_after(book, ids)[0].tolist()) == {3}
-    assert excluded_after(book, ids, ends=(3,))[0].tolist() == []
+    assert set(find_excluded_ids(book, ids)[0].tolist()) == {3}
+    assert find_excluded_ids(book, ids, ends=(3,))[0].tolist() == []
     assert len(book) == 0
 
 
@@ -116,7 +110,7 @@ def test_the_processor_follows_a_codebook_id_by_id():
             book.push(one)
         logits = only(mx.array([0]), mx.zeros((1, 40)))
         found.append(np.flatnonzero(np.isinf(np.array(logits[0]))).tolist())
-    at, excluded = excluded_after(Codebook(book.params), np.array(read, np.uint32), ends=range(3))
+    at, excluded = find_excluded_ids(Codebook(book.params), np.array(read, np.uint32), ends=range(3))
     assert found == [[], *(sorted(set(excluded[at == i].tolist())) for i in range(3, len(read)))]
     assert any(found)
 
@@ -152,10 +146,10 @@ def test_an_id_stays_where_excluded_ids_hold_most_of_the_probability(logit, stay
 
 def test_after_an_id_that_was_excluded_only_what_it_begins_itself_counts():
     book = Codebook(CodecParams(10, 8, 3, (0,), 0, ((5, 6), (5, 6, 7))))
-    apart, together = excluded_after(book, np.array([5, 6, 4], np.uint32)), np.array([10, 4], np.uint32)
+    apart, together = find_excluded_ids(book, np.array([5, 6, 4], np.uint32)), np.array([10, 4], np.uint32)
     assert {6, 10, 11} & set(apart[1][apart[0] == 0].tolist()) == {6}
     assert 7 not in apart[1][apart[0] == 1]
-    at, excluded = excluded_after(book, together)
+    at, excluded = find_excluded_ids(book, together)
     assert 7 in excluded[at == 0]
 
 
@@ -170,7 +164,7 @@ def test_generated_ids_are_those_of_the_compressor_but_where_the_model_is_set_on
         book = Codebook(model.config.codec_params)
         prompt = book.compress(tiny.base_ids(50))
         book.push(prompt)
-        at, excluded = excluded_after(book, np.array(found, np.uint32))
+        at, excluded = find_excluded_ids(book, np.array(found, np.uint32))
         cache, feed, least = model.make_cache(), prompt.tolist(), 1.0
         for i, one in enumerate(found):
             logits = tiny.last_logits(model, feed, cache).astype(np.float64)
@@ -236,7 +230,7 @@ def test_a_batch_gives_the_same_texts():
 @pytest.mark.parametrize("most", [0.5, 0.002])
 def test_excluded_ids_have_no_probability_and_the_others_share_it(most, monkeypatch):
     """Against one id a call, its logits masked by brute force unless those hold most; at 0.002 some do."""
-    monkeypatch.setattr("mlx_zip.sampling.canonical.MOST", most)
+    monkeypatch.setattr("mlx_zip.sampling.canonical.MAX_EXCLUDED_SHARE", most)
     model, window = canonical_model(), windows(60).windows[0]
     row = compress_row(model, np.array([BOS], np.uint32), window.base_ids)
     book, cache, expected = Codebook(model.config.codec_params), model.make_cache(), []
@@ -353,16 +347,16 @@ def test_excluding_in_few_operations_equals_excluding_plainly(excluded):
         logits = mx.array(rng.normal(0, scale, (1, 13)).astype(np.float32))
         closed = mx.array(logits)
         closed[:, mx.array(sorted(set(excluded)))] = -mx.inf
-        found.append(np.array(without(logits, excluded)))
-        expected.append(np.array(unless_most(closed, logits)))
+        found.append(np.array(exclude_ids(logits, excluded)))
+        expected.append(np.array(restore_likely_ids(closed, logits)))
     np.testing.assert_array_equal(np.stack(found), np.stack(expected))
 
 
 def test_rows_of_a_batch_exclude_what_each_would_alone():
     logits = mx.array(np.random.default_rng(1).normal(0, 2, (4, 13)).astype(np.float32))
     excluded = [[3, 5, 5], [], [2], [0, 1, 4, 6]]
-    together = np.array(without_in_rows(logits, excluded, never=12))
+    together = np.array(exclude_ids_in_rows(logits, excluded, never=12))
     for row, own in enumerate(excluded):
-        alone = without(logits[row : row + 1], own) if own else logits[row : row + 1]
+        alone = exclude_ids(logits[row : row + 1], own) if own else logits[row : row + 1]
         np.testing.assert_array_equal(together[row], np.array(alone)[0])
-    assert without_in_rows(logits, [[], [], [], []], never=12) is logits
+    assert exclude_ids_in_rows(logits, [[], [], [], []], never=12) is logits

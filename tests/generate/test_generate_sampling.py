@@ -12,7 +12,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.rows.zip_state import ZipState
-from mlx_zip.sampling.processors import MOST_BIAS, Sampling, base_ids_only, make_processors, make_sampler
+from mlx_zip.sampling.options import MOST_BIAS, Sampling
+from mlx_zip.sampling.processors import base_ids_only, make_processors, make_sampler
 from support import tiny
 from support.generating import ENDLESS, PROMPT
 from support.slow_cases import slow_but
@@ -42,7 +43,7 @@ def processed(options, state, logits):
 
 
 def by_the_rules(options, base_ids, entries, logits):
-    """The docstring of `BasePenalties`, column by column."""
+    """The docstring of `BaseTokenPenalties`, column by column."""
 
     def last(kind):
         return base_ids[-getattr(options, f"{kind}_context_size") :]
@@ -115,7 +116,7 @@ def test_a_rewound_codebook_takes_its_tokens_out_of_the_context():
 
 
 def plainly(options, book, logits):
-    """`BasePenalties` in its plain form, which computes every column at every call."""
+    """`BaseTokenPenalties` in its plain form, which computes every column at every call."""
     size = book.params.vocab_size
     bias, seen, taken = np.zeros((3, size), np.float32)
     for base_id, value in (options.logit_bias or {}).items():

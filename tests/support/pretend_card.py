@@ -399,7 +399,7 @@ def _patch_interpreter(monkeypatch: Any, card: Card) -> None:
         card.launch(self.fn.__name__, partial(run, self), *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", launched)
-    monkeypatch.setattr(dispatch, "_check_runs", check_runs)
+    monkeypatch.setattr(dispatch, "_raise_unless_triton_runs", check_runs)
 
 
 def _patch_dispatchers(monkeypatch: Any, card: Card) -> None:

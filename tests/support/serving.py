@@ -123,7 +123,7 @@ def _cuda_engine(
     family: str, sessions: SessionOptions | None, tokenizer: Any, change: Any, run: Any, model: Any, options: Any
 ) -> Engine:
     """Does what `tiny_engine` does, for PyTorch."""
-    from mlx_zip.cuda.engine import CudaEngine, make_store
+    from mlx_zip.cuda.engine import CudaEngine, make_session_store
     from mlx_zip.cuda.model import open_model
 
     def load() -> Any:
@@ -133,7 +133,7 @@ def _cuda_engine(
         return made, tokenizer
 
     bounds = ServeOptions(**options, run=RunOptions(**run))
-    store = None if sessions is None else partial(make_store, options=sessions)
+    store = None if sessions is None else partial(make_session_store, options=sessions)
     return CudaEngine(load, "tiny", bounds, store)
 
 

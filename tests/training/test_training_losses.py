@@ -15,7 +15,7 @@ from mlx_zip.engine.mlx.scoring import score
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack
-from mlx_zip.sampling.canonical import excluded_after
+from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.steps.batches import bucket, make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee, samples_of
@@ -245,7 +245,7 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
 @pytest.mark.parametrize("most", [0.5, 0.05])
 @pytest.mark.parametrize("start", [None, START])
 def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(start, most, monkeypatch):
-    monkeypatch.setattr("mlx_zip.sampling.canonical.MOST", most)
+    monkeypatch.setattr("mlx_zip.sampling.canonical.MAX_EXCLUDED_SHARE", most)
     base = random_model(tiny_config("llama", "res_latent_attn"))
     model = random_model(
         {**(config := tiny_config("llama", "res_latent_attn")), "zip2zip": {**config["zip2zip"], "canonical": True}}
@@ -284,7 +284,7 @@ def test_what_the_loss_leaves_out_and_a_broken_run_exclude_nothing():
     sample = Sample(broken, np.arange(len(broken)) != 4, 13, 13)
     arrays = make_batch([sample], params, canonical=True).arrays
     pairs = set(zip(arrays["excluded_at"].tolist(), arrays["excluded"].tolist(), strict=True))
-    at, column = excluded_after(Codebook(params), broken[:-1])
+    at, column = find_excluded_ids(Codebook(params), broken[:-1])
     every = set(zip(at.tolist(), column.tolist(), strict=True))
     real = {(i, c) for i, c in pairs if i < arrays["inputs"].size}
     wrong = {i for i, c in every if broken[i + 1] == c}

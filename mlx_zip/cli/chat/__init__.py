@@ -115,7 +115,7 @@ def _settings(args: argparse.Namespace) -> Any:
     from mlx_zip.sampling.options import Sampling
 
     sampling = {name: getattr(args, name) for name in NUMBERS if name != "seed"}
-    Sampling.of({**sampling, "seed": args.seed})
+    Sampling.from_options({**sampling, "seed": args.seed})
     default = MAX_TOKENS if args.model is not None else named.MAX_TOKENS
     return _module("program").Settings(
         max_tokens=args.max_tokens or default,

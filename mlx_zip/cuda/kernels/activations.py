@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 
 
 def rms_norm(
@@ -19,17 +19,23 @@ def rms_norm(
     if out is not None:
         check_shape("out", out, *x.shape)
     if use_triton(impl, x, weight, out):
-        from mlx_zip.cuda.kernels.triton.activations import launch_norm
+        from mlx_zip.cuda.kernels.triton.activations import launch_rms_norm
 
-        return launch_norm(x, weight, eps, out)
-    return reference_norm(x, weight, eps, out)
+        return launch_rms_norm(x, weight, eps, out)
+    return reference_rms_norm(x, weight, eps, out)
 
 
-def reference_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+def reference_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns what `rms_norm` returns, in plain PyTorch."""
-    exact = wide(x)
-    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    normed = normalize_rms(to_reference_dtype(x), eps)
     return torch.mul(normed.to(x.dtype), weight.to(x.dtype), out=out)
+
+
+def normalize_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns x [..., D] divided by the root mean square of its last axis, in x's dtype."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def silu_gate(gate_up: torch.Tensor, impl: str | None = None) -> torch.Tensor:
@@ -38,13 +44,13 @@ def silu_gate(gate_up: torch.Tensor, impl: str | None = None) -> torch.Tensor:
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up has {gate_up.shape[1]} columns, an odd number")
     if use_triton(impl, gate_up):
-        from mlx_zip.cuda.kernels.triton.activations import launch_gate
+        from mlx_zip.cuda.kernels.triton.activations import launch_silu_gate
 
-        return launch_gate(gate_up)
-    return reference_gate(gate_up)
+        return launch_silu_gate(gate_up)
+    return reference_silu_gate(gate_up)
 
 
-def reference_gate(gate_up: torch.Tensor) -> torch.Tensor:
+def reference_silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns what `silu_gate` returns, in plain PyTorch."""
-    gate, up = wide(gate_up).chunk(2, dim=-1)
+    gate, up = to_reference_dtype(gate_up).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 
 KEYS = 64  # keys of a round; a program has at least these
 PROGRAMS = 1024  # wanted for the largest length: several for each multiprocessor of a large GPU
@@ -43,11 +43,11 @@ def decode_attention(
         scale = 1.0 / math.sqrt(q.shape[2])
     window = window or keys.shape[2]
     if use_triton(impl, q, keys, values, lengths):
-        from mlx_zip.cuda.kernels.triton.attention import launch
+        from mlx_zip.cuda.kernels.triton.attention import launch_decode_attention
 
         parts = part_count(keys.shape[0] * keys.shape[1], min(keys.shape[2], window))
-        return launch(q, keys, values, lengths, window, scale, parts, KEYS)
-    return reference(q, keys, values, lengths, window, scale)
+        return launch_decode_attention(q, keys, values, lengths, window, scale, parts, KEYS)
+    return reference_decode_attention(q, keys, values, lengths, window, scale)
 
 
 def part_count(pairs: int, keys: int) -> int:
@@ -55,16 +55,16 @@ def part_count(pairs: int, keys: int) -> int:
     return max(1, min(-(-keys // KEYS), PROGRAMS // max(1, pairs), MOST_PARTS))
 
 
-def reference(
+def reference_decode_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int, scale: float
 ) -> torch.Tensor:
     """Returns what `decode_attention` returns, in plain PyTorch; float64 inputs give float64 results."""
     batch, heads, width = q.shape
     places = keys.shape[2]
-    grouped = wide(q).view(batch, keys.shape[1], heads // keys.shape[1], width)
+    grouped = to_reference_dtype(q).view(batch, keys.shape[1], heads // keys.shape[1], width)
     place, end = torch.arange(places, device=q.device), lengths.clamp(0, places)[:, None]
     seen = (place < end) & (place >= end - window)
-    k, v = (wide(part).masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))
+    k, v = (to_reference_dtype(part).masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))
     scores = (grouped @ k.mT * scale).masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.softmax(scores, -1).masked_fill(~seen[:, None, None], 0.0)
     return (weights @ v).view(batch, heads, width).to(q.dtype)

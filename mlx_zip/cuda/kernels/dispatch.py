@@ -16,7 +16,7 @@ _FORCED: ContextVar[str | None] = ContextVar("_FORCED", default=None)
 
 
 @contextmanager
-def forced(impl: str) -> Iterator[None]:
+def force_implementation(impl: str) -> Iterator[None]:
     """Makes dispatchers that are called with impl None use "triton" or "reference" within the block."""
     before = _FORCED.set(impl)
     try:
@@ -34,7 +34,7 @@ def has_triton() -> bool:
 def use_triton(impl: str | None, *tensors: torch.Tensor | None) -> bool:
     """Returns whether to launch the Triton kernel for these tensors, else the reference is to run.
 
-    impl: "triton" or "reference" forces one; None takes what `forced` says, else Triton for CUDA tensors.
+    impl: "triton" or "reference" forces one; None takes what `force_implementation` says, else Triton for CUDA tensors.
     Raises ValueError for another name, for tensors on several devices, and for "triton" where it cannot run.
     """
     devices = {tensor.device for tensor in tensors if tensor is not None}
@@ -47,11 +47,11 @@ def use_triton(impl: str | None, *tensors: torch.Tensor | None) -> bool:
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     if impl == "triton":
-        _check_runs(on_gpu)
+        _raise_unless_triton_runs(on_gpu)
     return impl == "triton"
 
 
-def _check_runs(on_gpu: bool) -> None:
+def _raise_unless_triton_runs(on_gpu: bool) -> None:
     if not has_triton():
         raise ValueError("impl 'triton': triton is not installed (extra [cuda])")
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -67,6 +67,6 @@ def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
         raise ValueError(f"{name} is not contiguous")
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def to_reference_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor in the dtype in which references compute: float64 stays, all else becomes float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

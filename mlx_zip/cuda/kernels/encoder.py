@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, packed_rows
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
+from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, rows_of
 
 MOST_PLACES = 16
 MASKS = ("both", "keys", "causal")  # which queries see which keys
 POOLS = ("all", "real", "last")  # which places are pooled
 
 
-def entry_rows(
+def embed_entries(
     entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None, impl: str | None = None
 ) -> torch.Tensor:
     """Returns matrix[entries] + places [N, S, D] in the matrix's dtype, that of the scales for a packed one.
@@ -30,23 +30,23 @@ def entry_rows(
         if places.shape[0] < entries.shape[1]:
             raise ValueError(f"entries have {entries.shape[1]} places, positions only {places.shape[0]}")
     if use_triton(impl, entries, *parts, places):
-        from mlx_zip.cuda.kernels.triton.encoder import launch_rows
+        from mlx_zip.cuda.kernels.triton.encoder import launch_embed_entries
 
-        return launch_rows(entries, matrix, places)
-    return reference_rows(entries, matrix, places)
+        return launch_embed_entries(entries, matrix, places)
+    return reference_embed_entries(entries, matrix, places)
 
 
-def reference_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
-    """Returns what `entry_rows` returns, in plain PyTorch."""
+def reference_embed_entries(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
+    """Returns what `embed_entries` returns, in plain PyTorch."""
     known = (entries >= 0) & (entries < matrix.shape[0])
     chosen = torch.where(known, entries, 0)
-    x = packed_rows(matrix, chosen) if isinstance(matrix, Packed) else matrix[chosen]
+    x = rows_of(matrix, chosen)
     if places is not None:
         x = x + places[: entries.shape[1]].to(x.dtype)
     return torch.where(known[..., None], x, torch.nan)
 
 
-def small_attention(
+def attend_in_entries(
     qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str, impl: str | None = None
 ) -> torch.Tensor:
     """Returns softmax(q k' / sqrt(head width)) v [N, S, D]; qkv [N, S, 3D] holds queries, keys, values.
@@ -63,16 +63,16 @@ def small_attention(
     if qkv.shape[2] % (3 * heads):
         raise ValueError(f"{qkv.shape[2]} columns are not made of queries, keys and values of {heads} heads")
     if use_triton(impl, qkv, lengths):
-        from mlx_zip.cuda.kernels.triton.encoder import launch_attention
+        from mlx_zip.cuda.kernels.triton.encoder import launch_attend_in_entries
 
-        return launch_attention(qkv, lengths, heads, mask)
-    return reference_attention(qkv, lengths, heads, mask)
+        return launch_attend_in_entries(qkv, lengths, heads, mask)
+    return reference_attend_in_entries(qkv, lengths, heads, mask)
 
 
-def reference_attention(qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str) -> torch.Tensor:
-    """Returns what `small_attention` returns, in plain PyTorch."""
+def reference_attend_in_entries(qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str) -> torch.Tensor:
+    """Returns what `attend_in_entries` returns, in plain PyTorch."""
     count, length, columns = qkv.shape
-    q, k, v = wide(qkv).view(count, length, 3, heads, columns // 3 // heads).permute(2, 0, 3, 1, 4)
+    q, k, v = to_reference_dtype(qkv).view(count, length, 3, heads, columns // 3 // heads).permute(2, 0, 3, 1, 4)
     place = torch.arange(length, device=qkv.device)
     real = place < lengths[:, None]
     seen = real[:, None, :].expand(count, length, length)
@@ -85,7 +85,7 @@ def reference_attention(qkv: torch.Tensor, lengths: torch.Tensor, heads: int, ma
     return (weights @ v).transpose(1, 2).reshape(count, length, columns // 3).to(qkv.dtype)
 
 
-def pool(x: torch.Tensor, lengths: torch.Tensor, kind: str, impl: str | None = None) -> torch.Tensor:
+def pool_places(x: torch.Tensor, lengths: torch.Tensor, kind: str, impl: str | None = None) -> torch.Tensor:
     """Returns [N, D] of x [N, S, D]: the mean over all S places ("all") or the real ones ("real"), or the last real.
 
     lengths [N]: real places, 1 to S. Means are float32.
@@ -95,17 +95,17 @@ def pool(x: torch.Tensor, lengths: torch.Tensor, kind: str, impl: str | None = N
     if kind not in POOLS:
         raise ValueError(f"pool {kind!r} is not one of {', '.join(POOLS)}")
     if use_triton(impl, x, lengths):
-        from mlx_zip.cuda.kernels.triton.encoder import launch_pool
+        from mlx_zip.cuda.kernels.triton.encoder import launch_pool_places
 
-        return launch_pool(x, lengths, kind)
-    return reference_pool(x, lengths, kind)
+        return launch_pool_places(x, lengths, kind)
+    return reference_pool_places(x, lengths, kind)
 
 
-def reference_pool(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns what `pool` returns, in plain PyTorch."""
+def reference_pool_places(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns what `pool_places` returns, in plain PyTorch."""
     if kind == "last":
         return x[torch.arange(x.shape[0], device=x.device), lengths - 1]
     if kind == "all":
-        return wide(x).mean(1).to(x.dtype)
+        return to_reference_dtype(x).mean(1).to(x.dtype)
     real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-    return (wide(x).masked_fill(~real[..., None], 0.0).sum(1) / lengths[:, None]).to(x.dtype)
+    return (to_reference_dtype(x).masked_fill(~real[..., None], 0.0).sum(1) / lengths[:, None]).to(x.dtype)

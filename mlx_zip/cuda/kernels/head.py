@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, dequantize
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
+from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
 
 
-class Head(NamedTuple):
+class HeadOutput(NamedTuple):
     """What a head gives: best [B] int64, lse [B] float32, logits [B, W] float32.
 
     logits is None if not asked for, and lse may be None then.
@@ -29,7 +29,7 @@ def joint_head(
     boundary: int,
     logits: bool = False,
     impl: str | None = None,
-) -> Head:
+) -> HeadOutput:
     """Returns the best id, the log-sum-exp and, if asked for, the logits [base 0..V-1 | hyper | tail] of each row.
 
     x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. Logits have
@@ -44,26 +44,26 @@ def joint_head(
     if not 1 <= boundary <= height:
         raise ValueError(f"boundary {boundary} lies outside 1..{height}, the rows of the base matrix")
     if use_triton(impl, x, *check_matrix("base", base), rows, installed):
-        from mlx_zip.cuda.kernels.triton.head import launch
+        from mlx_zip.cuda.kernels.triton.head import launch_joint_head
 
-        return Head(*launch(x, base, rows, installed, boundary, logits))
-    return reference(x, base, rows, installed, boundary, logits)
+        return HeadOutput(*launch_joint_head(x, base, rows, installed, boundary, logits))
+    return reference_joint_head(x, base, rows, installed, boundary, logits)
 
 
-def reference(
+def reference_joint_head(
     x: torch.Tensor,
     base: Matrix,
     rows: torch.Tensor,
     installed: torch.Tensor,
     boundary: int,
     logits: bool = False,
-) -> Head:
+) -> HeadOutput:
     """Returns what `joint_head` returns, in plain PyTorch; float64 inputs give float64 results."""
-    matrix = dequantize(base) if isinstance(base, Packed) else base
-    exact = wide(x)
+    matrix = as_dense(base)
+    exact = to_reference_dtype(x)
     low = exact @ matrix[:boundary].to(exact.dtype).T
     high = torch.einsum("bd,bcd->bc", exact, rows.to(exact.dtype))
     tail = exact.new_full((x.shape[0], matrix.shape[0] - boundary), -torch.inf)
     # `where` also hides NaN in rows that are not installed
     every = torch.cat([low, torch.where(installed, high, -torch.inf), tail], dim=1)
-    return Head(every.argmax(1), torch.logsumexp(every, 1), every if logits else None)
+    return HeadOutput(every.argmax(1), torch.logsumexp(every, 1), every if logits else None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, check_matrix, dequantize
+from mlx_zip.cuda.kernels.activations import normalize_rms
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
+from mlx_zip.cuda.kernels.packed import Matrix, as_dense, check_matrix
 
-MOST = 16  # vectors of a call
+MAX_VECTORS = 16  # vectors of a call
 Norm = tuple[torch.Tensor, float]
 
 
@@ -29,8 +30,8 @@ def matvec(
     """
     rows, width = weight.shape
     check_shape("x", x, None, width)
-    if x.shape[0] > MOST:
-        raise ValueError(f"{x.shape[0]} vectors, at most {MOST} are supported")
+    if x.shape[0] > MAX_VECTORS:
+        raise ValueError(f"{x.shape[0]} vectors, at most {MAX_VECTORS} are supported")
     if gate and rows % 2:
         raise ValueError(f"the matrix has {rows} rows, an odd number")
     if bias is not None:
@@ -40,13 +41,13 @@ def matvec(
     if residual is not None:
         check_shape("residual", residual, x.shape[0], rows // 2 if gate else rows)
     if use_triton(impl, x, *check_matrix("weight", weight), bias, norm[0] if norm else None, residual):
-        from mlx_zip.cuda.kernels.triton.matvec import launch
+        from mlx_zip.cuda.kernels.triton.matvec import launch_matvec
 
-        return launch(x, weight, bias, norm, residual, gate)
-    return reference(x, weight, bias, norm, residual, gate)
+        return launch_matvec(x, weight, bias, norm, residual, gate)
+    return reference_matvec(x, weight, bias, norm, residual, gate)
 
 
-def reference(
+def reference_matvec(
     x: torch.Tensor,
     weight: Matrix,
     bias: torch.Tensor | None = None,
@@ -55,11 +56,10 @@ def reference(
     gate: bool = False,
 ) -> torch.Tensor:
     """Returns what `matvec` returns, in plain PyTorch; float64 inputs give float64 results."""
-    exact = wide(x)
+    exact = to_reference_dtype(x)
     if norm is not None:
-        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm[1]) * norm[0].to(exact.dtype)
-    dense = dequantize(weight) if isinstance(weight, Packed) else weight
-    y = exact @ dense.to(exact.dtype).T
+        exact = normalize_rms(exact, norm[1]) * norm[0].to(exact.dtype)
+    y = exact @ as_dense(weight).to(exact.dtype).T
     if bias is not None:
         y = y + bias.to(y.dtype)
     if gate:

@@ -53,7 +53,7 @@ def check_matrix(name: str, matrix: Matrix) -> tuple[torch.Tensor, ...]:
     return (matrix,)
 
 
-def as_parts(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
+def kernel_arguments_of(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
     """Returns what kernels take of a matrix: values or words, scales, biases, bits (0 if dense) and group size."""
     if isinstance(matrix, Packed):
         return matrix.words, matrix.scales, matrix.biases, matrix.bits, matrix.group_size
@@ -64,13 +64,13 @@ def unpack(packed: Packed, dtype: torch.dtype, impl: str | None = None) -> torch
     """Returns the matrix [R, D] in `dtype`, for products with many rows; values are float32, rounded once."""
     packed.check()
     if use_triton(impl, packed.words, packed.scales, packed.biases):
-        from mlx_zip.cuda.kernels.triton.packed import launch
+        from mlx_zip.cuda.kernels.triton.packed import launch_unpack
 
-        return launch(packed.shape, *as_parts(packed), dtype)
-    return reference(packed, dtype)
+        return launch_unpack(packed.shape, *kernel_arguments_of(packed), dtype)
+    return reference_unpack(packed, dtype)
 
 
-def reference(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+def reference_unpack(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
     """Returns what `unpack` returns, in plain PyTorch; float64 scales are computed with in float64."""
     return dequantize(packed).to(dtype)
 
@@ -78,12 +78,12 @@ def reference(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
 def dequantize(packed: Packed) -> torch.Tensor:
     """Returns the matrix [R, D] by PyTorch's own operations: float64 if the scales are, else float32."""
     exact = torch.promote_types(packed.scales.dtype, torch.float32)
-    grouped = levels_of(packed).view(*packed.scales.shape, packed.group_size).to(exact)
+    grouped = unpack_levels(packed).view(*packed.scales.shape, packed.group_size).to(exact)
     scales, biases = packed.scales[..., None].to(exact), packed.biases[..., None].to(exact)
     return torch.addcmul(biases, grouped, scales).view(packed.shape)
 
 
-def levels_of(packed: Packed) -> torch.Tensor:
+def unpack_levels(packed: Packed) -> torch.Tensor:
     """Returns the levels [R, D], uint8."""
     levels = packed.words.view(torch.uint8)
     if packed.bits == 4:  # the low half of a byte is the earlier column
@@ -91,8 +91,20 @@ def levels_of(packed: Packed) -> torch.Tensor:
     return levels.view(packed.shape)
 
 
-def packed_rows(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
-    """Returns rows [*ids.shape, D] of the matrix in its scales' dtype; only these rows are unpacked."""
+def as_dense(matrix: Matrix) -> torch.Tensor:
+    """Returns the matrix [R, D], unpacked as `dequantize` does if it is packed."""
+    return dequantize(matrix) if isinstance(matrix, Packed) else matrix
+
+
+def value_dtype(matrix: Matrix) -> torch.dtype:
+    """Returns the dtype of the matrix's values, that of the scales if it is packed."""
+    return matrix.scales.dtype if isinstance(matrix, Packed) else matrix.dtype
+
+
+def rows_of(matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
+    """Returns rows [*ids.shape, D] of the matrix in its values' dtype; only these rows are unpacked."""
+    if not isinstance(matrix, Packed):
+        return matrix[ids]
     flat = ids.reshape(-1)
-    chosen = packed._replace(words=packed.words[flat], scales=packed.scales[flat], biases=packed.biases[flat])
-    return dequantize(chosen).to(packed.scales.dtype).view(*ids.shape, -1)
+    chosen = matrix._replace(words=matrix.words[flat], scales=matrix.scales[flat], biases=matrix.biases[flat])
+    return dequantize(chosen).to(matrix.scales.dtype).view(*ids.shape, -1)

@@ -6,20 +6,21 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.activations import normalize_rms
+from mlx_zip.cuda.kernels.dispatch import check_shape, to_reference_dtype, use_triton
 
 
 class Rotation(NamedTuple):
     """How queries and keys are normed and rotated.
 
     frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head are rotated (column i with
-    column i + R/2) and multiplied by `scale`. which [B] int64: the set of each sequence, None for the first. q_norm,
+    column i + R/2) and multiplied by `scale`. frequency_set [B] int64: of each sequence, None for the first. q_norm,
     k_norm: weights [E] of an RMS norm of each head before it is rotated, with `eps`; both or none.
     """
 
     frequencies: torch.Tensor
     scale: float = 1.0
-    which: torch.Tensor | None = None
+    frequency_set: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
@@ -50,29 +51,28 @@ def rope_and_cache(
         raise ValueError(f"qkv has {columns} columns, which hold no {keys.shape[1]} key heads of {width}")
     parts = _check_rotation(rotation, batch, width)
     if use_triton(impl, qkv, positions, slots, keys, values, *parts):
-        from mlx_zip.cuda.kernels.triton.rope import launch
+        from mlx_zip.cuda.kernels.triton.rope import launch_rope_and_cache
 
-        return launch(qkv, positions, slots, keys, values, heads, *rotation)
-    return reference(qkv, positions, slots, rotation, keys, values, heads)
+        return launch_rope_and_cache(qkv, positions, slots, keys, values, heads, *rotation)
+    return reference_rope_and_cache(qkv, positions, slots, rotation, keys, values, heads)
 
 
 def _check_rotation(rotation: Rotation, batch: int, width: int) -> list[torch.Tensor]:
-    """Returns the tensors of a rotation. Raises ValueError if they do not fit."""
-    frequencies, _, which, q_norm, k_norm, _ = rotation
+    frequencies, _, frequency_set, q_norm, k_norm, _ = rotation
     check_shape("frequencies", frequencies, None, None)
     if not frequencies.shape[0] or 2 * frequencies.shape[1] > width:
         raise ValueError(f"frequencies {list(frequencies.shape)} rotate no head of {width} columns")
-    if which is not None:
-        check_shape("which", which, batch)
+    if frequency_set is not None:
+        check_shape("frequency_set", frequency_set, batch)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm belong together")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
             check_shape(name, norm, width)
-    return [part for part in (frequencies, which, q_norm, k_norm) if part is not None]
+    return [part for part in (frequencies, frequency_set, q_norm, k_norm) if part is not None]
 
 
-def reference(
+def reference_rope_and_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -86,23 +86,20 @@ def reference(
     kv_heads, width = keys.shape[1], keys.shape[3]
     q, k, v = qkv.view(batch, length, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=2)
     b, at = ((slots >= 0) & (slots < keys.shape[2])).nonzero(as_tuple=True)
-    rotated = _rotated(_normed(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
+    rotated = _rotate(_normalize_heads(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
     keys[b, :, slots[b, at]] = rotated[b, at]
     values[b, :, slots[b, at]] = v[b, at].to(values.dtype)
-    return _rotated(_normed(q, rotation.q_norm, rotation.eps), positions, rotation).to(qkv.dtype)
+    return _rotate(_normalize_heads(q, rotation.q_norm, rotation.eps), positions, rotation).to(qkv.dtype)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _normalize_heads(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Returns the RMS norm of each head, or x itself without a weight, in the dtype of references."""
-    exact = wide(x)
-    if weight is None:
-        return exact
-    return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight.to(exact.dtype)
+    exact = to_reference_dtype(x)
+    return exact if weight is None else normalize_rms(exact, eps) * weight.to(exact.dtype)
 
 
-def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Returns x [B, L, heads, E] rotated to its positions."""
-    rates = _rates(rotation, x)
+def _rotate(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    rates = _frequencies_of_sequences(rotation, x)
     half = rates.shape[-1]
     angles = positions[..., None, None].to(x.dtype) * rates
     cos, sin = angles.cos() * rotation.scale, angles.sin() * rotation.scale
@@ -110,11 +107,11 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> to
     return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], dim=-1)
 
 
-def _rates(rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
+def _frequencies_of_sequences(rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
     """Returns the frequencies of each sequence [B or 1, 1, 1, R/2] in x's dtype."""
-    frequencies, which = rotation.frequencies.to(x.dtype), rotation.which
-    if which is None:
+    frequencies, frequency_set = rotation.frequencies.to(x.dtype), rotation.frequency_set
+    if frequency_set is None:
         return frequencies[None, None, :1]
-    known = (which >= 0) & (which < len(frequencies))
-    chosen = torch.where(known[:, None], frequencies[torch.where(known, which, 0)], torch.nan)
+    known = (frequency_set >= 0) & (frequency_set < len(frequencies))
+    chosen = torch.where(known[:, None], frequencies[torch.where(known, frequency_set, 0)], torch.nan)
     return chosen[:, None, None]

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mlx_zip.config import ZipConfig, config_of
+from mlx_zip.cuda.devices import find_device, raise_if_dtype_unsupported, raise_if_no_room
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.errors import DataError, ModelError, first_line
 from mlx_zip.files import check_in
@@ -29,11 +29,11 @@ from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoder_options import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
-_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
-_WORDS = "U32"  # dtype of packed matrices
+FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
+_PACKED_DTYPE = "U32"  # dtype of packed matrices
 _INDEX = "model.safetensors.index.json"
 Weight = torch.Tensor | Packed  # a dense tensor of any axes, or a packed matrix
-_NORM = "model.norm.weight"  # its dtype is the folder's own
+_FINAL_NORM = "model.norm.weight"  # its dtype is the folder's own
 
 
 @dataclass
@@ -87,13 +87,13 @@ def read_folder(
     path: str | Path,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    without: Sequence[str] = (),
+    skipped_prefixes: Sequence[str] = (),
     kernels: bool = True,
 ) -> Folder:
     """Returns a model's folder with its tensors on a device.
 
     path: a folder, a bundled model's name or a hub id. device: None takes the first CUDA card, else the CPU. dtype:
-    bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. without: prefixes of
+    bfloat16, float16 or float32 for all floating-point tensors; None keeps the folder's own. skipped_prefixes: of
     tensors that are not read. kernels: see `Folder`; without kernels the dtype None computes in float32, with matrices
     as the files have them. Raises `ModelError` naming file and tensor, or needed and free bytes; `ConfigError`.
     """
@@ -101,87 +101,87 @@ def read_folder(
     config = read_model_config(folder)
     decoder = DecoderConfig.from_dict(config)
     section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
-    skip = (*without, "lm_head.") if decoder.tied else tuple(without)
+    skip = (*skipped_prefixes, "lm_head.") if decoder.tied else tuple(skipped_prefixes)
     entries = {
         name: entry
         for name, entry in _list_tensors(folder).items()
         if not name.startswith(skip) and "rotary_emb.inv_freq" not in name
     }
-    own, asked = _own_dtype(folder, entries), _dtype(dtype)
-    kind = asked or (own if kernels else torch.float32)
-    check_dtype(kind, where)
-    _check_room(folder, entries, kind, decoder, where)
+    stored, asked = _stored_dtype(folder, entries), _parse_dtype(dtype)
+    kind = asked or (stored if kernels else torch.float32)
+    raise_if_dtype_unsupported(kind, where)
+    _raise_if_weights_too_large(folder, entries, kind, decoder, where)
     tensors = _read_tensors(folder, config, entries, where, kind, as_stored=not kernels and asked is None)
     files = {name: entry.file for name, entry in entries.items()}
     return Folder(folder, config, section, decoder, kind, where, tensors, files, kernels=kernels)
 
 
-def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype of this name, None for None. Raises `ModelError` for one that is not supported."""
+def _parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     if name is None:
         return None
-    for kind in _FLOATS.values():
+    for kind in FLOAT_DTYPES.values():
         if name in (kind, str(kind).removeprefix("torch.")):
             return kind
-    known = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATS.values())
+    known = ", ".join(str(kind).removeprefix("torch.") for kind in FLOAT_DTYPES.values())
     raise ModelError(f"dtype {name} is not supported; supported: {known}")
 
 
-def _own_dtype(folder: Path, entries: Mapping[str, _Entry]) -> torch.dtype:
+def _stored_dtype(folder: Path, entries: Mapping[str, _TensorHeader]) -> torch.dtype:
     """Returns the dtype of the final norm, which stands for the folder's. Raises `ModelError`."""
-    if _NORM not in entries:
-        raise ModelError(f"{folder}: the tensor {_NORM} is missing")
-    entry = entries[_NORM]
-    if entry.dtype not in _FLOATS:
-        raise ModelError(f"{folder / entry.file}: {_NORM} has the dtype {entry.dtype}; supported: {', '.join(_FLOATS)}")
-    return _FLOATS[entry.dtype]
+    if _FINAL_NORM not in entries:
+        raise ModelError(f"{folder}: the tensor {_FINAL_NORM} is missing")
+    entry = entries[_FINAL_NORM]
+    if entry.dtype not in FLOAT_DTYPES:
+        raise ModelError(
+            f"{folder / entry.file}: {_FINAL_NORM} has the dtype {entry.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
+        )
+    return FLOAT_DTYPES[entry.dtype]
 
 
-def _check_room(
-    folder: Path, entries: Mapping[str, _Entry], dtype: torch.dtype, decoder: DecoderConfig, device: torch.device
+def _raise_if_weights_too_large(
+    folder: Path, entries: Mapping[str, _TensorHeader], dtype: torch.dtype, decoder: DecoderConfig, device: torch.device
 ) -> None:
     """Raises `ModelError` if the device has too little memory for the weights.
 
     One layer counts twice, because its matrices are joined while their parts are still there.
     """
-    layers = sum(entry.bytes(dtype) for name, entry in entries.items() if name.startswith("model.layers."))
-    needed = sum(entry.bytes(dtype) for entry in entries.values()) + layers // decoder.layers
-    check_room(f"{folder}: weights", needed, device)
+    layers = sum(entry.bytes_in(dtype) for name, entry in entries.items() if name.startswith("model.layers."))
+    needed = sum(entry.bytes_in(dtype) for entry in entries.values()) + layers // decoder.layers
+    raise_if_no_room(f"{folder}: weights", needed, device)
 
 
 # ---- the safetensors files
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _TensorHeader:
     """What a file says of one tensor before it is read. dtype: safetensors' name."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
 
-    def bytes(self, dtype: torch.dtype) -> int:
+    def bytes_in(self, dtype: torch.dtype) -> int:
         """Returns the bytes that the tensor takes if floating-point tensors are stored in `dtype`."""
-        return math.prod(self.shape) * (dtype.itemsize if self.dtype in _FLOATS else 4)
+        return math.prod(self.shape) * (dtype.itemsize if self.dtype in FLOAT_DTYPES else 4)
 
 
-def _list_tensors(folder: Path) -> dict[str, _Entry]:
+def _list_tensors(folder: Path) -> dict[str, _TensorHeader]:
     """Returns every tensor of a folder's model*.safetensors by name. Raises `ModelError` naming the file at fault."""
     files = sorted(folder.glob("model*.safetensors"))
-    _check_shards(folder, {file.name for file in files})
-    found: dict[str, _Entry] = {}
+    _raise_if_shards_missing(folder, {file.name for file in files})
+    found: dict[str, _TensorHeader] = {}
     for file in files:
-        with _opened(file) as tensors:
+        with _open_tensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
                 part = tensors.get_slice(name)
                 if name in found:
                     raise ModelError(f"{file}: {name} is in {found[name].file} too")
-                found[name] = _Entry(file.name, str(part.get_dtype()), tuple(part.get_shape()))
+                found[name] = _TensorHeader(file.name, str(part.get_dtype()), tuple(part.get_shape()))
     return found
 
 
-def _check_shards(folder: Path, files: set[str]) -> None:
-    """Raises `ModelError` if there is no weight file, or not every file that the folder's index names."""
+def _raise_if_shards_missing(folder: Path, files: set[str]) -> None:
     if not files:
         raise ModelError(f"{folder}: there is no model*.safetensors")
     path = folder / _INDEX
@@ -196,8 +196,7 @@ def _check_shards(folder: Path, files: set[str]) -> None:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """Opens a safetensors file. Raises `ModelError` naming a file that cannot be read."""
+def _open_tensors(file: Path) -> Iterator[Any]:
     try:
         check_in(file)
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
@@ -209,7 +208,7 @@ def _opened(file: Path) -> Iterator[Any]:
 def _read_tensors(
     folder: Path,
     config: Mapping[str, Any],
-    entries: Mapping[str, _Entry],
+    entries: Mapping[str, _TensorHeader],
     device: torch.device,
     dtype: torch.dtype,
     as_stored: bool = False,
@@ -219,36 +218,40 @@ def _read_tensors(
     as_stored: leaves tensors of several axes, such as matrices, in the dtype of their file.
     Raises `ModelError` naming file and tensor for dtypes and quantizations that are not supported.
     """
-    settings = {name: _packing(folder, config, name, entry) for name, entry in entries.items() if entry.dtype == _WORDS}
+    settings = {
+        name: _read_packing(folder, config, name, entry)
+        for name, entry in entries.items()
+        if entry.dtype == _PACKED_DTYPE
+    }
     for name, entry in entries.items():
-        if entry.dtype not in (*_FLOATS, _WORDS):
-            known = ", ".join(_FLOATS)
+        if entry.dtype not in (*FLOAT_DTYPES, _PACKED_DTYPE):
+            known = ", ".join(FLOAT_DTYPES)
             raise ModelError(f"{folder / entry.file}: {name} has the dtype {entry.dtype}; supported: {known}")
     loose: dict[str, torch.Tensor] = {}
     for file in sorted({entry.file for entry in entries.values()}):
-        with _opened(folder / file) as tensors:
+        with _open_tensors(folder / file) as tensors:
             for name in (name for name, entry in entries.items() if entry.file == file):
                 tensor = tensors.get_tensor(name)
-                loose[name] = _moved(tensor, device, tensor.dtype if as_stored and tensor.dim() > 1 else dtype)
-    return _put_together(folder, entries, settings, loose)
+                loose[name] = _to_device(tensor, device, tensor.dtype if as_stored and tensor.dim() > 1 else dtype)
+    return _assemble_packed(folder, entries, settings, loose)
 
 
-def _moved(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor on the device: words as int32, all else in `dtype`."""
     if tensor.dtype == torch.uint32:
         return tensor.view(torch.int32).to(device)
     return tensor.to(device, dtype)
 
 
-def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: _Entry) -> tuple[int, int]:
+def _read_packing(folder: Path, config: Mapping[str, Any], name: str, entry: _TensorHeader) -> tuple[int, int]:
     """Returns bits and group size of a packed matrix, its own in config.json or those of all. Raises `ModelError`."""
     where, module = folder / entry.file, name.removesuffix(".weight")
     record = config.get("quantization")
     if not isinstance(record, Mapping):
         raise ModelError(f"{where}: {name} is quantized, but config.json has no quantization section of MLX's")
-    own = record.get(module)
-    own = own if isinstance(own, Mapping) else record
-    mode, bits, group = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
+    stored = record.get(module)
+    stored = stored if isinstance(stored, Mapping) else record
+    mode, bits, group = stored.get("mode", "affine"), stored.get("bits"), stored.get("group_size")
     if mode != "affine":
         raise ModelError(f"{where}: {name} is quantized in the mode {mode!r}; supported: affine")
     if type(bits) is not int or type(group) is not int or bits not in TORCH_BITS or group not in TORCH_GROUPS:
@@ -259,9 +262,9 @@ def _packing(folder: Path, config: Mapping[str, Any], name: str, entry: _Entry) 
     return bits, group
 
 
-def _put_together(
+def _assemble_packed(
     folder: Path,
-    entries: Mapping[str, _Entry],
+    entries: Mapping[str, _TensorHeader],
     settings: Mapping[str, tuple[int, int]],
     loose: dict[str, torch.Tensor],
 ) -> dict[str, Weight]:
@@ -289,16 +292,16 @@ def _put_together(
 
 _SAMPLES = 64  # as in mlx_zip.models.rows.row_store
 _HEAD = "lm_head."
-_Fact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
+_FingerprintFact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
 
 
 def folder_fingerprint(folder: Path, tied: bool) -> str:
     """Returns a sha256, as hex, of a folder's tensors. tied: whether the head is the embedding. Raises `ModelError`."""
-    facts = sorted(fact for fact in _facts(folder) if not (tied and fact[0].startswith(_HEAD)))
+    facts = sorted(fact for fact in _fingerprint_facts(folder) if not (tied and fact[0].startswith(_HEAD)))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _facts(folder: Path) -> Iterable[_Fact]:
+def _fingerprint_facts(folder: Path) -> Iterable[_FingerprintFact]:
     """Yields the facts of every tensor that MLX would hold as a parameter. Only samples of the values are read."""
     names: dict[str, list[str]] = {}
     for name, entry in _list_tensors(folder).items():
@@ -307,11 +310,10 @@ def _facts(folder: Path) -> Iterable[_Fact]:
     for file, inside in names.items():
         with safe_open(str(folder / file), framework="pt", device="cpu") as tensors:
             for name in inside:
-                yield _fact(name, tensors.get_tensor(name))
+                yield _fingerprint_fact(name, tensors.get_tensor(name))
 
 
-def _fact(name: str, tensor: torch.Tensor) -> _Fact:
-    """Returns what a fingerprint covers of one tensor."""
+def _fingerprint_fact(name: str, tensor: torch.Tensor) -> _FingerprintFact:
     size = tensor.numel()
     at = np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64)
     values = tensor.reshape(-1)[torch.from_numpy(at)].contiguous().view(torch.uint8).numpy()

@@ -19,13 +19,13 @@ from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
 from mlx_zip.cuda.network.checkpoint import Folder
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
-from mlx_zip.cuda.network.kv import KV, make_kv
-from mlx_zip.cuda.network.linear import Linear, joined, product
+from mlx_zip.cuda.network.kv_cache import KVCache, make_kv_cache
+from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
 from mlx_zip.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Layer:
+class DecoderLayer:
     """The weights of one layer.
 
     norm, mlp_norm [D]. qkv: D -> (H + 2K) E, queries, keys, values. q_norm, k_norm [E], None without. output: H E -> D.
@@ -43,9 +43,8 @@ class Layer:
     window: int | None
 
 
-def _take_layers(folder: Folder) -> list[Layer]:
-    """Removes the layers' tensors from the folder and returns them. Raises `ModelError` naming file and tensor."""
-    layers = [_layer(folder, folder.decoder, index) for index in range(folder.decoder.layers)]
+def _take_layers(folder: Folder) -> list[DecoderLayer]:
+    layers = [_take_layer(folder, folder.decoder, index) for index in range(folder.decoder.layers)]
     if rest := sorted(name for name in folder.tensors if name.startswith("model.layers.")):
         raise ModelError(
             f"{folder.path / folder.files[rest[0]]}: {rest[0]} belongs to no layer of a {folder.decoder.kind}"
@@ -53,39 +52,42 @@ def _take_layers(folder: Folder) -> list[Layer]:
     return layers
 
 
-def _layer(folder: Folder, config: DecoderConfig, index: int) -> Layer:
-    """Returns the layer of this index."""
+def _take_layer(folder: Folder, config: DecoderConfig, index: int) -> DecoderLayer:
     at, width, inner = f"model.layers.{index}.", config.width, config.inner
     normed, biased = config.qk_norm, config.mlp_bias
     names = ["gate_up_proj"] if config.joined else ["gate_proj", "up_proj"]
     rows = 2 * inner // len(names)
-    gate_up = [_linear(folder, f"{at}mlp.{name}", rows, width, biased) for name in names]
-    return Layer(
+    gate_up = [_take_linear(folder, f"{at}mlp.{name}", rows, width, biased) for name in names]
+    return DecoderLayer(
         norm=folder.take_dense(f"{at}input_layernorm.weight", width),
-        qkv=_qkv(folder, config, f"{at}self_attn."),
+        qkv=_take_qkv(folder, config, f"{at}self_attn."),
         q_norm=folder.take_dense(f"{at}self_attn.q_norm.weight", config.head_width) if normed else None,
         k_norm=folder.take_dense(f"{at}self_attn.k_norm.weight", config.head_width) if normed else None,
-        output=_made(folder, _linear(folder, f"{at}self_attn.o_proj", width, config.query_columns, config.output_bias)),
+        output=_join_for_device(
+            folder, _take_linear(folder, f"{at}self_attn.o_proj", width, config.query_columns, config.output_bias)
+        ),
         mlp_norm=folder.take_dense(f"{at}post_attention_layernorm.weight", width),
-        gate_up=_made(folder, *gate_up),
-        down=_made(folder, _linear(folder, f"{at}mlp.down_proj", width, inner, biased)),
+        gate_up=_join_for_device(folder, *gate_up),
+        down=_join_for_device(folder, _take_linear(folder, f"{at}mlp.down_proj", width, inner, biased)),
         window=config.windows[index],
     )
 
 
-def _qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
+def _take_qkv(folder: Folder, config: DecoderConfig, at: str) -> Linear:
     queries, keys = config.query_columns, config.key_columns
     rows = {"qkv_proj": queries + 2 * keys} if config.joined else {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    return _made(folder, *(_linear(folder, at + name, n, config.width, config.qkv_bias) for name, n in rows.items()))
+    return _join_for_device(
+        folder, *(_take_linear(folder, at + name, n, config.width, config.qkv_bias) for name, n in rows.items())
+    )
 
 
-def _made(folder: Folder, *parts: Linear) -> Linear:
+def _join_for_device(folder: Folder, *parts: Linear) -> Linear:
     """Returns the product whose rows are those of all parts, as the folder's device takes it."""
-    whole = joined(parts)
-    return whole if folder.kernels else whole.keep(folder.dtype)
+    whole = join_by_rows(parts)
+    return whole if folder.kernels else whole.prepared_for_cpu(folder.dtype)
 
 
-def _linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) -> Linear:
+def _take_linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) -> Linear:
     bias = folder.take_dense(f"{name}.bias", rows) if biased else None
     return Linear(folder.take(f"{name}.weight", rows, columns), bias)
 
@@ -93,7 +95,7 @@ def _linear(folder: Folder, name: str, rows: int, columns: int, biased: bool) ->
 # ---- attention of many queries over static caches, by PyTorch's own operation
 
 
-class Seen:
+class VisibleKeys:
     """Which keys the queries of one call see: the key of the own slot and earlier ones, within a layer's window.
 
     slots [B, L] int64: the slot of each query, -1 for padding, whose results mean nothing.
@@ -117,11 +119,13 @@ class Seen:
         if window is None and self.is_in_order:
             return None
         if window not in self.masks:
-            self.masks[window] = seen_keys(self.slots, self.end, window)
+            self.masks[window] = visible_key_mask(self.slots, self.end, window)
         return self.masks[window]
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, window: int | None) -> torch.Tensor:
+def attend_to_cache(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: VisibleKeys, window: int | None
+) -> torch.Tensor:
     """Returns softmax(q k' / sqrt(E)) v [B, L, H, E] of q [B, L, H, E]; keys, values [B, K, S, E]."""
     mask, q = seen.mask(window), q.transpose(1, 2)
     keys, values = keys[:, :, : seen.end], values[:, :, : seen.end]
@@ -133,7 +137,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen
     return scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2)
 
 
-def seen_keys(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
+def visible_key_mask(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
     """Returns which of `end` keys each query sees, [B, 1, L, end] bool. A query of padding sees the first key."""
     key, own = torch.arange(end, device=slots.device), slots.clamp(min=0)[:, None, :, None]
     seen = key <= own
@@ -142,7 +146,7 @@ def seen_keys(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor
 
 # ---- passes
 
-Attention = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # index, layer, qkv [N, (H + 2K) E] -> [N, H E]
+Attention = Callable[[int, DecoderLayer, torch.Tensor], torch.Tensor]  # index, layer, qkv [N, (H + 2K) E] -> [N, H E]
 
 
 class Decoder:
@@ -155,27 +159,27 @@ class Decoder:
         self.norm = folder.take_dense("model.norm.weight", self.config.width)
         self.rope = self.config.rope.to(self.device)
 
-    def make_kv(self, batch: int, capacity: int) -> KV:
+    def make_kv_cache(self, batch: int, capacity: int) -> KVCache:
         """Returns empty caches of `batch` sequences of up to `capacity` ids. Raises `ModelError` if they do not fit."""
-        return make_kv(self.config, batch, capacity, self.dtype, self.device)
+        return make_kv_cache(self.config, batch, capacity, self.dtype, self.device)
 
-    def read(
-        self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV, end: int | None = None
+    def prefill(
+        self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KVCache, end: int | None = None
     ) -> torch.Tensor:
         """Returns the output [B, L, D] of embeddings h [B, L, D] and writes their keys and values into the caches.
 
         positions [B, L] int64: for the rotation. slots [B, L] int64: the cache slot of each id, rising from the length
-        of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set. end:
-        the slot after the last one, if all sequences end there; else the host waits for the slots.
+        of each sequence, which the call moves on; -1 for padding at the end. end: the slot after the last one, if all
+        sequences end there; else the host waits for the slots.
         """
         batch, length, width = h.shape
-        seen = Seen(slots, end)
+        seen = VisibleKeys(slots, end)
 
-        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
-            q = self._rotated(layer, index, qkv.view(batch, length, -1), positions, slots, kv)
-            return attend(q, kv.keys(index), kv.values(index), seen, layer.window).reshape(batch * length, -1)
+        def attention(index: int, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
+            q = self._rotate_and_store(layer, index, qkv.view(batch, length, -1), positions, slots, kv)
+            return attend_to_cache(q, kv.keys(index), kv.values(index), seen, layer.window).reshape(batch * length, -1)
 
-        out = self._run(h.reshape(-1, width), attention)
+        out = self._run_layers(h.reshape(-1, width), attention)
         kv.lengths.copy_(torch.maximum(kv.lengths, slots.amax(1) + 1))
         return out.view(batch, length, width)
 
@@ -183,7 +187,7 @@ class Decoder:
         self,
         h: torch.Tensor,
         positions: torch.Tensor,
-        kv: KV,
+        kv: KVCache,
         active: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -195,29 +199,37 @@ class Decoder:
         """
         slots, seen = kv.lengths[:, None], kv.lengths + 1
 
-        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
-            q = self._rotated(layer, index, qkv[:, None], positions[:, None], slots, kv)
+        def attention(index: int, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
+            q = self._rotate_and_store(layer, index, qkv[:, None], positions[:, None], slots, kv)
             return decode_attention(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window).view(len(h), -1)
 
-        out = self._run(h, attention, out)
+        out = self._run_layers(h, attention, out)
         kv.lengths.add_(1 if active is None else active)
         return out
 
-    def _run(self, h: torch.Tensor, attention: Attention, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _run_layers(self, h: torch.Tensor, attention: Attention, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the output [N, D] of all layers and the final norm for embeddings h [N, D], in `out` if given."""
         eps = self.config.eps
         for index, layer in enumerate(self.layers):
-            seen = attention(index, layer, product(h, layer.qkv, norm=(layer.norm, eps)))
-            h = product(seen, layer.output, residual=h)
-            inner = product(h, layer.gate_up, norm=(layer.mlp_norm, eps), gate=True)
-            h = product(inner, layer.down, residual=h)
+            seen = attention(index, layer, fused_product(h, layer.qkv, norm=(layer.norm, eps)))
+            h = fused_product(seen, layer.output, residual=h)
+            inner = fused_product(h, layer.gate_up, norm=(layer.mlp_norm, eps), gate=True)
+            h = fused_product(inner, layer.down, residual=h)
         return rms_norm(h, self.norm, eps, out)
 
-    def _rotated(
-        self, layer: Layer, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV
+    def _rotate_and_store(
+        self,
+        layer: DecoderLayer,
+        index: int,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: KVCache,
     ) -> torch.Tensor:
         """Returns rotated queries [B, L, H, E] of qkv [B, L, (H + 2K) E]; keys and values go into the caches."""
         rope = self.rope
-        which = None if rope.long_from is None else kv.which
-        rotation = Rotation(rope.frequencies, rope.magnitude, which, layer.q_norm, layer.k_norm, self.config.eps)
+        frequency_set = None if rope.long_from is None else kv.frequency_set
+        rotation = Rotation(
+            rope.frequencies, rope.magnitude, frequency_set, layer.q_norm, layer.k_norm, self.config.eps
+        )
         return rope_and_cache(qkv, positions, slots, rotation, kv.keys(index), kv.values(index))

@@ -57,7 +57,7 @@ class DecoderConfig:
 
         Raises `ConfigError` naming the architecture or option that is not supported.
         """
-        config = _of_base(config)
+        config = _base_model_config(config)
         kind = config.get("model_type")
         if kind not in TORCH_FAMILIES:
             known = ", ".join(TORCH_FAMILIES)
@@ -101,8 +101,7 @@ class DecoderConfig:
         return self.kv_heads * self.head_width
 
 
-def _of_base(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the base model's own config, from a converted model's or a plain one's."""
+def _base_model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("model_type") != MODEL_TYPE:
         return config
     section = config.get("zip2zip")

@@ -14,125 +14,124 @@ import torch
 from torch.nn.functional import gelu, layer_norm
 
 from mlx_zip.config import EncoderConfig
-from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
+from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
-from mlx_zip.cuda.network.linear import Linear, joined, product
+from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
 from mlx_zip.errors import ConfigError
 
 LAYER_NORM_EPS = 1e-5
 Encoder = Callable[[torch.Tensor, torch.Tensor, Matrix], torch.Tensor]
 
 
-class Weights:
+class EncoderWeights:
     """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
 
     take: called with a tensor's whole name and shape, as `Folder.take`. prefix: "input_encoder." or "output_encoder.".
-    keep: dtype of the vectors for which matrices are kept for a CPU (`Linear.keep`); None for kernels.
+    keep: dtype of the vectors for which matrices are kept for a CPU (`Linear.cpu_dtype`); None for kernels.
     """
 
-    def __init__(self, take: Callable[..., Matrix], prefix: str, keep: torch.dtype | None = None) -> None:
-        self._take, self._prefix, self._keep = take, prefix, keep
+    def __init__(self, take: Callable[..., Matrix], prefix: str, cpu_dtype: torch.dtype | None = None) -> None:
+        self._take, self._prefix, self._cpu_dtype = take, prefix, cpu_dtype
 
     @property
     def side(self) -> str:
         """The side whose rows the encoder makes, one of `SIDES`."""
         return self._prefix
 
-    def matrix(self, names: str | Sequence[str], rows: int, columns: int) -> Linear:
+    def take_product(self, names: str | Sequence[str], rows: int, columns: int) -> Linear:
         """Returns the product with the matrix NAME.weight [rows, columns], or with several, joined by their rows.
 
         Raises `ModelError`.
         """
         names = [names] if isinstance(names, str) else names
-        whole = joined([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
-        return whole if self._keep is None else whole.keep(self._keep)
+        whole = join_by_rows([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
+        return whole if self._cpu_dtype is None else whole.prepared_for_cpu(self._cpu_dtype)
 
-    def dense(self, name: str, *shape: int) -> torch.Tensor:
+    def take_dense(self, name: str, *shape: int) -> torch.Tensor:
         """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""
         value = self._take(self._prefix + name, *shape)
         return unpack(value, value.scales.dtype) if isinstance(value, Packed) else value
 
-    def norm(self, name: str, width: int) -> Norm:
+    def take_norm(self, name: str, width: int) -> LayerNorm:
         """Returns the layer norm `name`. Raises `ModelError`."""
-        return Norm(self.dense(f"{name}.weight", width), self.dense(f"{name}.bias", width))
+        return LayerNorm(self.take_dense(f"{name}.weight", width), self.take_dense(f"{name}.bias", width))
 
 
-def make_encoder(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+def make_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
     """Returns the encoder `config.kind` for entries of up to `merge_size` ids. Raises `ConfigError`, `ModelError`."""
     kinds = {
-        "averaging": averaging,
-        "attention": attention,
-        "transformer": transformer,
-        "res_latent_attn": res_latent_attention,
+        "averaging": _averaging_encoder,
+        "attention": _attention_encoder,
+        "transformer": _transformer_encoder,
+        "res_latent_attn": _res_latent_encoder,
     }
     if config.kind not in kinds:
         raise ConfigError(f"encoder_type {config.kind!r} is not one of {', '.join(sorted(kinds))}")
     return kinds[config.kind](config, merge_size, weights)
 
 
-def averaging(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
-    """Returns the encoder whose rows are the mean of an entry's base rows; it has no tensors."""
-    return lambda entries, lengths, matrix: pool(entry_rows(entries, matrix, None), lengths, "real")
+def _averaging_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
+    return lambda entries, lengths, matrix: pool_places(embed_entries(entries, matrix, None), lengths, "real")
 
 
-def attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+def _attention_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
     """Returns the encoder of one attention layer, whose rows are the mean over all S places."""
-    places = weights.dense("pos_embed.weight", merge_size, config.hidden_size)
-    attend = _projections(config, weights, "attention.", "both")
+    places = weights.take_dense("pos_embed.weight", merge_size, config.hidden_size)
+    attend = _attention_of_projections(config, weights, "attention.", "both")
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return pool(attend(entry_rows(entries, matrix, places), lengths), lengths, "all")
+        return pool_places(attend(embed_entries(entries, matrix, places), lengths), lengths, "all")
 
     return encode
 
 
-def transformer(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+def _transformer_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
     """Returns the post-norm transformer, whose rows are the mean over all S places, padding included."""
     width = config.hidden_size
-    places = weights.dense("pos_embed.weight", merge_size, width) if config.has_positions else None
-    layers = [_post_norm(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
+    places = weights.take_dense("pos_embed.weight", merge_size, width) if config.has_positions else None
+    layers = [_post_norm_layer(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        x = entry_rows(entries, matrix, places)
+        x = embed_entries(entries, matrix, places)
         for layer in layers:
             x = layer(x, lengths)
-        return pool(x, lengths, "all")
+        return pool_places(x, lengths, "all")
 
     return encode
 
 
-def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+def _res_latent_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:
     """Returns the pre-norm transformer with a base row as residual, pooled over real places (zip2zip++)."""
     residual = {None: None, "first": "first", "last": "last", "mean": "real"}[config.residual_of(weights.side)]
     width, model = config.hidden_size, config.model_size
-    places = weights.dense("pos_embed.weight", merge_size, width)
-    enter = weights.matrix("proj_in", width, model) if model != width else None
-    leave = weights.matrix("proj_out", model, width) if model != width else None
-    layers = [_pre_norm(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
-    norm, kind = weights.norm("norm", width), "last" if config.causal else "real"
+    places = weights.take_dense("pos_embed.weight", merge_size, width)
+    enter = weights.take_product("proj_in", width, model) if model != width else None
+    leave = weights.take_product("proj_out", model, width) if model != width else None
+    layers = [_pre_norm_layer(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
+    norm, kind = weights.take_norm("norm", width), "last" if config.causal else "real"
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        x = entry_rows(entries, matrix, None)
+        x = embed_entries(entries, matrix, None)
         base = x
-        x = (x if enter is None else times(x, enter)) + places[: entries.shape[1]]
+        x = (x if enter is None else multiply_places(x, enter)) + places[: entries.shape[1]]
         for layer in layers:
             x = layer(x, lengths)
-        row = pool(norm(x), lengths, kind)
+        row = pool_places(norm(x), lengths, kind)
         added = None if residual is None else _residual_row(base, lengths, residual)
         if leave is not None:
-            return product(row, leave, residual=added)
+            return fused_product(row, leave, residual=added)
         return row if added is None else row + added
 
     return encode
 
 
 def _residual_row(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns the base row [N, D] that an entry's row begins as: the first of x [N, S, D], or what `pool` returns."""
-    return x[:, 0].contiguous() if kind == "first" else pool(x, lengths, kind)
+    """Returns the base row [N, D] that an entry's row begins as: the first of x [N, S, D], or pooled ones."""
+    return x[:, 0].contiguous() if kind == "first" else pool_places(x, lengths, kind)
 
 
 @dataclass(frozen=True)
-class Norm:
+class LayerNorm:
     """A layer norm; weight and bias [H]."""
 
     weight: torch.Tensor
@@ -143,56 +142,59 @@ class Norm:
         return layer_norm(x, self.weight.shape, self.weight, self.bias, LAYER_NORM_EPS)
 
 
-Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H], lengths [N] -> [N, S, H]
-Attend = Callable[..., torch.Tensor]  # x, lengths and what is added to the result, or None -> [N, S, H]
+ApplyLayer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H], lengths [N] -> [N, S, H]
+ApplyAttention = Callable[..., torch.Tensor]  # x, lengths and what is added to the result, or None -> [N, S, H]
 
 
-def _post_norm(config: EncoderConfig, weights: Weights, at: str) -> Layer:
+def _post_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
     """Returns x = LN(x + attention(x)), x = LN(x + MLP(x))."""
     width, inner = config.hidden_size, config.intermediate_size
-    attend = _projections(config, weights, f"{at}attention.", "both")
-    up, down = weights.matrix(f"{at}mlp.fc1", inner, width), weights.matrix(f"{at}mlp.fc2", width, inner)
-    first, second = (weights.norm(f"{at}{name}", width) for name in ("post_attention_layernorm", "post_mlp_layernorm"))
+    attend = _attention_of_projections(config, weights, f"{at}attention.", "both")
+    up, down = weights.take_product(f"{at}mlp.fc1", inner, width), weights.take_product(f"{at}mlp.fc2", width, inner)
+    first, second = (
+        weights.take_norm(f"{at}{name}", width) for name in ("post_attention_layernorm", "post_mlp_layernorm")
+    )
 
     def layer(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         x = first(attend(x, lengths, x))
-        return second(times(gelu(times(x, up)), down, x))
+        return second(multiply_places(gelu(multiply_places(x, up)), down, x))
 
     return layer
 
 
-def _pre_norm(config: EncoderConfig, weights: Weights, at: str) -> Layer:
+def _pre_norm_layer(config: EncoderConfig, weights: EncoderWeights, at: str) -> ApplyLayer:
     """Returns x = x + attention(LN(x)), x = x + MLP(LN(x))."""
     width, inner = config.hidden_size, config.intermediate_size
-    attend = _attention(config, weights, [f"{at}w{name}" for name in "qkvo"], "causal" if config.causal else "keys")
-    up, down = weights.matrix(f"{at}w1", inner, width), weights.matrix(f"{at}w2", width, inner)
-    first, second = weights.norm(f"{at}norm1", width), weights.norm(f"{at}norm2", width)
+    attend = _make_attention(
+        config, weights, [f"{at}w{name}" for name in "qkvo"], "causal" if config.causal else "keys"
+    )
+    up, down = weights.take_product(f"{at}w1", inner, width), weights.take_product(f"{at}w2", width, inner)
+    first, second = weights.take_norm(f"{at}norm1", width), weights.take_norm(f"{at}norm2", width)
 
     def layer(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         x = attend(first(x), lengths, x)
-        return times(gelu(times(second(x), up)), down, x)
+        return multiply_places(gelu(multiply_places(second(x), up)), down, x)
 
     return layer
 
 
-def _projections(config: EncoderConfig, weights: Weights, at: str, mask: str) -> Attend:
-    """Returns attention whose matrices are named q_proj, k_proj, v_proj and o_proj."""
-    return _attention(config, weights, [f"{at}{name}_proj" for name in "qkvo"], mask)
+def _attention_of_projections(config: EncoderConfig, weights: EncoderWeights, at: str, mask: str) -> ApplyAttention:
+    return _make_attention(config, weights, [f"{at}{name}_proj" for name in "qkvo"], mask)
 
 
-def _attention(config: EncoderConfig, weights: Weights, names: list[str], mask: str) -> Attend:
+def _make_attention(config: EncoderConfig, weights: EncoderWeights, names: list[str], mask: str) -> ApplyAttention:
     """Returns multi-head attention; names: of the matrices of queries, keys, values and output."""
     width = config.hidden_size
-    enter, leave = weights.matrix(names[:3], width, width), weights.matrix(names[3], width, width)
+    enter, leave = weights.take_product(names[:3], width, width), weights.take_product(names[3], width, width)
     heads = config.num_heads
 
     def attend(x: torch.Tensor, lengths: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return times(small_attention(times(x, enter), lengths, heads, mask), leave, residual)
+        return multiply_places(attend_in_entries(multiply_places(x, enter), lengths, heads, mask), leave, residual)
 
     return attend
 
 
-def times(x: torch.Tensor, linear: Linear, residual: torch.Tensor | None = None) -> torch.Tensor:
+def multiply_places(x: torch.Tensor, linear: Linear, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Returns x W' [N, S, R], plus the residual, for x [N, S, D]."""
     added = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    return product(x.reshape(-1, x.shape[-1]), linear, residual=added).view(*x.shape[:-1], -1)
+    return fused_product(x.reshape(-1, x.shape[-1]), linear, residual=added).view(*x.shape[:-1], -1)

@@ -29,7 +29,7 @@ class Rope:
     magnitude: float
     long_from: int | None
 
-    def which(self, last: int) -> int:
+    def frequency_set(self, last: int) -> int:
         """Returns the set, SHORT or LONG, of a sequence whose last id has position `last`."""
         return LONG if self.long_from is not None and last >= self.long_from else SHORT
 
@@ -48,25 +48,25 @@ def make_rope(parameters: Mapping[str, Any], head_width: int, config: Mapping[st
     with rope_errors_as_config_errors(kind):
         columns = count_rotated_columns(parameters, head_width)
         plain = float(parameters["rope_theta"]) ** (-np.arange(0, columns, 2, dtype=np.float64) / columns)
-        sets, magnitude = _KINDS[kind](plain, parameters, config)
+        sets, magnitude = _RULES[kind](plain, parameters, config)
     long_from = pretraining_context(parameters, config) if kind == "longrope" else None
     return Rope(torch.from_numpy(np.stack(sets).astype(np.float32)), float(magnitude), long_from)
 
 
-Sets = tuple[tuple[np.ndarray, np.ndarray], float]  # short and long frequencies [R / 2], and the magnitude
+FrequencySets = tuple[tuple[np.ndarray, np.ndarray], float]  # short and long frequencies [R / 2], and the magnitude
 
 
-def _default(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
+def _default_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
     """Returns frequencies without scaling. Here and below, plain [R / 2] are the unscaled frequencies."""
     return (plain, plain), 1.0
 
 
-def _linear(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
+def _linear_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
     scaled = plain / parameters["factor"]
     return (scaled, scaled), 1.0
 
 
-def _llama3(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
+def _llama3_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
     """Returns Llama 3's frequencies: low ones are divided by `factor`, high ones stay, with a smooth passage."""
     factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
@@ -76,7 +76,7 @@ def _llama3(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[st
     return (scaled, scaled), 1.0
 
 
-def _yarn(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
+def _yarn_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
     """Returns YaRN's frequencies: low ones are divided by `factor`, high ones stay, with a linear ramp between."""
     theta, context, columns = parameters["rope_theta"], pretraining_context(parameters, config), 2 * len(plain)
     factor = parameters.get("factor") or config["max_position_embeddings"] / context
@@ -101,7 +101,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     return 0.1 * stretch + 1.0
 
 
-def _longrope(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Sets:
+def _longrope_frequencies(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> FrequencySets:
     """Returns LongRoPE's short and long frequencies, each divided by a factor of its own."""
     context = pretraining_context(parameters, config)
     for name in ("short_factor", "long_factor"):
@@ -115,4 +115,10 @@ def _longrope(plain: np.ndarray, parameters: Mapping[str, Any], config: Mapping[
     return (short, long), magnitude
 
 
-_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_RULES = {
+    "default": _default_frequencies,
+    "linear": _linear_frequencies,
+    "llama3": _llama3_frequencies,
+    "yarn": _yarn_frequencies,
+    "longrope": _longrope_frequencies,
+}

@@ -14,35 +14,35 @@ from typing import Any
 import torch
 
 from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
-from mlx_zip.cuda.kernels.matvec import MOST, matvec
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, levels_of, unpack
+from mlx_zip.cuda.kernels.matvec import MAX_VECTORS, matvec
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack, unpack_levels
 
 
 @dataclass(frozen=True)
 class Linear:
-    """x [N, D] -> x W' + bias [N, R] in x's dtype; weight [R, D] dense, `Packed` or `Half`; bias [R] or None.
+    """x [N, D] -> x W' + bias [N, R] in x's dtype; weight [R, D] dense, `Packed` or `HalfMatrix`; bias [R] or None.
 
-    kept: whether the weight was made for PyTorch's own products on a CPU, which no kernel takes.
+    for_cpu: whether the weight was made for PyTorch's own products on a CPU, which no kernel takes.
     """
 
-    weight: Matrix | Half
+    weight: Matrix | HalfMatrix
     bias: torch.Tensor | None = None
-    kept: bool = False
+    for_cpu: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product by PyTorch's matrix product; a packed matrix is unpacked for the call."""
-        if isinstance(self.weight, Half):
+        if isinstance(self.weight, HalfMatrix):
             return self.weight(x)
         weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
         return torch.nn.functional.linear(x, weight, self.bias)
 
-    def keep(self, dtype: torch.dtype) -> Linear:
+    def prepared_for_cpu(self, dtype: torch.dtype) -> Linear:
         """Returns the product with its weight made for a CPU, for vectors of `dtype`."""
-        assert not isinstance(self.weight, Half)
-        return Linear(*kept(self.weight, self.bias, dtype), kept=True)
+        assert not isinstance(self.weight, HalfMatrix)
+        return Linear(*cpu_weight(self.weight, self.bias, dtype), for_cpu=True)
 
 
-def product(
+def fused_product(
     x: torch.Tensor,
     linear: Linear,
     norm: tuple[torch.Tensor, float] | None = None,
@@ -54,8 +54,8 @@ def product(
     x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: W has the rows of a gate, then of the values, and
     silu(gate) * values [N, R / 2] takes the product's place. residual: of the result's shape. Few rows take one launch.
     """
-    if x.shape[0] <= MOST and not linear.kept:
-        assert not isinstance(linear.weight, Half)
+    if x.shape[0] <= MAX_VECTORS and not linear.for_cpu:
+        assert not isinstance(linear.weight, HalfMatrix)
         return matvec(x, linear.weight, linear.bias, norm, residual, gate)
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -65,7 +65,7 @@ def product(
     return y if residual is None else y + residual
 
 
-def joined(parts: Sequence[Linear]) -> Linear:
+def join_by_rows(parts: Sequence[Linear]) -> Linear:
     """Returns one product whose rows are those of all parts, in order.
 
     Packed parts of different packings become one packing without loss. Where only some are packed, all become dense.
@@ -77,11 +77,11 @@ def joined(parts: Sequence[Linear]) -> Linear:
     if packed and dense:
         dtype = dense[0].dtype
         dense = [unpack(part.weight, dtype) if isinstance(part.weight, Packed) else part.weight for part in parts]
-    weight = torch.cat(dense) if dense else _joined_packed(packed)
-    return Linear(weight, _joined_biases(parts))
+    weight = torch.cat(dense) if dense else _join_packed(packed)
+    return Linear(weight, _join_biases(parts))
 
 
-def _joined_biases(parts: Sequence[Linear]) -> torch.Tensor | None:
+def _join_biases(parts: Sequence[Linear]) -> torch.Tensor | None:
     """Returns the biases of all parts, zeros for a part without; None if no part has any."""
     some = next((part.bias for part in parts if part.bias is not None), None)
     if some is None:
@@ -89,10 +89,10 @@ def _joined_biases(parts: Sequence[Linear]) -> torch.Tensor | None:
     return torch.cat([some.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts])
 
 
-def _joined_packed(parts: Sequence[Packed]) -> Packed:
+def _join_packed(parts: Sequence[Packed]) -> Packed:
     """Returns packed matrices as one, with the most bits and the smallest groups among them."""
     bits, group = max(part.bits for part in parts), min(part.group_size for part in parts)
-    alike = [_finer(_wider(part, bits), group) for part in parts]
+    alike = [_narrow_groups(_widen_levels(part, bits), group) for part in parts]
     return Packed(
         torch.cat([part.words for part in alike]),
         torch.cat([part.scales for part in alike]),
@@ -102,14 +102,14 @@ def _joined_packed(parts: Sequence[Packed]) -> Packed:
     )
 
 
-def _wider(packed: Packed, bits: int) -> Packed:
+def _widen_levels(packed: Packed, bits: int) -> Packed:
     """Returns the same matrix with 8 bits a level instead of 4, if `bits` asks for them."""
     if packed.bits == bits:
         return packed
-    return packed._replace(words=levels_of(packed).view(torch.int32), bits=bits)
+    return packed._replace(words=unpack_levels(packed).view(torch.int32), bits=bits)
 
 
-def _finer(packed: Packed, group: int) -> Packed:
+def _narrow_groups(packed: Packed, group: int) -> Packed:
     """Returns the same matrix in smaller groups, which repeat scales and biases."""
     times = packed.group_size // group
     if times == 1:
@@ -124,11 +124,11 @@ def _finer(packed: Packed, group: int) -> Packed:
 # folder stores in 16 bits or fewer is kept in float16, which halves that time; vectors and sums stay float32. A matrix
 # stored in float32 is kept as it is, unless 16 bits hold its values too.
 
-LOST = 2.0**-25  # at most lost when a number below float16's normal range is rounded
-LARGEST = 65504.0  # of float16
+HALF_ROUNDING = 2.0**-25  # at most lost when a number below float16's normal range is rounded
+HALF_LARGEST = 65504.0  # of float16
 
 
-class Half:
+class HalfMatrix:
     """A matrix [R, D] kept in float16, and a bias [R]: x [N, D] float32 -> x W' + bias [N, R] float32."""
 
     def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -146,26 +146,26 @@ class Half:
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
 
 
-def kept(
+def cpu_weight(
     weight: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor | Half, torch.Tensor | None]:
+) -> tuple[torch.Tensor | HalfMatrix, torch.Tensor | None]:
     """Returns a matrix [R, D] as products of vectors of `dtype` take it, and the bias that is still to be added."""
     short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
     dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
-    if dtype == torch.float32 and has_half() and _fits(dense, short):
-        return Half(dense, bias), None
+    if dtype == torch.float32 and has_half_products() and _fits_half(dense, short):
+        return HalfMatrix(dense, bias), None
     return dense.to(dtype), bias
 
 
-def _fits(matrix: torch.Tensor, short: bool) -> bool:
+def _fits_half(matrix: torch.Tensor, short: bool) -> bool:
     """Returns whether to keep a matrix in float16. short: whether its folder has it in 16 bits or fewer."""
-    if not matrix.numel() or matrix.abs().max() > LARGEST:
+    if not matrix.numel() or matrix.abs().max() > HALF_LARGEST:
         return False
-    return short or bool((matrix.half().float() - matrix).abs().max() <= LOST)
+    return short or bool((matrix.half().float() - matrix).abs().max() <= HALF_ROUNDING)
 
 
 @cache
-def has_half() -> bool:
+def has_half_products() -> bool:
     """Returns whether PyTorch multiplies float16 matrices with float32 vectors here: by FBGEMM, on x86 with AVX2."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_zip.engine import searching
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.models.machines import ids_of_first_machine
-from mlx_zip.sampling.canonical import without, without_in_rows
+from mlx_zip.sampling.canonical import exclude_ids, exclude_ids_in_rows
 from mlx_zip.sampling.penalties import PenaltyTerms
 
 
@@ -154,7 +154,7 @@ def _process_row(request: Request, logits: mx.array, end: int | None) -> mx.arra
     excluded = [] if request.canonical is None else request.canonical.excluded()
     if request.submission.constraint is not None:
         return Search(request, logits, excluded, end)
-    return without(logits, excluded) if excluded else logits
+    return exclude_ids(logits, excluded) if excluded else logits
 
 
 def _exclude_uncanonical(requests: Sequence[Request], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
@@ -163,8 +163,8 @@ def _exclude_uncanonical(requests: Sequence[Request], logits: mx.array, end: int
         return logits
     excluded = [[] if request.canonical is None else request.canonical.excluded() for request in requests]
     if len(requests) == 1:
-        return without(logits, excluded[0]) if excluded[0] else logits
-    return without_in_rows(logits, excluded, pad_id, end)
+        return exclude_ids(logits, excluded[0]) if excluded[0] else logits
+    return exclude_ids_in_rows(logits, excluded, pad_id, end)
 
 
 def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:
@@ -190,7 +190,7 @@ class Search(searching.Search):
 
     def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
         logits = self.close(self.logits, open_)
-        logits = without(logits, excluded) if excluded else logits
+        logits = exclude_ids(logits, excluded) if excluded else logits
         logprobs = logits - mx.logsumexp(logits[:, : self._end], axis=-1, keepdims=True)
         return logits, self.request.draws.scores(logprobs).astype(mx.float32)
 

@@ -38,7 +38,8 @@ from mlx_zip.models.longrope_refill import LongRopeRefill
 from mlx_zip.models.machines import raise_unless_machines_agree
 from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
-from mlx_zip.sampling.processors import Sampling, SamplingOptions, make_sampler
+from mlx_zip.sampling.options import Sampling, SamplingOptions
+from mlx_zip.sampling.processors import make_sampler
 from mlx_zip.text.tokenizers import as_tokenizer
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
@@ -115,7 +116,7 @@ def stream_generate(
     Raises `GenerationError` before anything runs when the request cannot be met, `DataError` for a pack that cannot be
     read or is of another tokenizer.
     """
-    options = Sampling.of(sampling, signature(stream_generate).parameters)
+    options = Sampling.from_options(sampling, signature(stream_generate).parameters)
     _check_functions(
         sampler=sampler, logits_processors=logits_processors, prompt_progress_callback=prompt_progress_callback
     )
@@ -406,7 +407,7 @@ def stream_batch(
     """
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise GenerationError("no prompts: give a list of at least one")
-    options = Sampling.of(sampling, signature(stream_batch).parameters)
+    options = Sampling.from_options(sampling, signature(stream_batch).parameters)
     _check_functions(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
     start = _checked_start(pack, tokenizer, model)
@@ -508,7 +509,7 @@ def _seed_random(seed: int | None) -> None:
 def _make_draws(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
     """Returns the given sampler, else one made from the options. Raises `GenerationError` if both are given."""
     if sampler is not None:
-        if ignored := options.sampler_options():
+        if ignored := options.changed_sampler_options():
             raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
         return _Sampler(sampler, False)
     never_excluded = served.never_excluded if options.xtc_probability else ()

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
-from mlx_zip.device import WiredMemory, memory_speed
+from mlx_zip.device import WiredMemory, measure_memory_speed
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.scoring import score_in_parts
@@ -136,7 +136,7 @@ class MlxEngine(ThreadedEngine):
             self._wired.hold()
 
     def _free_when_idle(self) -> float | None:
-        return None if self._wired is None else self._wired.rest()
+        return None if self._wired is None else self._wired.free_if_idle()
 
     def unwire(self) -> bool:
         return self._inbox.ask(self._unwire)
@@ -212,7 +212,7 @@ def _measured_bandwidth() -> float:
 def _measure_bandwidth(device: str) -> None:
     """Measures the bandwidth, and frees the thread's streams and the memory."""
     try:
-        _bandwidths[device] = memory_speed(_LIMIT_S)
+        _bandwidths[device] = measure_memory_speed(_LIMIT_S)
     finally:
         mx.clear_cache()
         mx.clear_streams()

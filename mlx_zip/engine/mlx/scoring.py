@@ -23,7 +23,8 @@ from mlx_zip.engine.scored import LOGITS, Compressed, Scored, compress_parts
 from mlx_zip.errors import CodecError, DataError, ModelError
 from mlx_zip.layout import base_config, is_zip
 from mlx_zip.packs.pack import Pack
-from mlx_zip.sampling.canonical import excluded_after, unless_most
+from mlx_zip.sampling.canonical import restore_likely_ids
+from mlx_zip.sampling.exclusions import find_excluded_ids
 
 
 def scores_itself(model: Any) -> bool:
@@ -166,7 +167,7 @@ def _score_calls(
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
             canonical = mx.array(logits)
             canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
-            logits = unless_most(canonical, logits)
+            logits = restore_likely_ids(canonical, logits)
         yield _read_scores(model, logits, ids[:, begin + 1 : end + 1], top)
 
 
@@ -176,7 +177,7 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
     """
     if not is_zip(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
-    found = [excluded_after(Codebook(codec(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
+    found = [find_excluded_ids(Codebook(codec(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.sampling.canonical import excluded_after
+from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample, grows
 
 _SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
@@ -217,7 +217,7 @@ class _ReadSample:
 
     def excluded(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
-        found = excluded_after(Codebook(self.params), self.ids[:-1])
+        found = find_excluded_ids(Codebook(self.params), self.ids[:-1])
         at, column = np.unique(np.stack(found), axis=1)
         broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
         kept = (self.weights[at] > 0) & ~np.isin(at, broken)

@@ -195,7 +195,7 @@ def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays
     in_hyper = hyper[row, place, mx.where(is_hyper, column - vocab, 0)]
     share = mx.where(real, mx.exp(mx.where(is_hyper, in_hyper, in_base) - normaliser[row, place]), 0)
     excluded = mx.zeros(batch * length).at[mx.where(real, at, 0)].add(share).reshape(batch, length)  # their probability
-    return mx.log1p(-mx.where(excluded <= canonical.MOST, excluded, 0))
+    return mx.log1p(-mx.where(excluded <= canonical.MAX_EXCLUDED_SHARE, excluded, 0))
 
 
 # ---- rows of a pack's entries

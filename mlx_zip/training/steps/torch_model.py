@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import register_parametrization
 
 from mlx_zip.config import SIDES, ZipConfig
-from mlx_zip.cuda.kernels.dispatch import forced
-from mlx_zip.cuda.network.encoders import Weights, make_encoder
+from mlx_zip.cuda.kernels.dispatch import force_implementation
+from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.errors import TrainingError, first_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.zip_model import Model
@@ -173,8 +173,8 @@ class TorchModel(nn.Module):
         def take(name: str, *shape: int) -> torch.Tensor:
             return self.parts[f"model.{name}"].to(self.dtype)
 
-        with forced("reference"):
-            encoder = make_encoder(self.zip.encoder, self.zip.merge_size, Weights(take, side))
+        with force_implementation("reference"):
+            encoder = make_encoder(self.zip.encoder, self.zip.merge_size, EncoderWeights(take, side))
             return encoder(entries, lengths, matrix.to(self.dtype))
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError
-from mlx_zip.sampling.exclusions import MOST
+from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
@@ -303,11 +303,12 @@ def _loss_and_gradient(
 def _exclude(share: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """Takes excluded ids out of the probabilities `share` [N, V + K], in place; returns the nats [N] that this saves.
 
-    row, column [X]: which id is excluded where. Nothing is excluded where such ids hold more than `MOST` together.
+    row, column [X]: which id is excluded where. Nothing is excluded where such ids together hold over half the
+    probability.
     """
     theirs = share[row, column]
     held = share.new_zeros(len(share)).index_add_(0, row, theirs)
-    held = torch.where(held <= MOST, held, 0.0)
+    held = torch.where(held <= MAX_EXCLUDED_SHARE, held, 0.0)
     share[row, column] = torch.where(held[row] > 0, 0.0, theirs)
     share /= (1 - held)[:, None]
     return torch.log1p(-held)

@@ -62,19 +62,19 @@ def compile_only() -> list[Any]:
         found.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compiled
-    dispatch._check_runs = lambda on_gpu: None
+    dispatch._raise_unless_triton_runs = lambda on_gpu: None
     return found
 
 
 def all_sizes() -> None:
     """Makes a kernel that has a choice of sizes be compiled with each of them, as before it is measured."""
 
-    def launch(self: tuning.Tuned, key: Any, grid: Any, *args: Any, **constants: Any) -> None:
-        with tuning._compiling():
+    def launch(self: tuning.TunedKernel, key: Any, grid: Any, *args: Any, **constants: Any) -> None:
+        with tuning._compile_in_parallel():
             for sizes, warps in self.choices:
                 self.kernel.warmup(*args, grid=grid, **constants, **sizes, num_warps=warps)
 
-    tuning.Tuned.launch = launch
+    tuning.TunedKernel.launch = launch
 
 
 def report(kernel: Any) -> str:
@@ -101,7 +101,7 @@ def per_weight(kernel: Any) -> str:
     """
     names = kernel.src.fn.arg_names
     sizes = {names[at[0]]: value for at, value in kernel.src.constants.items()}
-    if kernel.name != "_one" or "LINES" not in sizes:
+    if kernel.name != "_for_one_vector" or "LINES" not in sizes:
         return "-"
     code = instructions(kernel.asm["cubin"])
     jumps = [(int(found[1], 16), at) for at, text in code if (found := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text))]
@@ -121,7 +121,7 @@ def instructions(binary: bytes) -> list[tuple[int, str]]:
 
 def check_small_floats(kernel: Any) -> None:
     """Ends the program if products of packed weights treat very small floats, such as unmoved levels, as 0."""
-    if kernel.name == "_one" and (found := re.search(r"\b(mul|fma)\S*\.ftz\S*", kernel.asm["ptx"])):
+    if kernel.name == "_for_one_vector" and (found := re.search(r"\b(mul|fma)\S*\.ftz\S*", kernel.asm["ptx"])):
         raise SystemExit(f"{kernel.name} has {found.group()}, which treats very small floats as 0")
 
 

@@ -13,10 +13,9 @@ import torch
 
 from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
 from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.embedding import hyper_embedding
-from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, entry_rows, pool, small_attention
+from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.head import joint_head
-from mlx_zip.cuda.kernels.install import install_rows
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, install_rows
 from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
@@ -112,8 +111,8 @@ def rows_of(batch: int, matrix: Matrix, dtype: torch.dtype = HALF) -> None:
     """Launches what takes single rows out of a matrix."""
     ids, rows = zeros(batch, 1, dtype=torch.int64), zeros(batch, SLOTS, WIDTH, dtype=dtype)
     hyper_embedding(ids, matrix, rows, ROWS - 3, impl="triton")
-    entry_rows(ids, matrix, zeros(1, WIDTH, dtype=dtype), impl="triton")
-    entry_rows(ids, matrix, None, impl="triton")
+    embed_entries(ids, matrix, zeros(1, WIDTH, dtype=dtype), impl="triton")
+    embed_entries(ids, matrix, None, impl="triton")
     new, installed = zeros(4, batch, dtype=torch.int64), zeros(batch, SLOTS, dtype=torch.bool)
     for tables in ([rows], [rows, rows.clone()]):
         pool, spans = zeros(5, len(tables), WIDTH, dtype=dtype), zeros(batch, SLOTS, dtype=torch.int64)
@@ -139,6 +138,6 @@ def encoder(count: int, places: int, dtype: torch.dtype, heads: int, width: int)
     """Launches the pieces of the hyper-encoders."""
     lengths = zeros(count, dtype=torch.int64)
     for mask in MASKS:
-        small_attention(zeros(count, places, 3 * heads * width, dtype=dtype), lengths, heads, mask, impl="triton")
+        attend_in_entries(zeros(count, places, 3 * heads * width, dtype=dtype), lengths, heads, mask, impl="triton")
     for kind in POOLS:
-        pool(zeros(count, places, heads * width, dtype=dtype), lengths, kind, impl="triton")
+        pool_places(zeros(count, places, heads * width, dtype=dtype), lengths, kind, impl="triton")

@@ -21,7 +21,9 @@ def test_kernels_of_a_step_are_compiled_without_spilled_registers(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     kernels = [line.split()[:6] for line in done.stdout.splitlines()]
-    assert {"_one", "_many", "_parts", "_combine", "_reduce"} <= {kernel[1] for kernel in kernels}
+    assert {"_for_one_vector", "_for_many_vectors", "_attend_part", "_combine_parts", "_join_blocks"} <= {
+        kernel[1] for kernel in kernels
+    }
     for _, name, _, _, local, shared in kernels:
         assert int(local) <= 32, f"{name} spills {local} bytes"  # the sine of large angles takes 32
         assert int(shared) <= 99 * 1024, f"{name} needs {shared} bytes of shared memory"

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import attention  # noqa: E402
-from mlx_zip.cuda.kernels.attention import decode_attention, reference  # noqa: E402
+from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
@@ -35,7 +35,7 @@ def check(guard, dtype, lengths, heads, kv_heads, width, places=150, **more):
     got = decode_attention(q, keys, values, seen, **more, impl="triton")
     scale = more.get("scale") or width**-0.5
     q, keys, values = (part.double().nan_to_num(9.0) for part in (q, keys, values))
-    wanted = reference(q, keys, values, seen, more.get("window") or places, scale)
+    wanted = reference_decode_attention(q, keys, values, seen, more.get("window") or places, scale)
     assert got.dtype == dtype
     tolerance = {torch.float32: 3e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -64,7 +64,9 @@ def test_small_caches_have_one_part(guard, places):
 def test_lengths_beyond_the_capacity_and_below_zero_are_limited(guard):
     q, cache = guard(torch.randn(2, 1, 4)), guard(torch.randn(2, 1, 40, 4))
     got = decode_attention(q, cache, cache, guard(torch.tensor([41, -3])), impl="triton")
-    wanted = reference(q.double(), cache.double(), cache.double(), guard(torch.tensor([40, 0])), 40, 0.5)
+    wanted = reference_decode_attention(
+        q.double(), cache.double(), cache.double(), guard(torch.tensor([40, 0])), 40, 0.5
+    )
     torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=3e-6)
 
 

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.embedding import hyper_embedding, reference  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, reference_hyper_embedding  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
@@ -23,7 +23,7 @@ def test_rows_come_from_the_base_table_or_the_hyper_rows(
     rows = guard(torch.randn(batch, capacity, width).to(dtype))
     got = hyper_embedding(ids, table, rows, boundary, impl="triton")
     assert got.dtype == dtype
-    close(got, reference(ids, table.double(), rows.double(), boundary))
+    close(got, reference_hyper_embedding(ids, table.double(), rows.double(), boundary))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,7 +34,7 @@ def test_rows_of_a_packed_table_are_unpacked(guard, close, random_packed, dtype,
     got = hyper_embedding(ids, table, rows, 5, impl="triton")
     assert got.dtype == dtype
     known = (ids >= 0) & (ids < 8)
-    close(got[known], reference(ids, exact, rows.double(), 5)[known])
+    close(got[known], reference_hyper_embedding(ids, exact, rows.double(), 5)[known])
     assert got[~known].isnan().all()
 
 

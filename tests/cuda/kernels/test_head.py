@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.head import joint_head, reference  # noqa: E402
+from mlx_zip.cuda.kernels.head import joint_head, reference_joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
 from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
 
@@ -25,7 +25,7 @@ def inputs(guard, dtype, batch, height, capacity, width) -> Any:
 
 
 def compare(x, base, rows, installed, boundary, exact_base):
-    wanted: Any = reference(x.double(), exact_base, rows.double(), installed, boundary, logits=True)
+    wanted: Any = reference_joint_head(x.double(), exact_base, rows.double(), installed, boundary, logits=True)
     for logits in (True, False):
         got: Any = joint_head(x, base, rows, installed, boundary, logits=logits, impl="triton")
         assert torch.equal(got.best, wanted.best)

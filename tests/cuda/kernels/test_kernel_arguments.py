@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import dispatch, encoder  # noqa: E402
 from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
-from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache  # noqa: E402
 
@@ -24,11 +24,11 @@ def words(*shape):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: encoder.entry_rows(IDS, torch.ones(4, 2), torch.ones(2, 2)), "3 places, positions only 2"),
-        (lambda: encoder.entry_rows(IDS, torch.ones(4, 2), torch.ones(3, 1)), r"places has shape \[3, 1\]"),
-        (lambda: encoder.small_attention(torch.ones(1, 2, 12), ONE, 2, "none"), "mask 'none' is not one of both, keys"),
-        (lambda: encoder.small_attention(torch.ones(1, 2, 12), ONE, 3, "both"), "12 columns are not made of queries"),
-        (lambda: encoder.pool(torch.ones(1, 2, 4), ONE, "first"), "pool 'first' is not one of all, real, last"),
+        (lambda: encoder.embed_entries(IDS, torch.ones(4, 2), torch.ones(2, 2)), "3 places, positions only 2"),
+        (lambda: encoder.embed_entries(IDS, torch.ones(4, 2), torch.ones(3, 1)), r"places has shape \[3, 1\]"),
+        (lambda: encoder.attend_in_entries(torch.ones(1, 2, 12), ONE, 2, "none"), "mask 'none' is not one of both,"),
+        (lambda: encoder.attend_in_entries(torch.ones(1, 2, 12), ONE, 3, "both"), "12 columns are not made of queries"),
+        (lambda: encoder.pool_places(torch.ones(1, 2, 4), ONE, "first"), "pool 'first' is not one of all, real, last"),
         (lambda: unpack(Packed(words(2, 8), *[torch.zeros(2, 1)] * 2, 3, 32), torch.float32), "3 bits: only 4 and 8"),
         (lambda: unpack(Packed(words(2, 8).long(), *[torch.zeros(2, 2)] * 2, 4, 32), torch.half), "expected int32"),
         (lambda: unpack(Packed(words(2, 8), *[torch.zeros(2, 1)] * 2, 4, 48), torch.float32), "groups of 48"),
@@ -56,10 +56,10 @@ def test_tensors_on_several_devices_are_refused():
 
 def test_a_block_forces_one_form_and_an_argument_goes_before_it():
     x = torch.ones(1)
-    with dispatch.forced("triton"):
+    with dispatch.force_implementation("triton"):
         assert dispatch.use_triton(None, x)
         assert not dispatch.use_triton("reference", x)
-        with dispatch.forced("reference"):
+        with dispatch.force_implementation("reference"):
             assert not dispatch.use_triton(None, x)
         assert dispatch.use_triton(None, x)
 

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.matvec import matvec, reference  # noqa: E402
+from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
@@ -45,7 +45,7 @@ def arguments(guard, dtype, batch, weight, all_of_it, gate=False):
 def check(x, weight, more, loose):
     """Compares with float64; loose: operands were rounded to x's dtype, so errors grow with the sum's terms."""
     got = matvec(x, weight, **more, impl="triton")
-    wanted = reference(exactly(x), exactly(weight), **{name: exactly(value) for name, value in more.items()})
+    wanted = reference_matvec(exactly(x), exactly(weight), **{name: exactly(value) for name, value in more.items()})
     assert got.dtype == x.dtype
     one = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[x.dtype]
     spread = wanted.std().clamp(min=1.0) if wanted.numel() > 1 else 1.0

@@ -10,17 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import activations, encoder  # noqa: E402
-from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
-from mlx_zip.cuda.kernels.attention import reference as attention_reference  # noqa: E402
-from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
-from mlx_zip.cuda.kernels.embedding import reference as embedding_reference  # noqa: E402
-from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
-from mlx_zip.cuda.kernels.head import reference as head_reference  # noqa: E402
-from mlx_zip.cuda.kernels.matvec import matvec  # noqa: E402
-from mlx_zip.cuda.kernels.matvec import reference as matvec_reference  # noqa: E402
+from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
+from mlx_zip.cuda.kernels.head import joint_head, reference_joint_head  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, reference_hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.packed import dequantize, unpack  # noqa: E402
-from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache  # noqa: E402
-from mlx_zip.cuda.kernels.rope import reference as rope_reference  # noqa: E402
+from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
 from mlx_zip.cuda.kernels.triton import attention as attention_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import matvec as matvec_triton  # noqa: E402
@@ -73,7 +68,7 @@ def test_products_with_any_of_what_precedes_and_follows_them(guard, matrix, draw
     given = None if factors is None else (factors, 1e-5)
     got = matvec(x, weight, bias, given, residual, gated, impl="triton")
     wide = [None if one is None else one.double() for one in (bias, residual, factors)]
-    wanted = matvec_reference(
+    wanted = reference_matvec(
         x.double(), exact, wide[0], wide[2] if wide[2] is None else (wide[2], 1e-5), *wide[1:2], gated
     )
     near(got, wanted, dtype, 2)
@@ -92,7 +87,7 @@ def test_attention_of_all_groups_widths_and_windows(guard, draw):
     keys, values = (guard(one.to(dtype)) for one in caches)
     got = decode_attention(q, keys, values, guard(torch.tensor(lengths)), window, impl="triton")
     exact = [one.double().nan_to_num(9.0) for one in (q, keys, values)]
-    near(got, attention_reference(*exact, torch.tensor(lengths), window or places, width**-0.5), dtype)
+    near(got, reference_decode_attention(*exact, torch.tensor(lengths), window or places, width**-0.5), dtype)
 
 
 def test_heads_of_any_matrix_and_any_number_of_slots(guard, matrix, draw):
@@ -102,7 +97,7 @@ def test_heads_of_any_matrix_and_any_number_of_slots(guard, matrix, draw):
     rows, installed = torch.randn(batch, capacity, base.shape[1]), torch.rand(batch, capacity) < draw.random()
     rows[~installed] = torch.nan
     x, rows, installed = guard(torch.randn(batch, base.shape[1])), guard(rows), guard(installed)
-    wanted = head_reference(x.double(), exact, rows.double(), installed, boundary, logits=True)
+    wanted = reference_joint_head(x.double(), exact, rows.double(), installed, boundary, logits=True)
     for logits in (False, True):
         got = joint_head(x, base, rows, installed, boundary, logits, impl="triton")
         assert torch.equal(got.best, wanted.best)
@@ -118,7 +113,7 @@ def test_embeddings_of_any_table(guard, matrix, draw):
     rows = guard(torch.randn(batch, capacity, table.shape[1]).to(dtype))
     ids = guard(torch.randint(-1, boundary + capacity + 1, (batch, length)))
     got = hyper_embedding(ids, table, rows, boundary, impl="triton")
-    near(got, embedding_reference(ids, exact, rows.double(), boundary), dtype)
+    near(got, reference_hyper_embedding(ids, exact, rows.double(), boundary), dtype)
 
 
 def test_rows_of_any_entries(guard, matrix, draw):
@@ -126,8 +121,8 @@ def test_rows_of_any_entries(guard, matrix, draw):
     table, exact = matrix(draw, height, dtype)
     places = guard(torch.randn(length + draw.randint(0, 2), table.shape[1]).to(dtype)) if draw.random() < 0.6 else None
     entries = guard(torch.randint(-1, height + 1, (count, length)))
-    got = encoder.entry_rows(entries, table, places, impl="triton")
-    wanted = encoder.reference_rows(entries, exact, None if places is None else places.double())
+    got = encoder.embed_entries(entries, table, places, impl="triton")
+    wanted = encoder.reference_embed_entries(entries, exact, None if places is None else places.double())
     near(got, wanted, dtype)
 
 
@@ -137,11 +132,15 @@ def test_attention_and_pooling_of_any_entries(guard, draw):
     lengths = guard(torch.randint(1, length + 1, (count,)))
     qkv = guard(torch.randn(count, length, 3 * heads * each).to(dtype))
     for mask in encoder.MASKS:
-        got = encoder.small_attention(qkv, lengths, heads, mask, impl="triton")
-        near(got, encoder.reference_attention(qkv.double(), lengths, heads, mask), dtype)
+        got = encoder.attend_in_entries(qkv, lengths, heads, mask, impl="triton")
+        near(got, encoder.reference_attend_in_entries(qkv.double(), lengths, heads, mask), dtype)
     x = guard(torch.randn(count, length, draw.randint(1, 1100)).to(dtype))
     for kind in encoder.POOLS:
-        near(encoder.pool(x, lengths, kind, impl="triton"), encoder.reference_pool(x.double(), lengths, kind), dtype)
+        near(
+            encoder.pool_places(x, lengths, kind, impl="triton"),
+            encoder.reference_pool_places(x.double(), lengths, kind),
+            dtype,
+        )
 
 
 def test_rotations_of_all_groups_and_widths(guard, draw):
@@ -159,7 +158,7 @@ def test_rotations_of_all_groups_and_widths(guard, draw):
     got = rope_and_cache(qkv, positions, slots, Rotation(rates, 1.1, which, *norms, 1e-3), *caches, impl="triton")
     wide = [None if one is None else one.double() for one in norms]
     rotation = Rotation(rates.double(), 1.1, which, *wide, 1e-3)
-    wanted = rope_reference(qkv.double(), positions, slots, rotation, *exact, group * kv_heads)
+    wanted = reference_rope_and_cache(qkv.double(), positions, slots, rotation, *exact, group * kv_heads)
     for one, other in zip((got, *caches), (wanted, *exact), strict=True):
         near(one, other, dtype, 2)
 
@@ -170,10 +169,10 @@ def test_norms_gates_and_unpacked_matrices(guard, matrix, draw):
     factors = guard((1 + torch.rand(width)).to(dtype))
     near(
         activations.rms_norm(x, factors, 1e-5, impl="triton"),
-        activations.reference_norm(x.double(), factors.double(), 1e-5),
+        activations.reference_rms_norm(x.double(), factors.double(), 1e-5),
         dtype,
     )
-    near(activations.silu_gate(gate_up, impl="triton"), activations.reference_gate(gate_up.double()), dtype)
+    near(activations.silu_gate(gate_up, impl="triton"), activations.reference_silu_gate(gate_up.double()), dtype)
     packed, exact = matrix(draw, draw.randint(1, 40), dtype)
     if not isinstance(packed, torch.Tensor):
         near(unpack(packed, dtype, impl="triton"), exact, dtype)
@@ -187,9 +186,9 @@ def test_empty_inputs_give_empty_results():
     none, flags = torch.zeros(0, dtype=torch.int64), torch.zeros((0, 0), dtype=torch.bool)
     for impl in ("triton", "reference"):
         assert hyper_embedding(ids, torch.ones(3, 4), no_rows[:0], 3, impl).shape == (0, 2, 4)
-        assert encoder.entry_rows(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
-        assert encoder.small_attention(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
-        assert encoder.pool(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
+        assert encoder.embed_entries(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
+        assert encoder.attend_in_entries(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
+        assert encoder.pool_places(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
         assert activations.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
         assert activations.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
         cache = torch.ones(0, 1, 5, 4)
@@ -210,6 +209,6 @@ def test_float16_operands_as_they_are_on_a_gpu(guard, monkeypatch):
     q, keys, values = (guard(torch.randn(shape).half()) for shape in ((2, 4, 24), (2, 2, 70, 24), (2, 2, 70, 24)))
     got = decode_attention(q, keys, values, guard(torch.tensor([70, 33])), impl="triton")
     exact = [one.double() for one in (q, keys, values)]
-    near(got, attention_reference(*exact, torch.tensor([70, 33]), 70, 24**-0.5), torch.float16)
+    near(got, reference_decode_attention(*exact, torch.tensor([70, 33]), 70, 24**-0.5), torch.float16)
     x, weight = guard(torch.randn(3, 40).half()), guard((torch.randn(9, 40) / 6).half())
-    near(matvec(x, weight, impl="triton"), matvec_reference(x.double(), weight.double()), torch.float16)
+    near(matvec(x, weight, impl="triton"), reference_matvec(x.double(), weight.double()), torch.float16)

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.rope import Rotation, reference, rope_and_cache  # noqa: E402
+from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
@@ -35,7 +35,7 @@ def test_queries_are_rotated_and_keys_and_values_reach_their_slots_only(
     caches = [guard(torch.full((2, kv_heads, 7, width), 9.0, dtype=dtype)) for _ in range(2)]
     exact = [cache.double() for cache in caches]
     got = rope_and_cache(qkv, positions, slots, rotation, *caches, impl="triton")
-    wanted = reference(qkv.double(), positions, slots, double(rotation), *exact, heads)
+    wanted = reference_rope_and_cache(qkv.double(), positions, slots, double(rotation), *exact, heads)
     for one, other in zip((got, *caches), (wanted, *exact), strict=True):
         close(one, other, roundings=4)
     assert (exact[0] == 9).all(-1).sum() == kv_heads * (14 - 4)
@@ -47,13 +47,13 @@ def test_far_positions_are_rotated_by_the_angles_that_float32_has(guard, close, 
     at, caches = guard(torch.tensor([[position]])), [guard(torch.zeros(1, 1, 1, 8)) for _ in range(2)]
     exact = [cache.double() for cache in caches]
     got = rope_and_cache(qkv, at, at * 0, Rotation(rates), *caches, impl="triton")
-    close(got, reference(qkv.double(), at, at * 0, Rotation(rates.double()), *exact, 1), roundings=4)
+    close(got, reference_rope_and_cache(qkv.double(), at, at * 0, Rotation(rates.double()), *exact, 1), roundings=4)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_set_of_frequencies_that_is_not_there_gives_nan(guard, impl):
     qkv, at = guard(torch.ones(2, 1, 3 * 4)), guard(torch.ones((2, 1), dtype=torch.int64))
-    rotation = Rotation(guard(torch.ones(2, 2)), which=guard(torch.tensor([2, 1])))
+    rotation = Rotation(guard(torch.ones(2, 2)), frequency_set=guard(torch.tensor([2, 1])))
     keys, values = (guard(torch.zeros(2, 1, 3, 4)) for _ in range(2))
     out = rope_and_cache(qkv, at, at, rotation, keys, values, impl)
     assert out[0].isnan().all()
@@ -64,7 +64,7 @@ def test_rotations_that_do_not_fit_are_refused():
     qkv, at, cache = torch.ones(1, 1, 12), torch.zeros((1, 1), dtype=torch.int64), torch.zeros(1, 1, 3, 4)
     for rotation, message in (
         (Rotation(torch.ones(1, 3)), "rotate no head of 4 columns"),
-        (Rotation(torch.ones(1, 2), which=torch.zeros(2)), "which has shape"),
+        (Rotation(torch.ones(1, 2), frequency_set=torch.zeros(2)), "frequency_set has shape"),
         (Rotation(torch.ones(1, 2), q_norm=torch.ones(4)), "belong together"),
         (Rotation(torch.ones(1, 2), q_norm=torch.ones(4), k_norm=torch.ones(3)), "k_norm has shape"),
     ):

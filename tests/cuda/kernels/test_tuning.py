@@ -62,7 +62,7 @@ def kernel(request, monkeypatch):
             return end.at - self.at
 
     monkeypatch.setattr(tuning, "can_measure", lambda: True)
-    monkeypatch.setattr(tuning, "_compiling", nullcontext)
+    monkeypatch.setattr(tuning, "_compile_in_parallel", nullcontext)
     monkeypatch.setattr(tuning, "FLUSHED", 1)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     zeros = torch.zeros
@@ -71,7 +71,7 @@ def kernel(request, monkeypatch):
 
 
 def test_the_fastest_size_is_found_at_the_first_launch_of_a_key_and_taken_from_then_on(kernel):
-    tuned = tuning.Tuned(kernel, CHOICES)
+    tuned = tuning.TunedKernel(kernel, CHOICES)
     tuned.launch("a", (7,), "x")
     assert kernel.compiled == [512, 1024, 2048]
     assert len(kernel.launched) == 3 + 3 * tuning.ROUNDS + 1
@@ -86,7 +86,7 @@ def test_the_fastest_size_is_found_at_the_first_launch_of_a_key_and_taken_from_t
 
 @pytest.mark.parametrize("kernel", [(1024,)], indirect=True)
 def test_sizes_that_the_gpu_has_no_room_for_are_left_out(kernel):
-    tuning.Tuned(kernel, CHOICES).launch("a", (7,))
+    tuning.TunedKernel(kernel, CHOICES).launch("a", (7,))
     assert kernel.launched[-1][2] == 2048
 
 
@@ -109,7 +109,7 @@ def compiling(kind):
 )
 def test_sizes_that_do_not_compile_or_fit_are_left_out_and_the_log_names_them(kernel, caplog, error):
     kernel.error = error
-    tuning.Tuned(kernel, CHOICES).launch("a", (7,))
+    tuning.TunedKernel(kernel, CHOICES).launch("a", (7,))
     assert kernel.launched[-1][2] == 2048
     said = [record.getMessage() for record in caplog.records if record.name == tuning.__name__]
     assert len(said) == 1
@@ -121,19 +121,19 @@ def test_sizes_that_do_not_compile_or_fit_are_left_out_and_the_log_names_them(ke
 def test_an_error_that_is_not_of_the_sizes_is_raised(kernel, error):
     kernel.error = error
     with pytest.raises(type(error), match=str(error)):
-        tuning.Tuned(kernel, CHOICES).launch("a", (7,))
+        tuning.TunedKernel(kernel, CHOICES).launch("a", (7,))
 
 
 @pytest.mark.parametrize("kernel", [(512, 1024, 2048)], indirect=True)
 def test_the_error_of_a_kernel_without_any_size_that_fits_is_raised(kernel):
     with pytest.raises(OutOfResources):
-        tuning.Tuned(kernel, CHOICES).launch("a", (7,))
+        tuning.TunedKernel(kernel, CHOICES).launch("a", (7,))
 
 
 def test_nothing_is_measured_while_a_graph_is_captured_nor_kept_for_later(kernel, monkeypatch):
-    tuned = tuning.Tuned(kernel, CHOICES)
+    tuned = tuning.TunedKernel(kernel, CHOICES)
     monkeypatch.setattr(tuning, "can_measure", lambda: False)
-    monkeypatch.setattr(tuning, "unmeasured", lambda choices: choices[0])
+    monkeypatch.setattr(tuning, "default_sizes", lambda choices: choices[0])
     tuned.launch("a", (7,))
     assert [launched[2] for launched in kernel.launched] == [512]
     monkeypatch.setattr(tuning, "can_measure", lambda: True)

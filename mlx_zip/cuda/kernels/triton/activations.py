@@ -12,17 +12,17 @@ import triton.language as tl
 BLOCK = 1024  # columns per program of a gate
 
 
-def launch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None) -> torch.Tensor:
+def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None) -> torch.Tensor:
     """Returns the norm; arguments as in `activations.rms_norm`, which has checked them."""
     count, width = x.shape
     out = torch.empty((count, width), dtype=x.dtype, device=x.device) if out is None else out
     if x.numel():
-        _norm[(count,)](x, weight, out, width, eps, BLOCK=triton.next_power_of_2(width))
+        _rms_norm_kernel[(count,)](x, weight, out, width, eps, BLOCK=triton.next_power_of_2(width))
     return out
 
 
 @triton.jit
-def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, width, eps, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -33,17 +33,17 @@ def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
     tl.store(out + start + columns, (normed * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def launch_gate(gate_up: torch.Tensor) -> torch.Tensor:
+def launch_silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) * up; the argument as in `activations.silu_gate`, which has checked it."""
     count, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _gate[(count, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK=BLOCK)
+        _silu_gate_kernel[(count, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK=BLOCK)
     return out
 
 
 @triton.jit
-def _gate(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -18,7 +18,7 @@ import triton.language as tl
 from mlx_zip.cuda.kernels.triton.tuning import is_interpreted
 
 
-def launch(
+def launch_decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -40,13 +40,13 @@ def launch(
     partial = torch.empty((batch, heads, count, width), **kind)
     sums = torch.empty((2, batch, heads, count), **kind)  # highest score, and sum of the exponentials
     block, group = max(16, triton.next_power_of_2(width)), heads // kv_heads
-    _parts[(batch * kv_heads, count)](
+    _attend_part[(batch * kv_heads, count)](
         q, keys, values, lengths, out, partial, sums, scale, window, kv_heads, places, width, group, batch * heads,
         PARTS=count, GROUP=max(16, triton.next_power_of_2(group)), KEYS=round_keys, BLOCK=block,
         UPCAST=is_interpreted(), num_warps=4, num_stages=3 if q.element_size() < 4 else 2,
     )  # fmt: skip
     if count > 1:
-        _combine[(batch * heads,)](
+        _combine_parts[(batch * heads,)](
             partial, sums, lengths, out, window, heads, places, width, batch * heads,
             PARTS=count, LANES=triton.next_power_of_2(count), KEYS=round_keys, BLOCK=block,
         )  # fmt: skip
@@ -54,7 +54,7 @@ def launch(
 
 
 @triton.jit
-def _range(lengths, sequence, window, places, PARTS: tl.constexpr, KEYS: tl.constexpr):
+def _range_of_keys(lengths, sequence, window, places, PARTS: tl.constexpr, KEYS: tl.constexpr):
     """Returns the first key that a sequence sees, the end of its keys, and the keys of each part."""
     end = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), places).to(tl.int32)
     begin = tl.maximum(end - window, 0)
@@ -63,12 +63,12 @@ def _range(lengths, sequence, window, places, PARTS: tl.constexpr, KEYS: tl.cons
 
 
 @triton.jit
-def _parts(
+def _attend_part(
     q, keys, values, lengths, out, partial, sums, scale, window, kv_heads, places, width, group, plane,
     PARTS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    begin, end, each = _range(lengths, pair // kv_heads, window, places, PARTS, KEYS)
+    begin, end, each = _range_of_keys(lengths, pair // kv_heads, window, places, PARTS, KEYS)
     first = begin + part * each
     last = tl.minimum(first + each, end)
     if (first < last) | (PARTS == 1):
@@ -108,12 +108,12 @@ def _parts(
 
 
 @triton.jit
-def _combine(
+def _combine_parts(
     partial, sums, lengths, out, window, heads, places, width, plane,
     PARTS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
-    begin, end, each = _range(lengths, head // heads, window, places, PARTS, KEYS)
+    begin, end, each = _range_of_keys(lengths, head // heads, window, places, PARTS, KEYS)
     part, column = tl.arange(0, LANES), tl.arange(0, BLOCK)
     used = part < tl.cdiv(end - begin, tl.maximum(each, 1))
     at = head * PARTS + part

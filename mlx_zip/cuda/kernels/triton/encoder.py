@@ -9,21 +9,20 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Matrix, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of, value_dtype
 from mlx_zip.cuda.kernels.triton.packed import row_values
 
 BLOCK = 512  # columns per program
 PLACES = 16  # places of an attention program, the smallest side of a matrix product
 
 
-def launch_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
-    """Returns rows [N, S, D]; arguments as in `encoder.entry_rows`, which has checked them."""
+def launch_embed_entries(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None) -> torch.Tensor:
+    """Returns rows [N, S, D]; arguments as in `encoder.embed_entries`, which has checked them."""
     (count, length), (height, width) = entries.shape, matrix.shape
-    values, scales, biases, bits, group = as_parts(matrix)
-    dtype = values.dtype if scales is None else scales.dtype
-    out = torch.empty((count, length, width), dtype=dtype, device=entries.device)
+    values, scales, biases, bits, group = kernel_arguments_of(matrix)
+    out = torch.empty((count, length, width), dtype=value_dtype(matrix), device=entries.device)
     if out.numel():
-        _rows[(count * length, triton.cdiv(width, BLOCK))](
+        _embed_entries_kernel[(count * length, triton.cdiv(width, BLOCK))](
             entries, values, scales, biases, places, out, length, height, width,
             BITS=bits, GROUP=group, ADD=places is not None, BLOCK=BLOCK,
         )  # fmt: skip
@@ -31,7 +30,7 @@ def launch_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | No
 
 
 @triton.jit
-def _rows(
+def _embed_entries_kernel(
     entries, matrix, scales, biases, places, out, length, height, width,
     BITS: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -46,21 +45,21 @@ def _rows(
     tl.store(out + at * width + column, value.to(out.dtype.element_ty), mask=column < width)
 
 
-def launch_attention(qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str) -> torch.Tensor:
-    """Returns attention [N, S, D]; arguments as in `encoder.small_attention`, which has checked them."""
+def launch_attend_in_entries(qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str) -> torch.Tensor:
+    """Returns attention [N, S, D]; arguments as in `encoder.attend_in_entries`, which has checked them."""
     count, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     out = torch.empty((count, length, width), dtype=qkv.dtype, device=qkv.device)
     if out.numel():
         each = width // heads
         block = max(16, triton.next_power_of_2(each))
-        _attention[(count, heads)](
+        _attend_in_entries_kernel[(count, heads)](
             qkv, lengths, out, length, width, each, each**-0.5, MASK=mask, PLACES=PLACES, BLOCK=block
         )
     return out
 
 
 @triton.jit
-def _attention(
+def _attend_in_entries_kernel(
     qkv, lengths, out, length, width, each, scale, MASK: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr
 ):
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -86,17 +85,17 @@ def _attention(
     tl.store(to, value.to(out.dtype.element_ty), mask=inside)
 
 
-def launch_pool(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns pooled rows [N, D]; arguments as in `encoder.pool`, which has checked them."""
+def launch_pool_places(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns pooled rows [N, D]; arguments as in `encoder.pool_places`, which has checked them."""
     count, length, width = x.shape
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     if out.numel():
-        _pool[(count, triton.cdiv(width, BLOCK))](x, lengths, out, length, width, KIND=kind, BLOCK=BLOCK)
+        _pool_places_kernel[(count, triton.cdiv(width, BLOCK))](x, lengths, out, length, width, KIND=kind, BLOCK=BLOCK)
     return out
 
 
 @triton.jit
-def _pool(x, lengths, out, length, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _pool_places_kernel(x, lengths, out, length, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

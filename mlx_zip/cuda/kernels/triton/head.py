@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Matrix, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
 from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
-from mlx_zip.cuda.kernels.triton.tuning import Sizes, Tuned, is_interpreted
+from mlx_zip.cuda.kernels.triton.tuning import Sizes, TunedKernel, is_interpreted
 
 IDS = 16  # ids per program
 GROUP_ROWS = 16  # rows that share one reading of the base matrix
@@ -29,7 +29,7 @@ PACKED = _sizes((512, 3, 2), (512, 2, 2), (1024, 2, 4), (512, 1, 4), (512, 3, 4)
 MANY = _sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
 
 
-def launch(
+def launch_joint_head(
     x: torch.Tensor,
     base: Matrix,
     rows: torch.Tensor,
@@ -46,9 +46,9 @@ def launch(
     out = torch.empty((batch, whole), **kind) if logits else None
     best, lse = torch.empty((batch,), dtype=torch.int64, device=x.device), torch.empty((batch,), **kind)
     if batch:
-        matrix, scales, biases, bits, group = as_parts(base)
+        matrix, scales, biases, bits, group = kernel_arguments_of(base)
         tails = triton.cdiv(height - boundary, IDS) if logits else 0
-        kernel = many if batch > 1 else one_packed if bits else one_dense
+        kernel = many_vectors if batch > 1 else one_vector_packed if bits else one_vector_dense
         kernel.launch(
             (boundary, width, bits, group, x.dtype, matrix.dtype),
             (triton.cdiv(batch, GROUP_ROWS) * low + batch * (high + tails),),
@@ -57,12 +57,12 @@ def launch(
             BITS=bits, GROUP=group, STORE=out is not None, UPCAST=is_interpreted(), IDS=IDS,
         )  # fmt: skip
         lanes = min(LANES, triton.next_power_of_2(blocks))
-        _reduce[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=lanes)
+        _join_blocks[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=lanes)
     return best, lse, out
 
 
 @triton.jit
-def _note(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
+def _store_block(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
     """Stores one row's logits of a block, up to id `end`, and what the block found in them."""
     if STORE:
         tl.store(out + row * whole + ids, value, mask=ids < end)
@@ -76,8 +76,8 @@ def _note(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: 
 
 
 @triton.jit
-def _note_many(value, ids, rows, batch, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
-    """Stores what `_note` does, for several rows: value [16, IDS], rows [16]."""
+def _store_block_of_many(value, ids, rows, batch, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
+    """Stores what `_store_block` does, for several rows: value [16, IDS], rows [16]."""
     known = rows < batch
     if STORE:
         tl.store(out + rows[:, None] * whole + ids[None, :], value, mask=known[:, None] & (ids < end)[None, :])
@@ -90,7 +90,7 @@ def _note_many(value, ids, rows, batch, block, blocks, end, whole, out, found, p
 
 
 @triton.jit
-def _hyper(
+def _hyper_block(
     at, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, plane,
     STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -103,11 +103,11 @@ def _hyper(
     value, _ = dense_sums(x + row * width, x, rows, seen, width, False, IDS, COLUMNS, STAGES)
     value = tl.where(wanted, value, float("-inf"))
     end = boundary + capacity
-    _note(value, boundary + slot, row, low + at % high, low + high, end, whole, out, found, plane, STORE)
+    _store_block(value, boundary + slot, row, low + at % high, low + high, end, whole, out, found, plane, STORE)
 
 
 @triton.jit
-def _tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
+def _store_tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
     """Stores -inf to block `at % tails` of the columns after the hyper rows of row `at // tails`."""
     ids = boundary + capacity + (at % tails) * IDS + tl.arange(0, IDS)
     tl.store(
@@ -116,7 +116,7 @@ def _tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
 
 
 @triton.jit
-def _one(
+def _for_one_vector(
     x, matrix, scales, biases, rows, installed, out, found,
     batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
     STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -130,18 +130,18 @@ def _one(
         else:
             value, _ = packed_sums(x, x, matrix, scales, biases, lines, width, BITS, GROUP, False, IDS, COLUMNS, STAGES)
         value = tl.where(ids < boundary, value, float("-inf"))
-        _note(value, ids, 0, at, blocks, boundary, whole, out, found, blocks, STORE)
+        _store_block(value, ids, 0, at, blocks, boundary, whole, out, found, blocks, STORE)
     elif at < blocks:
-        _hyper(
+        _hyper_block(
             at - low, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, blocks,
             STORE, IDS, COLUMNS, STAGES,
         )  # fmt: skip
     elif STORE:
-        _tail(at - blocks, tails, out, boundary, capacity, whole, IDS)
+        _store_tail(at - blocks, tails, out, boundary, capacity, whole, IDS)
 
 
 @triton.jit
-def _many(
+def _for_many_vectors(
     x, matrix, scales, biases, rows, installed, out, found,
     batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
     STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -158,21 +158,27 @@ def _many(
         )  # fmt: skip
         value = tl.where((ids < boundary)[None, :], value, float("-inf"))
         several = row + tl.arange(0, 16)
-        _note_many(value, ids, several, batch, at % low, blocks, boundary, whole, out, found, batch * blocks, STORE)
+        _store_block_of_many(
+            value, ids, several, batch, at % low, blocks, boundary, whole, out, found, batch * blocks, STORE
+        )
     elif at < first + batch * high:
-        _hyper(
+        _hyper_block(
             at - first, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, batch * blocks,
             STORE, IDS, COLUMNS, STAGES,
         )  # fmt: skip
     elif STORE:
-        _tail(at - first - batch * high, tails, out, boundary, capacity, whole, IDS)
+        _store_tail(at - first - batch * high, tails, out, boundary, capacity, whole, IDS)
 
 
-one_dense, one_packed, many = Tuned(_one, DENSE), Tuned(_one, PACKED), Tuned(_many, MANY)
+one_vector_dense, one_vector_packed, many_vectors = (
+    TunedKernel(_for_one_vector, DENSE),
+    TunedKernel(_for_one_vector, PACKED),
+    TunedKernel(_for_many_vectors, MANY),
+)
 
 
 @triton.jit
-def _reduce(found, best, lse, blocks, plane, BLOCK: tl.constexpr):
+def _join_blocks(found, best, lse, blocks, plane, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)

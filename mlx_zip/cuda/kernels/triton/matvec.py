@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Matrix, as_parts
+from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
 from mlx_zip.cuda.kernels.triton.products import dense_sums, many_sums, packed_sums
-from mlx_zip.cuda.kernels.triton.tuning import Sizes, Tuned, is_interpreted
+from mlx_zip.cuda.kernels.triton.tuning import Sizes, TunedKernel, is_interpreted
 
 
 def _sizes(*choices: tuple[int, int, int, int]) -> list[Sizes]:
@@ -33,7 +33,7 @@ PACKED = _sizes(
 MANY = _sizes((16, 128, 4, 4), (16, 256, 3, 4), (16, 256, 3, 8), (32, 128, 4, 4), (32, 64, 5, 4), (64, 64, 4, 4))
 
 
-def launch(
+def launch_matvec(
     x: torch.Tensor,
     weight: Matrix,
     bias: torch.Tensor | None,
@@ -45,13 +45,13 @@ def launch(
     (batch, width), rows = x.shape, weight.shape[0] // (2 if gate else 1)
     out = torch.empty((batch, rows), dtype=x.dtype, device=x.device)
     if out.numel():
-        matrix, scales, biases, bits, group = as_parts(weight)
+        matrix, scales, biases, bits, group = kernel_arguments_of(weight)
         factors, eps = norm or (None, 0.0)
 
         def grid(sizes: dict[str, int]) -> tuple[int]:
             return (triton.cdiv(rows, sizes["LINES"] // (2 if gate else 1)),)
 
-        kernel = many if batch > 1 else one_packed if bits else one_dense
+        kernel = many_vectors if batch > 1 else one_vector_packed if bits else one_vector_dense
         key = (rows, width, bits, group, norm is None, gate, x.dtype, matrix.dtype)
         kernel.launch(
             key, grid, x, factors, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
@@ -62,7 +62,7 @@ def launch(
 
 
 @triton.jit
-def _lines(rows, GATE: tl.constexpr, LINES: tl.constexpr):
+def _rows_of_program(rows, GATE: tl.constexpr, LINES: tl.constexpr):
     """Returns this program's rows of the matrix [LINES] int64, -1 beyond the last; gates and values take turns."""
     lane = tl.arange(0, LINES)
     if GATE:
@@ -75,7 +75,7 @@ def _lines(rows, GATE: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def _store_products(
     value, squares, lines, bias, residual, out, batch, rows, width, eps,
     NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
     VECTORS: tl.constexpr, LINES: tl.constexpr,
@@ -98,12 +98,12 @@ def _finish(
 
 
 @triton.jit
-def _one(
+def _for_one_vector(
     x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    lines = _lines(rows, GATE, LINES)
+    lines = _rows_of_program(rows, GATE, LINES)
     if BITS == 0:
         value, squares = dense_sums(x, norm, matrix, lines, width, NORM, LINES, COLUMNS, STAGES)
     else:
@@ -111,22 +111,28 @@ def _one(
             x, norm, matrix, scales, biases, lines, width, BITS, GROUP, NORM, LINES, COLUMNS, STAGES
         )
     squares = tl.zeros((1,), tl.float32) + squares
-    _finish(
+    _store_products(
         value[None, :], squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 1, LINES
     )
 
 
 @triton.jit
-def _many(
+def _for_many_vectors(
     x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    lines = _lines(rows, GATE, LINES)
+    lines = _rows_of_program(rows, GATE, LINES)
     value, squares = many_sums(
         x, norm, matrix, scales, biases, lines, batch, width, BITS, GROUP, NORM, LINES, COLUMNS, UPCAST, STAGES
     )
-    _finish(value, squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 16, LINES)
+    _store_products(
+        value, squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 16, LINES
+    )
 
 
-one_dense, one_packed, many = Tuned(_one, DENSE), Tuned(_one, PACKED), Tuned(_many, MANY)
+one_vector_dense, one_vector_packed, many_vectors = (
+    TunedKernel(_for_one_vector, DENSE),
+    TunedKernel(_for_one_vector, PACKED),
+    TunedKernel(_for_many_vectors, MANY),
+)

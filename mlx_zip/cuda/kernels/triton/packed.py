@@ -12,7 +12,7 @@ import triton.language as tl
 WORDS = 512  # words per program
 
 
-def launch(
+def launch_unpack(
     shape: tuple[int, int],
     words: torch.Tensor,
     scales: torch.Tensor | None,
@@ -21,17 +21,17 @@ def launch(
     group: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns the matrix [R, D] of this shape; the rest is what `as_parts` returns, which `unpack` has checked."""
+    """Returns the matrix [R, D] of this shape; the rest is what `kernel_arguments_of` returns, checked by `unpack`."""
     out = torch.empty(shape, dtype=dtype, device=words.device)
     if count := words.numel():
-        _kernel[(triton.cdiv(count, WORDS),)](
+        _unpack_kernel[(triton.cdiv(count, WORDS),)](
             words, scales, biases, out, count, BITS=bits, GROUP=group, WORDS=WORDS
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kernel(
+def _unpack_kernel(
     words, scales, biases, out, count, BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
     PER: tl.constexpr = 32 // BITS  # weights in a word

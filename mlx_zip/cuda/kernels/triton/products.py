@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def normed(x, norm, columns, inside, NORM: tl.constexpr):
+def load_normed(x, norm, columns, inside, NORM: tl.constexpr):
     """Returns x and x times the norm's weights at these columns, float32; 0 outside."""
     plain = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
     value = plain
@@ -33,7 +33,7 @@ def dense_sums(
         at = matrix + lines[:, None] * width + columns[None, :]
         seen = inside[None, :] & (lines >= 0)[:, None]
         weight = tl.load(at, mask=seen, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        plain, value = normed(x, norm, columns, inside, NORM)
+        plain, value = load_normed(x, norm, columns, inside, NORM)
         total += weight * value[None, :]
         squares += plain * plain
     return tl.sum(total, axis=1), tl.sum(squares, axis=0)
@@ -84,7 +84,7 @@ def packed_sums(
         found = tl.zeros((WORDS, LINES), tl.float32)
         total = tl.zeros((WORDS, 1), tl.float32)
         for number in tl.static_range(PER):
-            plain, value = normed(x, norm, word * PER + number, inside, NORM)
+            plain, value = load_normed(x, norm, word * PER + number, inside, NORM)
             if number < LOW:
                 level = packed & (((1 << BITS) - 1) << (number * BITS))
                 factor = value * (2.0 ** (64 - number * BITS))

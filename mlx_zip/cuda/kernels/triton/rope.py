@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-def launch(
+def launch_rope_and_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -19,7 +19,7 @@ def launch(
     heads: int,
     frequencies: torch.Tensor,
     scale: float,
-    which: torch.Tensor | None,
+    frequency_set: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
@@ -33,17 +33,17 @@ def launch(
     sets, half = frequencies.shape
     out = torch.empty((batch, length, heads, width), dtype=qkv.dtype, device=qkv.device)
     if out.numel():
-        _kernel[(batch * length, heads + 2 * kv_heads)](
-            qkv, positions, slots, frequencies, which, q_norm, k_norm, keys, values, out, scale, eps,
+        _rope_and_cache_kernel[(batch * length, heads + 2 * kv_heads)](
+            qkv, positions, slots, frequencies, frequency_set, q_norm, k_norm, keys, values, out, scale, eps,
             length, heads, kv_heads, places, width, sets, half,
-            CHOOSE=which is not None, NORM=q_norm is not None, BLOCK=triton.next_power_of_2(width),
+            CHOOSE=frequency_set is not None, NORM=q_norm is not None, BLOCK=triton.next_power_of_2(width),
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kernel(
-    qkv, positions, slots, frequencies, which, q_norm, k_norm, keys, values, out, scale, eps,
+def _rope_and_cache_kernel(
+    qkv, positions, slots, frequencies, frequency_set, q_norm, k_norm, keys, values, out, scale, eps,
     length, heads, kv_heads, places, width, sets, half,
     CHOOSE: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _kernel(
             weights = q_norm if head < heads else k_norm
             value *= factor * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
             other *= factor * tl.load(weights + partner, mask=rotated, other=0.0).to(tl.float32)
-        cos, sin = _cos_sin(positions, frequencies, which, at, length, sets, half, column, partner, CHOOSE)
+        cos, sin = _cos_sin(positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE)
         value = tl.where(rotated, (value * cos + other * sin) * scale, value)
     if head < heads:
         tl.store(out + (at * heads + head) * width + column, value.to(out.dtype.element_ty), mask=inside)
@@ -78,12 +78,12 @@ def _kernel(
 
 
 @triton.jit
-def _cos_sin(positions, frequencies, which, at, length, sets, half, column, partner, CHOOSE: tl.constexpr):
+def _cos_sin(positions, frequencies, frequency_set, at, length, sets, half, column, partner, CHOOSE: tl.constexpr):
     """Returns what a column and its partner are multiplied by, [BLOCK] each."""
     pair = tl.where(column < half, column, partner)
     end, row = half, at * 0
     if CHOOSE:
-        row = tl.load(which + at // length).to(tl.int64)
+        row = tl.load(frequency_set + at // length).to(tl.int64)
         end = tl.where(row >= 0, tl.where(row < sets, half, 0), 0)
     rate = tl.load(frequencies + row * half + pair, mask=pair < end, other=float("nan"))
     angle = tl.load(positions + at).to(tl.float32) * rate

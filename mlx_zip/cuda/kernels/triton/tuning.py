@@ -26,11 +26,11 @@ from triton.runtime.errors import OutOfResources, PTXASError
 log = logging.getLogger(__name__)
 Sizes = tuple[Mapping[str, int], int]  # constants of the kernel, and warps of a program
 # whole messages of RuntimeErrors with which the compiler's passes give a choice up; those of a launch have other ones
-GIVEN_UP = ("PassManager::run failed", "failed to translate module to LLVM IR")
+COMPILER_GAVE_UP = ("PassManager::run failed", "failed to translate module to LLVM IR")
 ROUNDS = 15  # launches of each choice that are measured
 FLUSHED = 128 << 20  # bytes that are written before each launch, so that nothing of it is in the GPU's cache
 COMPILERS = 8  # choices that are compiled at the same time
-_measuring = RLock()
+_measuring_lock = RLock()
 
 
 def is_interpreted() -> bool:
@@ -38,7 +38,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class Tuned:
+class TunedKernel:
     """A jitted kernel of which every launch takes the fastest of several sizes. A kernel must not read what it writes.
 
     Sizes are measured at the first launch for a key, which waits for the GPU; inside of a graph's capture the first
@@ -59,17 +59,17 @@ class Tuned:
     def _choose(self, key: Hashable, grid: Any, *args: Any, **constants: Any) -> Sizes:
         """Returns the sizes for a key, measured with these arguments where that can be done."""
         if not can_measure():
-            return unmeasured(self.choices)
+            return default_sizes(self.choices)
 
         def launched(sizes: Sizes, run: Callable[..., Any]) -> None:
             run(*args, **constants, **sizes[0], num_warps=sizes[1])
 
-        with _measuring:
+        with _measuring_lock:
             if key not in self._chosen:
-                with _compiling():
+                with _compile_in_parallel():
                     for sizes in self.choices:
                         launched(sizes, lambda *a, **k: self.kernel.warmup(*a, grid=grid, **k))
-                self._chosen[key] = fastest(self.choices, lambda sizes: launched(sizes, self.kernel[grid]))
+                self._chosen[key] = find_fastest(self.choices, lambda sizes: launched(sizes, self.kernel[grid]))
             return self._chosen[key]
 
 
@@ -78,53 +78,50 @@ def can_measure() -> bool:
     return not is_interpreted() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
 
-def unmeasured(choices: Sequence[Sizes]) -> Sizes:
+def default_sizes(choices: Sequence[Sizes]) -> Sizes:
     """Returns what is taken where nothing can be measured: the first choice."""
     return choices[0]
 
 
 @contextmanager
-def _compiling() -> Any:
+def _compile_in_parallel() -> Any:
     """Compiles at the same time what is compiled inside; errors show when the kernel is launched."""
     with ThreadPoolExecutor(COMPILERS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         yield
 
 
-def fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
+def find_fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
     """Returns the choice whose launch takes the shortest time in the median, among those that run on this GPU.
 
     One that does not compile, or that the GPU has no room for, is left out, and the log says so. If all are left out,
     the first one is returned: launching it says why.
     """
-    fitting = [sizes for sizes in choices if _runs(sizes, launch)]
+    fitting = [sizes for sizes in choices if _can_launch(sizes, launch)]
     if len(fitting) < 2:
         return fitting[0] if fitting else choices[0]
-    times = _measured(fitting, launch)
+    times = _median_times_ms(fitting, launch)
     return fitting[times.index(min(times))]
 
 
-def _runs(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
-    """Launches a choice; returns False if it does not compile or the GPU has no room for it."""
+def _can_launch(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
     try:
         launch(sizes)
     except (CompilationError, PTXASError, OutOfResources) as error:
-        return _left_out(sizes, error)
+        return _log_left_out(sizes, error)
     except RuntimeError as error:
-        if str(error) not in GIVEN_UP:
+        if str(error) not in COMPILER_GAVE_UP:
             raise
-        return _left_out(sizes, error)
+        return _log_left_out(sizes, error)
     return True
 
 
-def _left_out(sizes: Sizes, error: Exception) -> bool:
-    """Says in the log which choice is left out and why; returns False."""
+def _log_left_out(sizes: Sizes, error: Exception) -> bool:
     constants = ", ".join(f"{name}={value}" for name, value in sizes[0].items())
     log.warning("sizes %s with %d warps are left out: %s: %s", constants, sizes[1], type(error).__name__, error)
     return False
 
 
-def _measured(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> list[float]:
-    """Returns the median time of each choice in ms."""
+def _median_times_ms(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> list[float]:
     waste = torch.zeros(FLUSHED, dtype=torch.int8, device="cuda")
     marks = [[[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in choices] for _ in range(ROUNDS)]
     for row in marks:

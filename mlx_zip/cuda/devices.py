@@ -30,29 +30,29 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
     if device.type not in ("cuda", "cpu"):
         raise ModelError(f"device {name!r} is not supported; supported: cuda, cuda:N, cpu")
     if device.type == "cuda":
-        _check_cuda(device)
+        _raise_unless_card_works(device)
     return device
 
 
-def _check_cuda(device: torch.device) -> None:
+def _raise_unless_card_works(device: torch.device) -> None:
     """Raises `ModelError` unless the card can be used: no card, no driver, an old driver, no triton."""
     if not has_triton():
         raise ModelError(f"device {device}: triton is not installed: pip install 'mlx-zip[cuda]'")
     try:
         torch.cuda.init()
-        use(device)
+        make_current(device)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device}: no usable CUDA card here: {first_line(error)}") from error
 
 
-def use(device: torch.device) -> None:
+def make_current(device: torch.device) -> None:
     """Makes a card the current one of this thread: Triton launches kernels there, wherever their tensors are."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
-def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def raise_if_dtype_unsupported(dtype: torch.dtype, device: torch.device) -> None:
     """Raises `ModelError` for bfloat16 on a card that is too old for it."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
@@ -72,23 +72,23 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def bytes_of(values: Any) -> int:
+def tensor_bytes(values: Any) -> int:
     """Returns the bytes of all tensors in nested lists and tuples (`Packed` too), each counted once."""
     found = {id(one): one for one in tree_leaves(values) if isinstance(one, torch.Tensor)}
     return sum(one.numel() * one.element_size() for one in found.values())
 
 
-def host_bytes() -> int:
+def host_memory_bytes() -> int:
     """Returns the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def too_little(error: torch.OutOfMemoryError) -> ModelError:
+def as_out_of_memory_error(error: torch.OutOfMemoryError) -> ModelError:
     """Returns the error to show to users for PyTorch's own, in one line that says what to do."""
     return ModelError(f"{first_line(error)}: use a smaller model or a quantized one, or fewer requests at a time")
 
 
-def check_room(what: str, needed: int, device: torch.device) -> None:
+def raise_if_no_room(what: str, needed: int, device: torch.device) -> None:
     """Raises `ModelError` naming needed and free bytes if `needed` bytes are more than the device has free."""
     free = free_bytes(device)
     if free is not None and needed > free:
@@ -103,7 +103,7 @@ LIMIT_S = 0.5  # no further trial begins after it
 _measured: dict[torch.device, float] = {}  # bytes per second, measured once in this process
 
 
-def ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
+def measure_ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
     """Returns the ceiling of a model whose steps read so many bytes, None if there is no memory to measure with.
 
     Call it in the engine's thread. The first call measures the device's bandwidth for up to a second.
@@ -112,11 +112,11 @@ def ceiling(device: torch.device, step_bytes: int) -> Ceiling | None:
         free = free_bytes(device)
         if free is not None and free < 4 * BANDWIDTH_SIDE**2:
             return None
-        _measured[device] = read_speed(device, BANDWIDTH_SIDE, LIMIT_S)
+        _measured[device] = measure_read_speed(device, BANDWIDTH_SIDE, LIMIT_S)
     return Ceiling(_measured[device] / step_bytes, _measured[device], step_bytes)
 
 
-def read_speed(device: torch.device, side: int, limit_s: float = math.inf) -> float:
+def measure_read_speed(device: torch.device, side: int, limit_s: float = math.inf) -> float:
     """Measures the bytes per second that a device reads in matrix-vector products, as `mlx_zip.device.bandwidth` does.
 
     side: of the float32 matrix that is read; little else is read, and next to nothing is written. The fastest of
@@ -125,15 +125,15 @@ def read_speed(device: torch.device, side: int, limit_s: float = math.inf) -> fl
     ends = time.perf_counter() + limit_s
     matrix = torch.rand((side, side), device=device)
     products, best = PRODUCTS if device.type == "cuda" else 1, math.inf
-    _products_s(matrix, 1)
+    _time_products(matrix, 1)
     for _ in range(TRIALS):
         if time.perf_counter() >= ends and best < math.inf:
             break
-        best = min(best, _products_s(matrix, products) / products)
+        best = min(best, _time_products(matrix, products) / products)
     return matrix.nbytes / best
 
 
-def _products_s(matrix: torch.Tensor, count: int) -> float:
+def _time_products(matrix: torch.Tensor, count: int) -> float:
     """Multiplies a matrix with its first row `count` times, and returns the seconds by the clock of a card.
 
     The host's first launch and its wait do not count. Waits for these products only: a wait for the whole card would

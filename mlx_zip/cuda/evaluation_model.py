@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.cuda.engine import CudaEngine, tokenizer_of
+from mlx_zip.cuda.engine import CudaEngine, tokenizer_with_options
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.device import peak_rss_bytes
@@ -36,7 +36,7 @@ def load_evaluated(
     """Returns a model and its tokenizer, as `mlx_zip.load` does. row_store: has no meaning here."""
     dtype = "float32" if device.type == "cpu" else None
     model = open_model(folder, device, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
-    return EvaluatedModel(model), tokenizer_of(model, {}, trust_remote_code)
+    return EvaluatedModel(model), tokenizer_with_options(model, {}, trust_remote_code)
 
 
 class EvaluatedModel:
@@ -50,7 +50,7 @@ class EvaluatedModel:
         self.args = SimpleNamespace(config=config) if model.hypertokens else SimpleNamespace(**config)
         self.row_source = SimpleNamespace(pack=model.pack)
         self._engine: CudaEngine | None = None
-        self._most = 0  # prompts that the engine writes texts for at a time
+        self._engine_capacity = 0  # prompts that the engine writes texts for at a time
         self._scorer = RowScorer(model)
 
     def peak_bytes(self) -> int:
@@ -66,14 +66,14 @@ class EvaluatedModel:
 
     def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
         """Returns the predictions of the second to the last of a row's ids. See `scoring.Scorer`."""
-        return Scored.joined(list(self._scorer.parts(row, closed, causal)))
+        return Scored.joined(list(self._scorer.score_in_parts(row, closed, causal)))
 
     def score_next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
         """Returns the log-probabilities float64 [k] of k base ids, each as the one that follows a whole row.
 
         The row ends a part: canonical decoding forbids no id there.
         """
-        return self._scorer.next(row, ids)
+        return self._scorer.score_next_ids(row, ids)
 
     def stream(
         self,
@@ -88,10 +88,12 @@ class EvaluatedModel:
 
         pack: what every codebook begins with. options: `max_tokens`, `stop` and sampling options.
         """
-        if self._engine is None or self._most < len(prompts):
+        if self._engine is None or self._engine_capacity < len(prompts):
             self.close()
-            self._most = len(prompts)
-            self._engine = CudaEngine(lambda: (self._model, tokenizer), "evaluated", ServeOptions(self._most))
+            self._engine_capacity = len(prompts)
+            self._engine = CudaEngine(
+                lambda: (self._model, tokenizer), "evaluated", ServeOptions(self._engine_capacity)
+            )
         limit, stop = options.pop("max_tokens"), options.pop("stop", ())
         samplings = [{**options, "seed": seed + at} for at in range(len(prompts))]
         yield from answers(self._engine, prompts, samplings, pack, limit, stop)

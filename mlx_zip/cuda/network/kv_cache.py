@@ -8,23 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mlx_zip.cuda.memory import check_room
+from mlx_zip.cuda.devices import raise_if_no_room
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
-from mlx_zip.cuda.transfers import copy_to, to_host
+from mlx_zip.cuda.transfers import copy_to_device, to_host
 
 
 @dataclass(frozen=True)
-class KV:
+class KVCache:
     """Keys and values of every layer, and how many of them each sequence has.
 
     whole [layers, 2, B, K, S, E]: keys, then values. lengths [B] int64: ids in the cache of each sequence; the next id
-    goes to that slot. which [B] int64: the set of rotary frequencies that each sequence's keys were written with
-    (`rope.SHORT` or `rope.LONG`). All three are on the device.
+    goes to that slot. frequency_set [B] int64: the rotary frequencies that each sequence's keys were written with,
+    `SHORT` or `LONG`. All three are on the device.
     """
 
     whole: torch.Tensor
     lengths: torch.Tensor
-    which: torch.Tensor
+    frequency_set: torch.Tensor
 
     @property
     def capacity(self) -> int:
@@ -39,38 +39,40 @@ class KV:
         """Returns one layer's values [B, K, S, E]."""
         return self.whole[layer, 1]
 
-    def rows(self, begin: int, end: int) -> KV:
+    def slice_rows(self, begin: int, end: int) -> KVCache:
         """Returns the caches of sequences begin to end - 1, in the same memory."""
-        return KV(self.whole[:, :, begin:end], self.lengths[begin:end], self.which[begin:end])
+        return KVCache(self.whole[:, :, begin:end], self.lengths[begin:end], self.frequency_set[begin:end])
 
-    def trim(self, row: int, length: int) -> None:
+    def trim_row(self, row: int, length: int) -> None:
         """Makes a sequence hold its first `length` ids only."""
         self.lengths[row].clamp_(max=length)
 
     def copy_row(self, source: int, target: int) -> None:
         """Copies the sequence in row `source` to row `target`."""
-        for part in (self.whole.transpose(0, 2), self.lengths, self.which):
+        for part in (self.whole.transpose(0, 2), self.lengths, self.frequency_set):
             part[target].copy_(part[source])
 
-    def save(self, row: int, length: int) -> tuple[torch.Tensor, int]:
+    def save_row(self, row: int, length: int) -> tuple[torch.Tensor, int]:
         """Returns a sequence's first `length` keys and values [layers, 2, K, length, E] on the host, and its set."""
-        return to_host(self.whole[:, :, row, :, :length]), int(self.which[row])
+        return to_host(self.whole[:, :, row, :, :length]), int(self.frequency_set[row])
 
-    def load(self, row: int, saved: torch.Tensor, which: int) -> None:
-        """Makes a sequence hold what `save` returned."""
+    def load_row(self, row: int, saved: torch.Tensor, frequency_set: int) -> None:
+        """Makes a sequence hold what `save_row` returned."""
         length = saved.shape[3]
-        copy_to(self.whole[:, :, row, :, :length], saved)
-        self.lengths[row], self.which[row] = length, which
+        copy_to_device(self.whole[:, :, row, :, :length], saved)
+        self.lengths[row], self.frequency_set[row] = length, frequency_set
 
 
-def kv_bytes(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
+def kv_cache_bytes(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
     """Returns the bytes of the caches of `batch` sequences with `capacity` slots each."""
     return 2 * config.layers * batch * config.key_columns * capacity * dtype.itemsize
 
 
-def make_kv(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KV:
+def make_kv_cache(
+    config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
     """Returns empty caches. Raises `ModelError` with both sizes if the device has too little free memory."""
-    check_room(f"KV caches of {batch} x {capacity} ids", kv_bytes(config, batch, capacity, dtype), device)
+    raise_if_no_room(f"KV caches of {batch} x {capacity} ids", kv_cache_bytes(config, batch, capacity, dtype), device)
     shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
     # zeros: masked slots meet weights of 0, and 0 x NaN is NaN
     if device.type == "cpu":  # NumPy's zeros take memory when they are written
@@ -78,4 +80,4 @@ def make_kv(config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype
     else:
         whole = torch.zeros(shape, dtype=dtype, device=device)
     counts = torch.zeros((2, batch), dtype=torch.int64, device=device)
-    return KV(whole, counts[0], counts[1])
+    return KVCache(whole, counts[0], counts[1])
