@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.arguments import add_codebook
+from mlx_zip.arguments import add_codebook_flags
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.folders import is_plain
@@ -17,7 +17,7 @@ REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
-NUMBERS = {  # sampling flags: (type, default, help); None is off
+SAMPLING_FLAGS = {  # sampling flags: (type, default, help); None is off
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
     "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
     "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="model to run: folder, hub id or bundled model (default: stories, a bundled model of children's stories)",
     )
-    engine_choice.add_flag(add)
+    engine_choice.add_engine_flag(add)
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
     add(
         "--trust-remote-code",
@@ -72,40 +72,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="tokens that end the text, in addition to the tokenizer's own (default: none)",
     )
-    _add_prompt(add)
-    _add_sampling(add)
-    _add_template(add)
-    _add_cache(add)
-    _add_output(add)
-    _add_refused(add)
+    _add_prompt_flags(add)
+    _add_sampling_flags(add)
+    _add_template_flags(add)
+    _add_cache_flags(add)
+    _add_output_flags(add)
+    _add_refused_flags(add)
 
 
-def _add_prompt(add: Any) -> None:
+def _add_prompt_flags(add: Any) -> None:
     """Declares the flags of the messages: system prompt, user message and beginning of the answer."""
     add("--system-prompt", help="system message placed before the prompt; needs a chat template (default: none)")
     add(
         "--prompt",
         "-p",
         default="hello",
-        action=_Given,
+        action=_MarkGiven,
         help="user message, or - to read it from standard input as UTF-8 (default: hello, without --model a request "
         "for a story)",
     )
     add("--prefill-response", help="beginning of the answer, which the model continues (default: none)")
 
 
-def _add_sampling(add: Any) -> None:
+def _add_sampling_flags(add: Any) -> None:
     """Declares the flags of how ids are chosen: length and end of the text, sampling, penalties, --canonical."""
     add(
         "--max-tokens",
         "-m",
         type=int,
         default=100,
-        action=_Given,
+        action=_MarkGiven,
         help="maximum number of base tokens to generate (default: 100, without --model 400)",
     )
     add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed (default: none)")
-    for name, (kind, default, text) in NUMBERS.items():
+    for name, (kind, default, text) in SAMPLING_FLAGS.items():
         shown = f" (default: {default:g})" if default is not None else ""
         add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
     add(
@@ -122,7 +122,7 @@ def _add_sampling(add: Any) -> None:
     )
 
 
-def _add_template(add: Any) -> None:
+def _add_template_flags(add: Any) -> None:
     """Declares the flags of the chat template."""
     add(
         "--ignore-chat-template",
@@ -137,7 +137,7 @@ def _add_template(add: Any) -> None:
     add("--chat-template-config", help="JSON map of further arguments for the chat template (default: none)")
 
 
-def _add_cache(add: Any) -> None:
+def _add_cache_flags(add: Any) -> None:
     """Declares the flags of reading the prompt: step size, prompt cache, packs, KV cache and row store."""
     add(
         "--prefill-step-size",
@@ -149,17 +149,17 @@ def _add_cache(add: Any) -> None:
         "--prompt-cache-file",
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
     )
-    add_codebook(add)
-    add_kv_size(add)
-    add_kv(add)
-    row_cache.add_flags(add)
+    add_codebook_flags(add)
+    add_kv_size_flag(add)
+    add_kv_quantization_flags(add)
+    row_cache.add_row_cache_flags(add)
 
 
-def _add_output(add: Any) -> None:
+def _add_output_flags(add: Any) -> None:
     """Declares the flags of how the text is printed."""
     add(
         "--verbose",
-        type=_flag,
+        type=_parse_bool,
         default=True,
         metavar="BOOL",
         help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
@@ -173,14 +173,14 @@ def _add_output(add: Any) -> None:
     add("--json", action="store_true", help="print one JSON object with text and figures at the end, not the text")
 
 
-def _add_refused(add: Any) -> None:
+def _add_refused_flags(add: Any) -> None:
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
 
 
-def add_kv(add: Any) -> None:
+def add_kv_quantization_flags(add: Any) -> None:
     """Declares the flags of KV cache quantization."""
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
     add(
@@ -197,7 +197,7 @@ def add_kv(add: Any) -> None:
     )
 
 
-def add_kv_size(add: Any) -> None:
+def add_kv_size_flag(add: Any) -> None:
     """Declares --max-kv-size."""
     add(
         "--max-kv-size",
@@ -213,7 +213,7 @@ def check_kv_size(args: argparse.Namespace, model: str) -> None:
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
 
 
-class _Given(argparse.Action):
+class _MarkGiven(argparse.Action):
     """Stores a flag's value, and sets `given_<name>` to True to tell a given value from the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -221,6 +221,6 @@ class _Given(argparse.Action):
         setattr(namespace, f"given_{self.dest}", True)
 
 
-def _flag(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     """Returns the value of --verbose: False for "false" or "f" in any case, else True, as in mlx_lm."""
     return text.lower() not in ("false", "f")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.cli.chat.conversation import Use
+from mlx_zip.cli.chat.conversation import HypertokenUse
 from mlx_zip.cli.chat.front import View
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
 from mlx_zip.text.stream import TextStream
@@ -28,7 +28,7 @@ class Answer:
     text: str
     reason: str
     counts: Counts
-    uses: tuple[Use, ...] = ()
+    uses: tuple[HypertokenUse, ...] = ()
 
 
 class Answering:
@@ -43,7 +43,7 @@ class Answering:
         self._texts: list[str] = []
         self._ended = False
         self.base_ids: list[int] = []
-        self.uses: list[Use] = []
+        self.uses: list[HypertokenUse] = []
 
     @property
     def text(self) -> str:
@@ -57,7 +57,7 @@ class Answering:
         self._ended = piece.finish_reason is not None
         self.base_ids += [one for one in piece.base_ids if one not in self._eos]
         if event.origin is not None:
-            self.uses.append(Use(event.base_ids, event.origin.kind))
+            self.uses.append(HypertokenUse(event.base_ids, event.origin.kind))
         self._add(piece.text, len(event.base_ids))
 
     def finish(self) -> None:
@@ -148,7 +148,7 @@ class _Splitter:
 
     def finish(self) -> None:
         if self._held and self._state == self._reason:
-            self._view.think(self._held)
+            self._view.feed_reasoning(self._held)
         elif self._held:
             self._view.feed(self._held, 1)
         self._held = ""
@@ -166,13 +166,13 @@ class _Splitter:
         thought, mark, rest = self._held.partition(self._end)
         if mark:
             if thought.rstrip():
-                self._view.think(thought.rstrip())
+                self._view.feed_reasoning(thought.rstrip())
             self._go(self._text, rest, length)
             return
         begun = next((n for n in range(len(self._end) - 1, 0, -1) if self._held.endswith(self._end[:n])), 0)
         ready = self._held[: len(self._held) - begun].rstrip()
         if ready:
-            self._view.think(ready)
+            self._view.feed_reasoning(ready)
         self._held = self._held[len(ready) :]
 
     def _text(self, length: int) -> None:

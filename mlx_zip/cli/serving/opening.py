@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
 
 
-def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
+def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
     """Returns the engine of a model. group: the machines that the model is split over, None for one.
 
     engine: mlx, torch or cuda.
     """
     if engine != engine_choice.MLX:
-        return engine_choice.open_torch(name, engine, **options)
+        return engine_choice.open_torch_engine(name, engine, **options)
     if group is None:
         from mlx_zip.engine.mlx.mlx_engine import open_engine
 
@@ -36,17 +36,17 @@ def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: An
 
 
 def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
-    """Returns the arguments of `opened`. chosen: the packs of --pack.
+    """Returns the arguments of `open_chosen_engine`. chosen: the packs of --pack.
 
     Raises `GenerationError` for flags that cannot be used together.
     """
     from mlx_zip.engine.sessions.store import SessionOptions
 
-    engine_choice.check_flags(args)
+    engine_choice.check_engine_flags(args)
     plain = (chosen is not None or args.codebook_size is not None) and is_plain(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
-    template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
+    template = {} if args.chat_template is None else {"chat_template": _read_template(args.chat_template)}
     return {
         "engine": args.engine,
         "adapter_path": args.adapter_path,
@@ -97,7 +97,7 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     return chosen
 
 
-def _template(given: str) -> str:
+def _read_template(given: str) -> str:
     if "{" in given:
         return given
     try:
@@ -107,7 +107,7 @@ def _template(given: str) -> str:
         raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
 
 
-def json_map(flag: str, text: str | None) -> dict[str, Any]:
+def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
     """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
     try:
         value = json.loads(text or "{}")
@@ -118,7 +118,7 @@ def json_map(flag: str, text: str | None) -> dict[str, Any]:
     return value
 
 
-def server_packs(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
+def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
     """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
     pack = request_pack(chosen, plain, engine)
     if chosen is None or plain:
