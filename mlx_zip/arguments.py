@@ -1,7 +1,6 @@
 """The parser of every command, and the flags that several commands share.
 
-The parser is argparse's, with errors of one line that name the word at fault and a better one. Older names of a flag
-are hidden aliases.
+The parser is argparse's, with errors of one line that name the word at fault and a better one.
 """
 
 from __future__ import annotations

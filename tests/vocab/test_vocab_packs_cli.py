@@ -53,7 +53,7 @@ def test_a_pack_is_learned_shown_and_merged(run, learn, tmp_path):
     assert told["learned_from"] == [str(tmp_path / "text.txt")]
     assert told["ids"] < 0.6 * told["base_ids"]
     assert told == {**told, "window": 256, "merge_size": 4, "longest": 4}
-    status, out, _ = run("vocab", "pack", "show", "a.npz", "--tokenizer", tokenizer, "--entries", 3, "--json")
+    status, out, _ = run("vocab", "pack", "show", "a.npz", "--tokenizer", tokenizer, "--show", 3, "--json")
     assert status == 0
     best = json.loads(out)["best"]
     assert [one["base_ids"] for one in best] == [list(entry) for entry in pack.entries[:3]]
@@ -250,7 +250,7 @@ def test_a_model_is_not_loaded_with_a_pack_of_another_tokenizer():
         ),
         (("learn", "--data", "text.txt", "--out", "a.npz"), "name either a model or a tokenizer"),
         (("show", "none.npz"), "none.npz"),
-        (("show", "good.npz", "--entries", "-3"), "--show must be at least 0"),
+        (("show", "good.npz", "--show", "-3"), "--show must be at least 0"),
         (("show", "text.txt"), "text.txt"),
         (("show", "big.json", "--tokenizer", "T"), "big.json holds the id 99999999, and"),
         (("merge", "none.npz", "--out", "a.npz"), "none.npz"),

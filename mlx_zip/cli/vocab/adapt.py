@@ -57,8 +57,6 @@ def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER_HELP}")
     add(
         "--data",
-        "--text",
-        dest="data",
         nargs="+",
         required=True,
         metavar="FILE",
@@ -205,15 +203,11 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add("file", metavar="FILE", help=_ADAPTED)
     add(
         "--tokenizer",
-        "--base",
-        dest="tokenizer",
         metavar="NAME",
         help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER_HELP}",
     )
     add(
         "--data",
-        "--text",
-        dest="data",
         nargs="+",
         default=[],
         metavar="FILE",
@@ -294,8 +288,6 @@ def _add_convert_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--out",
-        "--mlx-path",
-        dest="out",
         required=True,
         metavar="DIR",
         help="folder to write the converted model to; it must not exist",

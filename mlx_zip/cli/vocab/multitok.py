@@ -67,8 +67,6 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--out",
-        "--encoded",
-        dest="encoded",
         metavar="FILE",
         help="file to write the ids to, one JSON list per sample and line (default: print them)",
     )
@@ -79,30 +77,30 @@ def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Encodes texts and writes or prints their ids; returns the rate as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
-    if args.encoded is not None:
-        args.encoded = writable_path("--out", args.encoded, read=[*args.data, args.dictionary, args.tokenizer])
+    if args.out is not None:
+        args.out = writable_path("--out", args.out, read=[*args.data, args.dictionary, args.tokenizer])
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)
     tokenizer = read_dictionary_tokenizer(dictionary.settings.units, args)
     totals, shown, unknown = Totals(), list[list[int]](), 0
-    with ids_writer(args.encoded) as write:
+    with ids_writer(args.out) as write:
         for batch in make_texts(args, args.data, tokenizer).batches():
             units = dictionary.number(batch)
             ids = dictionary.encode_all(units, args.window or 0, args.matching)
             totals.add(units, ids)
             unknown += int((units.ids >= dictionary.settings.units.size).sum())
             write(ids)
-            if args.encoded is None and args.json:
+            if args.out is None and args.json:
                 shown += ids.lists()
-            elif args.encoded is None:
+            elif args.out is None:
                 print("\n".join(map(json.dumps, ids.lists())))
     record = rate_record(totals)
     if dictionary.settings.unk_id is not None:
         record |= {"unknown_units": unknown, "unknown_share": unknown / totals.units if totals.units else 0.0}
         line = f"{unknown} of {totals.units} units are unknown ({record['unknown_share']:.2%}) and became the --unk-id"
         print(line, file=sys.stderr)
-    if args.encoded is None:
+    if args.out is None:
         return {**record, "ids": shown}, []
     return record, [format_rate(record)]
 

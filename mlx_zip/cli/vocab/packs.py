@@ -222,8 +222,6 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--show",
-        "--entries",
-        dest="show",
         type=int,
         default=20,
         metavar="N",
