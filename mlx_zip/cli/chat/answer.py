@@ -11,7 +11,7 @@ from typing import Any
 from mlx_zip.cli.chat.conversation import HypertokenUse
 from mlx_zip.cli.chat.front import View
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
-from mlx_zip.text.stream import TextStream
+from mlx_zip.text.stream import TextStream, partial_mark_length
 from mlx_zip.text.tokenizers import REPLACEMENT, think_marks
 
 Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
@@ -169,8 +169,7 @@ class _Splitter:
                 self._view.feed_reasoning(thought.rstrip())
             self._go(self._text, rest, length)
             return
-        begun = next((n for n in range(len(self._end) - 1, 0, -1) if self._held.endswith(self._end[:n])), 0)
-        ready = self._held[: len(self._held) - begun].rstrip()
+        ready = self._held[: len(self._held) - partial_mark_length(self._held, (self._end,))].rstrip()
         if ready:
             self._view.feed_reasoning(ready)
         self._held = self._held[len(ready) :]

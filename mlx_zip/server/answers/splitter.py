@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.answers.turn import Delta, Reasoning, ShownToken, Text, TokenLogprob, Turn
+from mlx_zip.text.stream import partial_mark_length
 from mlx_zip.text.tokenizers import think_marks
 
 MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
@@ -256,9 +257,7 @@ class Splitter:
         return self._format
 
     def _length_before_mark(self, text: str, mark: str) -> int:
-        longest = min(len(mark) - 1, len(text))
-        begun = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
-        return _length_without_space(text[: len(text) - begun])
+        return _length_without_space(text[: len(text) - partial_mark_length(text, (mark,))])
 
     def _skip_space(self) -> None:
         if self._skip:
