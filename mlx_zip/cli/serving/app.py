@@ -17,21 +17,27 @@ from mlx_zip.arguments import add_codebook_flags, check_at_least
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine, open_row_store
 from mlx_zip.cli.generation_flags import add_kv_quantization_flags
-from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine, parse_json_map, server_pack_options
+from mlx_zip.cli.serving.opening import (
+    engine_options,
+    import_server_part,
+    open_chosen_engine,
+    parse_json_map,
+    report_engine_fault,
+    server_pack_options,
+)
 from mlx_zip.cli.serving.serving_flags import (
     DEFAULT_SAMPLING_FLAGS,
     add_keep_wired_flag,
     add_model_flags,
     check_keep_wired,
 )
-from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
+from mlx_zip.errors import GenerationError, MlxZipError, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
 from mlx_zip.sampling.options import Sampling
 
-LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 _SERVE_DEFAULTS = {  # of flags that only mlx_zip serve has; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
     "decode_concurrency": 4,
     "max_waiting": 16,
@@ -96,9 +102,7 @@ def run(args: argparse.Namespace) -> int:
             fault = _open_and_serve(args, running, listener, store)
         finally:
             store.close()
-    if fault is not None:
-        print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
-    return 0 if fault is None else 1
+    return report_engine_fault(fault)
 
 
 def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
@@ -167,12 +171,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _import_app_module(name: str) -> Any:
-    try:
-        return import_module(f"mlx_zip.apps.chat.{name}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in LIBRARIES:
-            raise
-        raise missing_library("mlx_zip app", *LIBRARIES, extra="serve") from error
+    return import_server_part(f"mlx_zip.apps.chat.{name}", "mlx_zip app")
 
 
 def _open_listener(running: Any, port: int | None) -> Any:

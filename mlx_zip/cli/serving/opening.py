@@ -5,18 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
-from mlx_zip.errors import DataError, GenerationError, reason
+from mlx_zip.errors import DataError, GenerationError, first_line, missing_library, reason
 from mlx_zip.files import at_home, check_in
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import check_slots, load_options, named
 
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
+
+
+LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")  # of the server
+
+
+def import_server_part(module: str, command: str) -> Any:
+    """Imports a module that needs the server's libraries. Raises `InstallationError` if one of them is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in LIBRARIES:
+            raise
+        raise missing_library(command, *LIBRARIES, extra="serve") from error
 
 
 def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
@@ -33,6 +48,14 @@ def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, *
     from mlx_zip.engine.mlx.split_engine import open_split_engine
 
     return open_split_engine(group, name, **options)
+
+
+def report_engine_fault(fault: BaseException | None) -> int:
+    """Prints the fault that ended the engine's thread, if there was one; returns the exit status of the command."""
+    if fault is None:
+        return 0
+    print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
+    return 1
 
 
 def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import engine_choice
 from mlx_zip.cli.serving.opening import (
     engine_options,
+    import_server_part,
     open_chosen_engine,
     parse_json_map,
+    report_engine_fault,
     server_pack_options,
     session_folder,
 )
@@ -30,7 +31,7 @@ from mlx_zip.cli.serving.serving_flags import (
     add_arguments,
     check_keep_wired,
 )
-from mlx_zip.errors import GenerationError, first_line, missing_library
+from mlx_zip.errors import GenerationError
 from mlx_zip.files import at_home
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
@@ -38,7 +39,6 @@ from mlx_zip.packs.chosen import read_packs
 __all__ = ["REFUSED", "add_arguments", "run"]
 
 log = logging.getLogger("mlx_zip.server")
-LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
 LOOPBACK = ("127.", "::1", "localhost")
 
@@ -74,9 +74,7 @@ def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> 
             options |= server_pack_options(chosen, is_plain(name), engine)
             served = _import_server_module("options").Options(**options)
             fault = running.serve(engine, served, listener, args.log_level)
-    if fault is not None:
-        print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
-    return 0 if fault is None else 1
+    return report_engine_fault(fault)
 
 
 def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
@@ -121,12 +119,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _import_server_module(name: str) -> Any:
-    try:
-        return import_module(f"mlx_zip.server.{name}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in LIBRARIES:
-            raise
-        raise missing_library("mlx_zip serve", *LIBRARIES, extra="serve") from error
+    return import_server_part(f"mlx_zip.server.{name}", "mlx_zip serve")
 
 
 def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
