@@ -136,6 +136,15 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
                 raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {one}")
 
 
+def add_trust_remote_code_flag(add: Any) -> None:
+    """Declares --trust-remote-code, of the commands that load a tokenizer."""
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
+
+
 def add_separator_flag(add: Any) -> None:
     """Declares --separator, of the commands that read documents."""
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag
+from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.actions import DATA_HELP, writable_path
 from mlx_zip.errors import DataError
@@ -23,11 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine_choice.add_engine_flag(add)
     add("--out", metavar="FILE", help="JSON file to write with all figures, settings and versions (default: none)")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    add_trust_remote_code_flag(add)
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,

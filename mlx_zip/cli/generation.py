@@ -17,7 +17,7 @@ from mlx_zip import named
 from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
-from mlx_zip.cli.generation_flags import REFUSED, SAMPLING_FLAGS, add_arguments, check_kv_size
+from mlx_zip.cli.generation_flags import REFUSED, SAMPLING_FLAGS, add_arguments, check_kv_size, check_model_flag
 from mlx_zip.cli.serving.opening import parse_json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
@@ -203,8 +203,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name, reason in REFUSED.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
 
 
 def _read_saved_cache(args: argparse.Namespace) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.arguments import add_codebook_flags
+from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.folders import is_plain
@@ -56,16 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine_choice.add_engine_flag(add)
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
-    add(
-        "--adapter-path",
-        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
-        "with mlx_zip convert instead",
-    )
+    add_trust_remote_code_flag(add)
+    add_adapter_flag(add)
     add(
         "--extra-eos-token",
         nargs="+",
@@ -113,13 +105,7 @@ def _add_sampling_flags(add: Any) -> None:
         help='JSON map from at most 1000 base ids to numbers added to their logits, for example {"42": -5} '
         "(default: none)",
     )
-    add(
-        "--canonical",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as in the model's config.json)",
-    )
+    add_canonical_flag(add)
 
 
 def _add_template_flags(add: Any) -> None:
@@ -139,12 +125,7 @@ def _add_template_flags(add: Any) -> None:
 
 def _add_cache_flags(add: Any) -> None:
     """Declares the flags of reading the prompt: step size, prompt cache, packs, KV cache and row store."""
-    add(
-        "--prefill-step-size",
-        type=int,
-        default=2048,
-        help="maximum number of prompt ids that one model call reads (default: 2048)",
-    )
+    add_prefill_flag(add)
     add(
         "--prompt-cache-file",
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
@@ -164,12 +145,7 @@ def _add_output_flags(add: Any) -> None:
         metavar="BOOL",
         help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
     )
-    add(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
-    )
+    add_color_flag(add)
     add("--json", action="store_true", help="print one JSON object with text and figures at the end, not the text")
 
 
@@ -178,6 +154,46 @@ def _add_refused_flags(add: Any) -> None:
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
+
+
+def add_adapter_flag(add: Any) -> None:
+    """Declares --adapter-path."""
+    add(
+        "--adapter-path",
+        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
+        "with mlx_zip convert instead",
+    )
+
+
+def add_canonical_flag(add: Any) -> None:
+    """Declares --canonical and --no-canonical."""
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
+        "(default: as in the model's config.json)",
+    )
+
+
+def add_prefill_flag(add: Any) -> None:
+    """Declares --prefill-step-size."""
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=2048,
+        help="maximum number of prompt ids that one model call reads (default: 2048)",
+    )
+
+
+def add_color_flag(add: Any) -> None:
+    """Declares --color."""
+    add(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
+    )
 
 
 def add_kv_quantization_flags(add: Any) -> None:
@@ -211,6 +227,12 @@ def check_kv_size(args: argparse.Namespace, model: str) -> None:
     """Raises `GenerationError` for --max-kv-size with a model of this name, if it has hypertokens."""
     if args.max_kv_size is not None and not is_plain(model, getattr(args, "revision", None)):
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
+
+
+def check_model_flag(args: argparse.Namespace) -> None:
+    """Raises `GenerationError` for an empty name of a model."""
+    if args.model == "":
+        raise GenerationError("no model: --model is empty")
 
 
 class _MarkGiven(argparse.Action):

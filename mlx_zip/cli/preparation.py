@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_pack_flag, add_separator_flag
+from mlx_zip.arguments import add_pack_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
 from mlx_zip.errors import DataError
 from mlx_zip.files import at_home
@@ -102,11 +102,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that name texts; `make_sources` returns the texts that they name."""
     add = parser.add_argument
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    add_trust_remote_code_flag(add)
     add(
         "--data",
         nargs="+",

@@ -7,11 +7,11 @@ import sys
 import time
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook_flags
+from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import ENGINE_NAMES, MLX, is_torch
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size
+from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size, check_model_flag
 from mlx_zip.errors import GenerationError
 from mlx_zip.files import at_home, check_out
 from mlx_zip.packs.chosen import read_packs
@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model to run: folder, hub id or bundled model (default: stories, a bundled model)")
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
     add("--adapter-path", help="folder of an mlx-lm adapter to load with the model (default: none)")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    add_trust_remote_code_flag(add)
     add("--eos-token", help="end-of-sequence token of the tokenizer (default: the tokenizer's own)")
     add("--prompt-cache-file", required=True, help="safetensors file to write; an existing file is replaced")
     add("--prompt", required=True, help="text to read, or - to read it from standard input as UTF-8")
@@ -49,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Reads the prompt, writes the file, and prints figures; returns 0. Raises `MlxZipError`."""
     if is_torch(args):
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
     file = at_home(args.prompt_cache_file)
     check_out(file)
     prompt, chosen = read_prompt(args.prompt), read_packs(args.pack)

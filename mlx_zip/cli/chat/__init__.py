@@ -10,7 +10,15 @@ from typing import Any
 from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least
 from mlx_zip.cli import colours, engine_choice, row_cache
-from mlx_zip.cli.generation_flags import SAMPLING_FLAGS, add_kv_quantization_flags, add_kv_size_flag, check_kv_size
+from mlx_zip.cli.generation_flags import (
+    SAMPLING_FLAGS,
+    add_color_flag,
+    add_kv_quantization_flags,
+    add_kv_size_flag,
+    add_prefill_flag,
+    check_kv_size,
+    check_model_flag,
+)
 from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
 from mlx_zip.errors import GenerationError, missing_library
 from mlx_zip.models.folders import is_plain
@@ -45,19 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default, text = _SEED, "seed of the first answer's random numbers; each further answer has the next one"
         shown = f" (default: {default:g})" if default is not None else ""
         add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
-    add(
-        "--prefill-step-size",
-        type=int,
-        default=2048,
-        help="maximum number of prompt ids that one model call reads (default: 2048)",
-    )
+    add_prefill_flag(add)
     add("--plain", action="store_true", help="print answers as they are, without rendering Markdown (default: off)")
-    add(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
-    )
+    add_color_flag(add)
     add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
     add_keep_wired_flag(add)
     add_session_flags(add)
@@ -103,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     if args.pipeline is not None:
         raise GenerationError(f"--pipeline cannot be used: {_NO_PIPELINE}; mlx_lm.chat has it")
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
     check_at_least(args, 1, *_POSITIVE_FLAGS)
     check_keep_wired(args.keep_wired)
 

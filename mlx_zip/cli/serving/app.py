@@ -16,7 +16,7 @@ from mlx_zip import named
 from mlx_zip.arguments import add_codebook_flags, check_at_least
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import choose_engine, open_row_store
-from mlx_zip.cli.generation_flags import add_kv_quantization_flags
+from mlx_zip.cli.generation_flags import add_kv_quantization_flags, check_model_flag
 from mlx_zip.cli.serving.opening import (
     engine_options,
     import_server_part,
@@ -157,8 +157,7 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` for values out of range, and `InstallationError` for a window without its library."""
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
     check_at_least(args, 1, "max_tokens")
     check_keep_wired(args.keep_wired)
     if args.port is not None and not 0 <= args.port <= 65535:

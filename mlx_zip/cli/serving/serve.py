@@ -14,6 +14,7 @@ from typing import Any
 from mlx_zip import named
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import engine_choice
+from mlx_zip.cli.generation_flags import check_model_flag
 from mlx_zip.cli.serving.opening import (
     engine_options,
     import_server_part,
@@ -103,8 +104,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name, why in REFUSED.items():
         if getattr(args, name) is not None:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {why}; mlx_lm.server has it")
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
     check_at_least(args, 1, *COUNTS)
     check_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")
     if args.port > 65535:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.arguments import add_codebook_flags
+from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.cli.generation_flags import add_kv_quantization_flags
+from mlx_zip.cli.generation_flags import add_adapter_flag, add_canonical_flag, add_kv_quantization_flags
 from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
@@ -64,16 +64,8 @@ def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
         help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
     )
     engine_choice.add_engine_flag(add)
-    add(
-        "--adapter-path",
-        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
-        "with mlx_zip convert instead",
-    )
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    add_adapter_flag(add)
+    add_trust_remote_code_flag(add)
     add("--chat-template", metavar="TEXT|FILE", help="chat template in Jinja's language (default: the model's own)")
     add(
         "--use-default-chat-template",
@@ -81,13 +73,7 @@ def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
         help="no effect; accepted because mlx_lm.server has it (the model's own chat template is used)",
     )
     add("--chat-template-args", help="JSON map of further arguments for the chat template (default: none)")
-    add(
-        "--canonical",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as in the model's config.json)",
-    )
+    add_canonical_flag(add)
 
 
 def _add_network_flags(add: Any) -> None:
