@@ -172,7 +172,6 @@ class ReplayEngine(Engine):
 
 
 def _count_emitted(counts: Counts, emitted: Emitted, seconds: float) -> Counts:
-    """Returns the counts after one more id."""
     more = len(emitted.base_ids)
     return replace(
         counts,

@@ -37,7 +37,6 @@ def main() -> int:
 
 
 def _parser() -> Parser:
-    """Returns the parser of the flags."""
     parser = Parser(prog="python -m mlx_zip.apps.replayed_app", description="The chat app, replaying a text.")
     parser.add_argument("--text", required=True, help="file with the text of every answer, UTF-8")
     parser.add_argument("--speed", type=float, default=200.0, help="base tokens per second (default: 200)")

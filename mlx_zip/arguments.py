@@ -58,7 +58,6 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, message)
 
     def _reword_error(self, message: str) -> str:
-        """Returns argparse's error message in plainer words."""
         if message.startswith("the following arguments are required: "):
             needed = message.partition(": ")[2]
             unknown = [word for word in self._words if self._is_unknown_flag(word)]
@@ -109,7 +108,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _argument_name(action: argparse.Action) -> str:
-    """Returns the name of an argument as --help shows it."""
     return str(action.metavar or action.dest)
 
 

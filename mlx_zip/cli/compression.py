@@ -183,7 +183,6 @@ def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
 
 
 def _make_record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
-    """Returns the figures that are printed, by name."""
     return {
         "text_bytes": text_bytes,
         "base_tokens": tally.base_tokens,

@@ -51,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_text_flags(add: Any) -> None:
-    """Declares the flags of bits per byte."""
     from mlx_zip.config import AVAILABILITY
 
     add(
@@ -86,7 +85,6 @@ def _add_text_flags(add: Any) -> None:
 
 
 def _add_rate_flags(add: Any) -> None:
-    """Declares the flags of the rates of generation."""
     add(
         "--generate",
         type=int,
@@ -128,7 +126,6 @@ def _add_rate_flags(add: Any) -> None:
 
 
 def _add_task_flags(add: Any) -> None:
-    """Declares the flags of the benchmark tasks."""
     add(
         "--tasks",
         nargs="+",

@@ -109,7 +109,6 @@ def _add_sampling_flags(add: Any) -> None:
 
 
 def _add_template_flags(add: Any) -> None:
-    """Declares the flags of the chat template."""
     add(
         "--ignore-chat-template",
         action="store_true",
@@ -137,7 +136,6 @@ def _add_cache_flags(add: Any) -> None:
 
 
 def _add_output_flags(add: Any) -> None:
-    """Declares the flags of how the text is printed."""
     add(
         "--verbose",
         type=_parse_bool,

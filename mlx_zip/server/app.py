@@ -81,7 +81,6 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
 
 
 def _general_routes(core: Core) -> list[Route]:
-    """Returns the routes that belong to no dialect."""
     model = {"id": core.model, "object": "model", "created": core.created, "owned_by": "mlx_zip"}
     if (context := core.engine.info.context) is not None:
         model |= {"context_length": context, "max_model_len": context}
@@ -154,7 +153,6 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> set[str]:
-    """Returns the methods that a request's path has."""
     routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return {method for route in routes for method in route.methods}
 
@@ -209,7 +207,6 @@ def _openapi_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 
 def _openapi_operation(route: Route, body: Any) -> dict[str, Any]:
-    """Returns the description of one method of a route."""
     operation: dict[str, Any] = {"summary": (route.endpoint.__doc__ or "").strip()}
     if route.param_convertors:
         operation["parameters"] = [

@@ -431,7 +431,6 @@ class NamedPacks:
         return [self._pack_info(name, pack, engine) for name, pack in self._packs.items()]
 
     def _pack_info(self, name: str, pack: Any, engine: Engine) -> PackInfo:
-        """Returns what one pack is."""
         entries = 0
         try:
             found = as_pack(pack)

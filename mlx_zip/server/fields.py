@@ -245,7 +245,6 @@ def thinking_options(effort: str | None) -> dict[str, Any]:
 
 
 def _describe_fault(fault: Any) -> str:
-    """Returns what is wrong with a field, in words."""
     context = fault.get("ctx", {})
     if fault["type"] == "union_tag_invalid":
         return f"the type {context['tag']!r} is not supported by this server; supported: {context['expected_tags']}"

@@ -158,7 +158,6 @@ async def run_unless_client_gone(request: Request, work: Coroutine[Any, Any, Som
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    """Returns when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -161,7 +161,6 @@ class _Splitter:
             self._go(self._text, self._held, length, skips=False)
 
     def _reason(self, length: int) -> None:
-        """Within the reasoning."""
         self._skip()
         thought, mark, rest = self._held.partition(self._end)
         if mark:

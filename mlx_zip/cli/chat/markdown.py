@@ -73,7 +73,6 @@ class MarkdownStream:
     # States. Each looks at the text that is left, and returns whether there is more to look at.
 
     def _at_line_start(self, final: bool) -> bool:
-        """At the beginning of a line."""
         line, whole = self._next_line(final)
         if not whole and (_UNDECIDED.fullmatch(line.strip(" ")) or _WHOLE.match(line)):
             return False
@@ -123,7 +122,6 @@ class MarkdownStream:
         self._state = self._in_text
 
     def _in_text(self, final: bool) -> bool:
-        """Within a line of text."""
         line, whole = self._next_line(final)
         endless = len(line) > _MOST_HELD and not last_break_length(line)
         ready = len(line) if whole or endless else last_break_length(line)
@@ -152,7 +150,6 @@ class MarkdownStream:
         return True
 
     def _in_code(self, final: bool) -> bool:
-        """Within a block of code."""
         line, whole = self._next_line(final)
         if not whole:
             return False

@@ -195,5 +195,4 @@ def _steps_in_words(base_tokens: int, steps: int) -> str:
 
 
 def _size_in_words(count: int) -> str:
-    """Returns a number of bytes in the unit that suits it."""
     return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), counted(count, "byte"))

@@ -194,7 +194,6 @@ class TerminalFront(Front):
         return MarkdownStream(Screen(out), colours.colour_code if coloured else lambda length: "", self._may_colour)
 
     def _key_bindings(self) -> KeyBindings:
-        """Returns what Enter, Alt-Enter and pasting do."""
         bindings = KeyBindings()
 
         @bindings.add("enter")

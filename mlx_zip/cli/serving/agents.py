@@ -128,7 +128,6 @@ def _claude_settings(server: RunningServer) -> AgentSettings:
 
 
 def _opencode_settings(server: RunningServer) -> AgentSettings:
-    """Returns the settings of opencode."""
     limit = {} if server.context is None else {"limit": {"context": server.context, "output": server.max_output_tokens}}
     key = f"{{env:{API_KEY}}}" if server.key else "none"
     provider = {

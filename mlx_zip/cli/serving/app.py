@@ -72,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_page_flags(add: Any) -> None:
-    """Declares the flags of the page and of what is kept."""
     add("--port", type=int, help="port of this machine for the page; 0 for a free one (default: 7437, or a free one)")
     add("--no-open", action="store_true", help="print the page's address only, do not open a browser")
     add("--window", action="store_true", help="show the page in a window of its own (needs pywebview)")
@@ -204,7 +203,6 @@ def _purge_conversations(kept: Any, file: Any) -> int:
 
 
 def _server_options(args: argparse.Namespace, name: str, token: str, more: dict[str, Any]) -> Any:
-    """Returns the server's settings."""
     return import_module("mlx_zip.server.options").Options(
         model=name,
         max_tokens=args.max_tokens,

@@ -144,7 +144,6 @@ class Splitter:
         return self._enter_state(self._before_text)
 
     def _in_reasoning(self, final: bool) -> bool:
-        """Within the reasoning."""
         self._skip_space()
         end = self._held.find(self._think[1])
         if end < 0:
@@ -170,7 +169,6 @@ class Splitter:
         return self._enter_call(0)
 
     def _in_text(self, final: bool) -> bool:
-        """Within the text."""
         self._skip_space()
         start = self._call_start
         at = self._held.find(start) if start else -1

@@ -80,7 +80,6 @@ def routes(core: Core) -> list[Route]:
 
 
 async def _whole_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Returns a chat completion."""
     choices = await gather_choices(core, turns)
     done = choice_ends(choices)
     shown = {"tokens": [token_json(one) for one in choices[0].tokens]} if asked.mlx_zip.tokens else {}
@@ -93,7 +92,6 @@ async def _whole_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) 
 
 
 def _choice_json(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
-    """Returns one of a chat completion's choices."""
     content = choice.text if choice.texts or not choice.calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.thoughts:
@@ -134,7 +132,6 @@ class _ChatStream:
         yield DONE_FRAME
 
     def _delta_frame(self, index: int, delta: Text | Waiting | Reasoning | ToolCall | Done) -> bytes:
-        """Returns the frame of a delta."""
         if isinstance(delta, Text):
             logprobs = _logprobs_json(delta.logprobs) if self._asked.logprobs else None
             shown = {"mlx_zip": {"tokens": [token_json(one) for one in delta.tokens]}} if delta.tokens else None

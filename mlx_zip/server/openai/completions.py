@@ -104,7 +104,6 @@ def routes(core: Core) -> list[Route]:
 
 
 async def _whole_completion(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Returns the completions."""
     echoes = await _make_echoes(core, asked, turns)
     choices = (
         [echo.choice_without_answer() for echo in echoes]
@@ -188,7 +187,6 @@ def _echo_and_answer_logprobs_json(echo: Echo, choice: Choice) -> dict[str, Any]
 
 
 async def _stream_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
-    """Yields a stream of completions, frame by frame."""
     first, null = _completion_head(core), {"usage": None} if asked.include_usage else {}
     echoes, done = await _make_echoes(core, asked, turns), {}
     lengths = [len(echo.text) for echo in echoes] or [0] * len(turns)
