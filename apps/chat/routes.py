@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.answering import (
+from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody, RaceBody
+from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.running_answers import (
     RunningAnswers,
     encode_frames,
     failure_frame,
@@ -20,8 +22,6 @@ from mlx_zip.apps.chat.answering import (
     strip_end,
     turn_messages,
 )
-from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody, RaceBody
-from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
 from mlx_zip.server.answers.turn import Done, Turn

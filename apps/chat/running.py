@@ -18,9 +18,9 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from mlx_zip.apps.chat import exchange, page_files, routes, state
-from mlx_zip.apps.chat.answering import RunningAnswers
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.page_files import OPEN, PageHeaders
+from mlx_zip.apps.chat.running_answers import RunningAnswers
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine

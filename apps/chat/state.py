@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import mlx_zip
-from mlx_zip.apps.chat.answering import failure_frame
 from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.running_answers import failure_frame
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.core import Core, NamedPacks

@@ -22,7 +22,7 @@ from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
-from mlx_zip.server.answers.answering import AnswerDeltas, mask_letters_and_digits
+from mlx_zip.server.answers.answer_deltas import AnswerDeltas, mask_letters_and_digits
 from mlx_zip.server.answers.constraint import make_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.apps.chat.answering import encode_frames
+from mlx_zip.apps.chat.running_answers import encode_frames
 from mlx_zip.apps.mac import build
 from support.places import REPO
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.apps.chat import database, database_file, schema
-from mlx_zip.apps.chat.answering import new_message
 from mlx_zip.apps.chat.database_file import StoreError, open_file
+from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import CUT, Store
 from support.chat_app import chatting
 from support.chat_stream import writing

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from mlx_zip.engine import Differing, EngineInfo
-from mlx_zip.server.answers.answering import mask_letters_and_digits
+from mlx_zip.server.answers.answer_deltas import mask_letters_and_digits
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, Script
 from support.http_server import serving

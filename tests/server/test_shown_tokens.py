@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.engine import Counts, Emitted, Finished, Origin, Started
 from mlx_zip.packs.pack import Pack
-from mlx_zip.server.answers.answering import AnswerDeltas
+from mlx_zip.server.answers.answer_deltas import AnswerDeltas
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Done, LearnedEntries, LiveCounts, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.server.options import Options

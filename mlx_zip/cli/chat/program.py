@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_zip.cli.chat.answer import Answer, Arrived, follow, split_reasoning
+from mlx_zip.cli.chat.answer import Answer, Arrived, split_reasoning, stream_answer
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.engine import Counts, Engine, Submission
@@ -65,7 +65,7 @@ class Program:
                 else nullcontext(view.feed)
             )
             with parts as show:
-                answer = follow(self.engine, submission, arrived, show, view.show_prefill)
+                answer = stream_answer(self.engine, submission, arrived, show, view.show_prefill)
         self.totals.add(answer.counts)
         if answer.text:
             self.conversation.add(answer.text, answer.uses)
