@@ -30,13 +30,17 @@ def main() -> int:
     prompts = expected["prompts"]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "demo-model"
-        say("1. Convert a zip2zip checkpoint (a tiny Phi-3 with random weights) to an mlx-lm model folder.")
-        mlx_zip("convert", "--hf-path", CHECKPOINT, "--mlx-path", model)
-        say("\n2. Generate from it. Random weights, so the text is noise; in a terminal its hypertokens are coloured.")
+        print_line("1. Convert a zip2zip checkpoint (a tiny Phi-3 with random weights) to an mlx-lm model folder.")
+        run_command("convert", "--hf-path", CHECKPOINT, "--mlx-path", model)
+        print_line(
+            "\n2. Generate from it. Random weights, so the text is noise; in a terminal its hypertokens are coloured."
+        )
         prompt = beginning_of_text() + prompts[0]["text"]
-        mlx_zip("generate", "--model", model, "--ignore-chat-template", "--max-tokens", 80, "--prompt", prompt)
-        say(f"\n3. Compare with the greedy ids recorded from zip2zip {expected['versions']['zip2zip']} on PyTorch.")
-        status = compare(model, prompts)
+        run_command("generate", "--model", model, "--ignore-chat-template", "--max-tokens", 80, "--prompt", prompt)
+        print_line(
+            f"\n3. Compare with the greedy ids recorded from zip2zip {expected['versions']['zip2zip']} on PyTorch."
+        )
+        status = compare_steps(model, prompts)
     tell_story()
     return status
 
@@ -46,19 +50,19 @@ def beginning_of_text() -> str:
     return json.loads((CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"]
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Prints and flushes, so that the lines of the commands that are run appear in order."""
     print(line, flush=True)
 
 
-def mlx_zip(*arguments: object) -> None:
+def run_command(*arguments: object) -> None:
     """Prints a command as a user would type it, and runs it."""
     words = [str(argument) for argument in arguments]
-    say("$ " + shlex.join(["mlx_zip", *words]))
+    print_line("$ " + shlex.join(["mlx_zip", *words]))
     subprocess.run([sys.executable, "-m", "mlx_zip", *words], check=True)
 
 
-def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
+def compare_steps(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
     """Generates from the recorded prompts and counts equal ids; returns 0 if all are equal, else 1."""
     from mlx_zip.engine.mlx.generate import load, stream_generate
 
@@ -69,24 +73,26 @@ def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
         steps = stream_generate(model, tokenizer, prompt["base_ids"], max_tokens=10 * len(wanted))
         found = [step.token for step in islice(steps, len(wanted))]
         same = sum(a == b for a, b in zip(found, wanted, strict=False))
-        say(f"   {same} of {len(wanted)} ids equal after {' '.join(prompt['text'].split())[:60]!r}")
+        print_line(f"   {same} of {len(wanted)} ids equal after {' '.join(prompt['text'].split())[:60]!r}")
         equal, total = equal + same, total + len(wanted)
-    say(f"   {equal} of {total} ids equal those of the published package.")
+    print_line(f"   {equal} of {total} ids equal those of the published package.")
     return 0 if equal == total else 1
 
 
 def tell_story() -> None:
     """Prints a story with coloured hypertokens, or why there is none if the bundled model is not installed."""
-    say("\n4. A story by the bundled model, which was trained to use hypertokens.")
+    print_line("\n4. A story by the bundled model, which was trained to use hypertokens.")
     try:
         bundled_model(DEFAULT)
     except ModelError as error:
-        say(f"   No story: {error}")
+        print_line(f"   No story: {error}")
         return
     colour = "never" if os.environ.get("NO_COLOR") else "always"
     if colour == "always":
-        say("   In colour: \x1b[36mtwo\x1b[0m, \x1b[32mthree\x1b[0m or \x1b[33mfour\x1b[0m base tokens of one step.")
-    mlx_zip("generate", "--color", colour, "--prompt", PROMPT, "--max-tokens", MAX_TOKENS)
+        print_line(
+            "   In colour: \x1b[36mtwo\x1b[0m, \x1b[32mthree\x1b[0m or \x1b[33mfour\x1b[0m base tokens of one step."
+        )
+    run_command("generate", "--color", colour, "--prompt", PROMPT, "--max-tokens", MAX_TOKENS)
 
 
 if __name__ == "__main__":

@@ -48,13 +48,13 @@ def main() -> int:
     parser.add_argument("--prompt", default=PROMPT, help=f"the request (default: {PROMPT!r})")
     parser.add_argument("--out", default="docs/pictures/answer.svg", help="SVG file (default: %(default)s)")
     args = parser.parse_args()
-    picture = svg(args.prompt, steps(args.model, args.prompt))
+    picture = draw_svg(args.prompt, generate_steps(args.model, args.prompt))
     with whole_file(Path(args.out)) as partial:
         partial.write_text(picture, encoding="utf-8")
     return 0
 
 
-def steps(model_name: str, prompt: str) -> list[Step]:
+def generate_steps(model_name: str, prompt: str) -> list[Step]:
     """Returns a model's greedy answer to a request, one `Step` per generated id."""
     model, tokenizer = load(model_name)
     request = [{"role": "user", "content": prompt}]
@@ -62,24 +62,24 @@ def steps(model_name: str, prompt: str) -> list[Step]:
     return [Step(part.text, len(part.base_ids)) for part in parts]
 
 
-def svg(prompt: str, answer: Sequence[Step]) -> str:
+def draw_svg(prompt: str, answer: Sequence[Step]) -> str:
     """Returns an SVG document: the request, the answer with a box per step, a legend and the count of steps."""
-    lines = wrapped(answer)
+    lines = wrap_cells(answer)
     width, top = COLUMNS * CELL + 2 * MARGIN, MARGIN + 2 * LINE
     bottom = top + len(lines) * LINE
-    body = [_text(MARGIN, MARGIN + LINE // 2, f"> {prompt}", QUIET)]
+    body = [_draw_text(MARGIN, MARGIN + LINE // 2, f"> {prompt}", QUIET)]
     for number, line in enumerate(lines):
-        body += _line(line, answer, top + number * LINE)
-    body += _legend(answer, bottom + LINE)
+        body += _draw_line(line, answer, top + number * LINE)
+    body += _draw_legend(answer, bottom + LINE)
     height = bottom + 2 * LINE + MARGIN
-    return "\n".join([_open(width, height, _summary(answer)), *body, "</svg>", ""])
+    return "\n".join([_svg_opening(width, height, _summary_text(answer)), *body, "</svg>", ""])
 
 
-def wrapped(answer: Sequence[Step]) -> list[list[Cell]]:
+def wrap_cells(answer: Sequence[Step]) -> list[list[Cell]]:
     """Returns the answer in lines of at most `COLUMNS` characters, broken at spaces; longer words are cut."""
     lines: list[list[Cell]] = [[]]
     cells = (Cell(character, step) for step, (text, _) in enumerate(answer) for character in text)
-    for word in _words(cells):
+    for word in _group_words(cells):
         if word[0].character == "\n":
             lines.append([])
         elif len(lines[-1]) + len(word) <= COLUMNS:
@@ -90,7 +90,7 @@ def wrapped(answer: Sequence[Step]) -> list[list[Cell]]:
     return lines
 
 
-def _words(cells: Iterable[Cell]) -> list[list[Cell]]:
+def _group_words(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Returns the characters in groups that stay on one line: a word with the space before it, or a newline alone."""
     words: list[list[Cell]] = []
     for cell in cells:
@@ -100,7 +100,7 @@ def _words(cells: Iterable[Cell]) -> list[list[Cell]]:
     return words
 
 
-def _line(line: Sequence[Cell], answer: Sequence[Step], y: int) -> list[str]:
+def _draw_line(line: Sequence[Cell], answer: Sequence[Step], y: int) -> list[str]:
     """Returns the SVG elements of one line: a box and a text for each run of characters of the same step.
 
     y: height of the text's baseline in pixels.
@@ -108,27 +108,31 @@ def _line(line: Sequence[Cell], answer: Sequence[Step], y: int) -> list[str]:
     drawn, x = [], MARGIN
     for step, run in groupby(line, key=lambda cell: cell.step):
         text = "".join(cell.character for cell in run)
-        drawn.append(_box(x, y, len(text) * CELL, answer[step].base_tokens))
-        drawn.append(_text(x, y, text, TEXT))
+        drawn.append(_draw_box(x, y, len(text) * CELL, answer[step].base_tokens))
+        drawn.append(_draw_text(x, y, text, TEXT))
         x += len(text) * CELL
     return drawn
 
 
-def _legend(answer: Sequence[Step], y: int) -> list[str]:
+def _draw_legend(answer: Sequence[Step], y: int) -> list[str]:
     drawn, x = [], MARGIN
     for tokens in sorted({min(max(step.base_tokens, 1), max(COLOURS)) for step in answer}):
         label = f" {tokens}{' or more' if tokens == max(COLOURS) else ''} "
-        drawn += [_box(x, y, len(label) * CELL, tokens), _text(x, y, label, TEXT)]
+        drawn += [_draw_box(x, y, len(label) * CELL, tokens), _draw_text(x, y, label, TEXT)]
         x += (len(label) + 1) * CELL
-    return [*drawn, _text(x, y, "base tokens in one step", QUIET), _text(MARGIN, y + LINE, _summary(answer), QUIET)]
+    return [
+        *drawn,
+        _draw_text(x, y, "base tokens in one step", QUIET),
+        _draw_text(MARGIN, y + LINE, _summary_text(answer), QUIET),
+    ]
 
 
-def _summary(answer: Sequence[Step]) -> str:
+def _summary_text(answer: Sequence[Step]) -> str:
     tokens = sum(step.base_tokens for step in answer)
     return f"{tokens} base tokens in {len(answer)} steps: {tokens / len(answer):.2f} per step"
 
 
-def _open(width: int, height: int, title: str) -> str:
+def _svg_opening(width: int, height: int, title: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="{FONT}" font-size="15" role="img">\n<title>{escape(title)}</title>\n'
@@ -136,12 +140,12 @@ def _open(width: int, height: int, title: str) -> str:
     )
 
 
-def _box(x: int, y: int, width: int, base_tokens: int) -> str:
+def _draw_box(x: int, y: int, width: int, base_tokens: int) -> str:
     colour = COLOURS[min(max(base_tokens, 1), max(COLOURS))]
     return f'<rect x="{x + 0.5}" y="{y - 16}" width="{width - 1}" height="21" rx="4" fill="{colour}"/>'
 
 
-def _text(x: int, y: int, text: str, colour: str) -> str:
+def _draw_text(x: int, y: int, text: str, colour: str) -> str:
     """Returns an SVG text whose characters take `CELL` pixels each in any font."""
     width = len(text) * CELL
     attributes = f'x="{x}" y="{y}" fill="{colour}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'

@@ -37,7 +37,7 @@ KV_BYTES = 1 << 15  # bytes of KV cache that stand for one id
 COUNTED_S = 0.1  # time between two `Counted`
 
 
-class Replayed(Ticket):
+class ReplayedTicket(Ticket):
     """A request that is replayed."""
 
     def __init__(self) -> None:
@@ -55,18 +55,18 @@ class ReplayEngine(Engine):
         self.info = EngineInfo(name, len(tokenizer), CONTEXT, MERGE_SIZE, CODEBOOK_SIZE, "replay")
         self._params = CodecParams(len(tokenizer), CODEBOOK_SIZE, MERGE_SIZE, tuple(sorted(tokenizer.eos_token_ids)))
         self._base_ids = [int(one) for one in tokenizer.encode(text, add_special_tokens=False)]
-        self._running: set[Replayed] = set()
+        self._running: set[ReplayedTicket] = set()
         self._figures, self._alive = Figures(), True
 
     def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
         """Takes a request and returns at once. Raises `EngineStoppedError` after `close`."""
         self._check_alive()
-        ticket = Replayed()
+        ticket = ReplayedTicket()
         self._running.add(ticket)
         threading.Thread(target=self._replay, args=(ticket, submission, deliver), daemon=True).start()
         return ticket
 
-    def _replay(self, ticket: Replayed, submission: Submission, deliver: Deliver) -> None:
+    def _replay(self, ticket: ReplayedTicket, submission: Submission, deliver: Deliver) -> None:
         """Delivers the events of one request, until the text or its limit ends or somebody cancels."""
         prompt = len(submission.base_ids)
         begun = counted = time.monotonic()
@@ -80,7 +80,7 @@ class ReplayEngine(Engine):
                 reason = "cancelled"
                 break
             deliver(emitted)
-            counts = _counted(counts, emitted, time.monotonic() - begun)
+            counts = _count_emitted(counts, emitted, time.monotonic() - begun)
             if submission.show and time.monotonic() - counted >= COUNTED_S:
                 counted = time.monotonic()
                 deliver(Counted(counts))
@@ -108,7 +108,7 @@ class ReplayEngine(Engine):
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request soon."""
-        if isinstance(ticket, Replayed):
+        if isinstance(ticket, ReplayedTicket):
             ticket.cancelled.set()
 
     def check_pack(self, pack: Any) -> None:
@@ -171,8 +171,7 @@ class ReplayEngine(Engine):
             raise EngineStoppedError("the engine has stopped")
 
 
-def _counted(counts: Counts, emitted: Emitted, seconds: float) -> Counts:
-    """Returns the counts after one more id."""
+def _count_emitted(counts: Counts, emitted: Emitted, seconds: float) -> Counts:
     more = len(emitted.base_ids)
     return replace(
         counts,

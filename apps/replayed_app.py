@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mlx_zip.apps.chat.running import Showing, listening, new_token, run_app
+from mlx_zip.apps.chat.running import PageDisplay, new_token, open_listener, run_app
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.apps.replay import ReplayEngine
@@ -27,17 +27,16 @@ def main() -> int:
         tokenizer._tokenizer.chat_template = args.chat_template
     engine = ReplayEngine(tokenizer, Path(args.text).read_text("utf-8"), args.speed)
     options = Options(model="replay", max_tokens=1 << 20, api_key=args.token or new_token(), drain_s=1.0)
-    with engine, listening(args.port) as listener:
+    with engine, open_listener(args.port) as listener:
         store = Store(Path(args.data) if args.data else None)
         try:
-            run_app(Engines(engine), options, listener, store, Settings(args.system_prompt), Showing(browser=False))
+            run_app(Engines(engine), options, listener, store, Settings(args.system_prompt), PageDisplay(browser=False))
         finally:
             store.close()
     return 0
 
 
 def _parser() -> Parser:
-    """Returns the parser of the flags."""
     parser = Parser(prog="python -m mlx_zip.apps.replayed_app", description="The chat app, replaying a text.")
     parser.add_argument("--text", required=True, help="file with the text of every answer, UTF-8")
     parser.add_argument("--speed", type=float, default=200.0, help="base tokens per second (default: 200)")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import add_limit_bytes, check_at_least
+from mlx_zip.arguments import add_limit_bytes_flag, check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text file of a domain (.txt or .jsonl, each also .gz); several files of a domain are joined; fields of a "
         ".jsonl line to read follow the file's name (default: text), for example math=FILE:question+answer",
     )
-    add_limit_bytes(add, "each domain's text")
+    add_limit_bytes_flag(add, "each domain's text")
     add(
         "--merge-sizes",
         type=int,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_zip.arguments import add_pack
+from mlx_zip.arguments import add_pack_flag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forbid ids that the compressor would never write, unless together they hold over half the probability "
         "(default: as in the checkpoint; published ones do not)",
     )
-    add_pack(
+    add_pack_flag(
         add,
         "pack file (.json, .npz or .npy) whose entries every codebook of the written model begins with; repeat the "
         "flag to merge packs; tuned rows must belong to the written weights (default: the checkpoint's own pack, if it "

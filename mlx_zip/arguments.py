@@ -1,7 +1,6 @@
 """The parser of every command, and the flags that several commands share.
 
-The parser is argparse's, with errors of one line that name the word at fault and a better one. Older names of a flag
-are hidden aliases.
+The parser is argparse's, with errors of one line that name the word at fault and a better one.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any, NoReturn
 
 from mlx_zip.errors import DataError
 
-_KINDS = {"int": "a whole number", "float": "a number"}
-_NUMBERS = {"one argument": "a value", "at least one argument": "at least one value"}
+_TYPE_WORDS = {"int": "a whole number", "float": "a number"}
+_ARITY_WORDS = {"one argument": "a value", "at least one argument": "at least one value"}
 _WRONG_TYPE = re.compile(r"invalid (\w+) value: (.*)", re.S)
-PACK = (
+PACK_HELP = (
     "pack file (.json, .npz or .npy) whose entries every codebook begins with, for a plain model one that was tuned "
     "for it; repeat the flag to merge packs (default: the model's own pack, if it has one)"
 )
@@ -38,12 +37,12 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop it silently
         found, extra = super().parse_known_args(self._words, namespace)
         if extra:
-            self.error(self._unknown(extra))
+            self.error(self._unknown_words_error(extra))
         return found, extra
 
     def error(self, message: str) -> NoReturn:
         """Prints one line on stderr and exits with status 2."""
-        line = " ".join(self._reworded(message).split())
+        line = " ".join(self._reword_error(message).split())
         self.exit(2, f"error: {line}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -53,64 +52,66 @@ class Parser(argparse.ArgumentParser):
         choices = [str(choice) for choice in action.choices]
         if isinstance(action, argparse._SubParsersAction):
             choices = [choice.dest for choice in action._choices_actions]  # without hidden aliases
-            hint = nearest(str(value), choices) or f"choose from {', '.join(choices)}"
-            raise argparse.ArgumentError(None, f"{self.prog} has no {_name(action).lower()} {value!r}; {hint}")
+            hint = suggest_nearest(str(value), choices) or f"choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(None, f"{self.prog} has no {_argument_name(action).lower()} {value!r}; {hint}")
         message = f"{str(value)!r} is not one of {', '.join(choices)}"
         raise argparse.ArgumentError(action, message)
 
-    def _reworded(self, message: str) -> str:
-        """Returns argparse's error message in plainer words."""
+    def _reword_error(self, message: str) -> str:
         if message.startswith("the following arguments are required: "):
             needed = message.partition(": ")[2]
-            unknown = [word for word in self._words if self._is_unknown(word)]
-            typo = f"; {self._unknown(unknown)}" if unknown else f" ({self.prog} --help shows how)"
-            return f"{self.prog} needs {self._with_choices(needed)}{typo}"
+            unknown = [word for word in self._words if self._is_unknown_flag(word)]
+            typo = f"; {self._unknown_words_error(unknown)}" if unknown else f" ({self.prog} --help shows how)"
+            return f"{self.prog} needs {self._add_choices(needed)}{typo}"
         message = message.removeprefix("argument ")
-        for theirs, ours in _NUMBERS.items():
+        for theirs, ours in _ARITY_WORDS.items():
             message = message.replace(f": expected {theirs}", f" needs {ours}")
         message += self._dash_hint(message)
-        return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_KINDS.get(m[1], f'a valid {m[1]}')}", message)
+        return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_TYPE_WORDS.get(m[1], f'a valid {m[1]}')}", message)
 
     def _dash_hint(self, message: str) -> str:
         """Returns how to give the value if a flag "needs" one and the word after it begins with - but is no flag."""
         names = message.partition(" needs ")[0].split("/") if " needs " in message else []
         for flag, word in zip(self._words, self._words[1:], strict=False):
-            if flag in names and word[:1] == "-" and not any(known.startswith(word) for known in self._visible(True)):
+            if (
+                flag in names
+                and word[:1] == "-"
+                and not any(known.startswith(word) for known in self._flag_names(True))
+            ):
                 return f"; one that begins with - is given as {flag}={word}"
         return ""
 
-    def _with_choices(self, needed: str) -> str:
+    def _add_choices(self, needed: str) -> str:
         """Returns the name of a missing argument, followed by the names to choose from if it is a subcommand."""
         commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         choices = [choice.dest for action in commands for choice in action._choices_actions]
-        return f"{needed}: {', '.join(choices)}" if choices and needed == _name(commands[0]) else needed
+        return f"{needed}: {', '.join(choices)}" if choices and needed == _argument_name(commands[0]) else needed
 
-    def _is_unknown(self, word: str) -> bool:
+    def _is_unknown_flag(self, word: str) -> bool:
         """Returns whether a word looks like a flag (--name or --name=value) and no flag begins with it."""
         flag = word.partition("=")[0]
-        return flag[:2] == "--" and flag != "--" and not any(known.startswith(flag) for known in self._visible(True))
+        return flag[:2] == "--" and flag != "--" and not any(known.startswith(flag) for known in self._flag_names(True))
 
-    def _unknown(self, words: Sequence[str]) -> str:
+    def _unknown_words_error(self, words: Sequence[str]) -> str:
         """Returns the error message for words that no flag or argument takes; it names the first flag among them."""
         word = next((word for word in words if word[:1] == "-"), words[0])
         flag = word.partition("=")[0]
         if flag[:1] != "-":
             return f"{word!r} belongs to no flag ({self.prog} --help lists the flags)"
-        hint = nearest(flag, self._visible()) or f"{self.prog} --help lists all flags"
+        hint = suggest_nearest(flag, self._flag_names()) or f"{self.prog} --help lists all flags"
         return f"unknown flag {flag}; {hint}"
 
-    def _visible(self, hidden: bool = False) -> list[str]:
+    def _flag_names(self, hidden: bool = False) -> list[str]:
         """Returns the names of all flags that --help shows, or of all flags if `hidden`."""
         actions = [action for action in self._actions if hidden or action.help != argparse.SUPPRESS]
         return [flag for action in actions for flag in action.option_strings]
 
 
-def _name(action: argparse.Action) -> str:
-    """Returns the name of an argument as --help shows it."""
+def _argument_name(action: argparse.Action) -> str:
     return str(action.metavar or action.dest)
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def suggest_nearest(word: str, choices: Iterable[str]) -> str:
     """Returns a question that proposes the one or two choices most like the word, or "" if none is like it."""
     known = list(choices)
     close = difflib.get_close_matches(word, known, 2, 0.85) or difflib.get_close_matches(word, known, 1, 0.6)
@@ -133,17 +134,26 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
                 raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {one}")
 
 
-def add_separator(add: Any) -> None:
+def add_trust_remote_code_flag(add: Any) -> None:
+    """Declares --trust-remote-code, of the commands that load a tokenizer."""
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
+
+
+def add_separator_flag(add: Any) -> None:
     """Declares --separator, of the commands that read documents."""
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
 
 
-def add_limit_bytes(add: Any, texts: str, flag: str = "--limit-bytes") -> None:
+def add_limit_bytes_flag(add: Any, texts: str, flag: str = "--limit-bytes") -> None:
     """Declares a flag that limits how many bytes of text are read. texts: what it limits, for the help."""
     add(flag, type=int, metavar="N", help=f"read at most N bytes of {texts} (default: all)")
 
 
-def add_pack(add: Any, purpose: str = PACK) -> None:
+def add_pack_flag(add: Any, purpose: str = PACK_HELP) -> None:
     """Declares --pack FILE, which may be repeated: `args.pack` is a list of file names, or None without the flag.
 
     add: a parser's or group's `add_argument`. purpose: the help text.
@@ -151,9 +161,9 @@ def add_pack(add: Any, purpose: str = PACK) -> None:
     add("--pack", help=purpose, metavar="FILE", action="append")
 
 
-def add_codebook(add: Any) -> None:
+def add_codebook_flags(add: Any) -> None:
     """Declares --pack and --codebook-size, of the commands that run models."""
-    add_pack(add)
+    add_pack_flag(add)
     add(
         "--codebook-size",
         type=int,

@@ -11,13 +11,13 @@ from mlx_zip.server.fields import Body, Many
 MOST_PACKS = 100
 
 
-def _unicode(text: str) -> str:
+def _check_unicode(text: str) -> str:
     """Returns a text. Raises `ValueError` for half of a surrogate pair, which no file can hold."""
     text.encode()
     return text
 
 
-Words = Annotated[str, AfterValidator(_unicode)]
+Words = Annotated[str, AfterValidator(_check_unicode)]
 Title = Annotated[Words, Field(max_length=500)]
 Folder = Annotated[Words, Field(max_length=100)]
 Name = Annotated[Words, Field(min_length=1, max_length=1000)]
@@ -38,7 +38,7 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def fields_set(self) -> dict[str, Any]:
         """The fields that are set."""
         return self.model_dump(exclude_none=True)
 
@@ -53,7 +53,7 @@ class ConversationBody(Body):
     sampling: SamplingBody | None = None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def fields_set(self) -> dict[str, Any]:
         """The fields that are set, as the store takes them."""
         return self.model_dump(exclude_none=True)
 
@@ -81,7 +81,7 @@ class AnswerBody(Body):
 
     parent: Name | None = None
     text: Annotated[Words, Field(min_length=1)] | None = None
-    goes_on: bool = Field(default=False, alias="continue")
+    continues: bool = Field(default=False, alias="continue")
     model: Name | None = None
 
 

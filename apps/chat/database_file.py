@@ -12,12 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_zip.apps.chat import search
-from mlx_zip.apps.chat.schema import APPLICATION_ID, MIGRATIONS, TABLES, index_anew, migrate, transaction, version_of
+from mlx_zip.apps.chat.schema import (
+    APPLICATION_ID,
+    MIGRATIONS,
+    TABLES,
+    migrate,
+    rebuild_indexes,
+    schema_version,
+    transaction,
+)
 from mlx_zip.errors import DataError, MlxZipError, reason
 from mlx_zip.files import check_in
 
 PATIENCE_S = 5.0  # for another process that writes
-_WITH = ("", "-wal", "-shm")  # SQLite's files of one database
+_FILE_SUFFIXES = ("", "-wal", "-shm")  # SQLite's files of one database
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -36,7 +44,7 @@ class ForeignError(Exception):
 
 
 @dataclass
-class Opened:
+class OpenedFile:
     """An open database. alone: whether no other process has it open. note: what happened to an older file.
 
     lock: file descriptor of the lock that says that this process uses the database. file: device and number of the
@@ -62,25 +70,25 @@ def connect(name: str) -> sqlite3.Connection:
     db = sqlite3.connect(name, timeout=PATIENCE_S, isolation_level=None, check_same_thread=False)
     db.row_factory = sqlite3.Row
     db.text_factory = lambda text: text.decode("utf-8", "replace")  # one damaged text must not hide the others
-    search.prepare(db)
+    search.add_search_functions(db)
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten
     return db
 
 
-def in_memory() -> Opened:
+def open_in_memory() -> OpenedFile:
     """Returns an empty database that is gone when it is closed."""
     db = connect(":memory:")
     migrate(db)
-    return Opened(db, True, None, None)
+    return OpenedFile(db, True, None, None)
 
 
-def copied(path: Path) -> sqlite3.Connection:
+def copy_to_memory(path: Path) -> sqlite3.Connection:
     """Returns a database in memory with what a file holds, as far as it can be read and is a database of ours."""
     with contextlib.suppress(sqlite3.Error, ForeignError):
         source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         with contextlib.closing(source):
-            _check(source, path)
+            _check_database(source, path)
             filled = connect(":memory:")
             try:
                 source.backup(filled)
@@ -89,10 +97,10 @@ def copied(path: Path) -> sqlite3.Connection:
                 filled.close()
                 raise
             return filled
-    return in_memory().db
+    return open_in_memory().db
 
 
-def open_file(path: Path) -> Opened:
+def open_file(path: Path) -> OpenedFile:
     """Opens the database in a file, and makes file and folder if need be.
 
     A damaged file and one of another program are renamed, so that nothing in them is lost, and an empty database takes
@@ -102,21 +110,21 @@ def open_file(path: Path) -> Opened:
     try:
         check_in(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock, alone = _locked(path)
+        lock, alone = _lock_file(path)
     except (OSError, DataError) as error:
-        raise _not_opened(path, error) from error
+        raise _open_error(path, error) from error
     try:
-        db, note = _opened(path, alone)
+        db, note = _open_or_replace(path, alone)
     except OSError as error:  # of a file that could not be kept aside
         os.close(lock)
-        raise _not_opened(path, error) from error
+        raise _open_error(path, error) from error
     except BaseException:
         os.close(lock)
         raise
-    return Opened(db, alone, note, lock, file_at(path))
+    return OpenedFile(db, alone, note, lock, file_identity(path))
 
 
-def file_at(path: Path) -> tuple[int, int] | None:
+def file_identity(path: Path) -> tuple[int, int] | None:
     """Returns device and number of the file at a path, None if there is none."""
     try:
         found = path.stat()
@@ -125,13 +133,13 @@ def file_at(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _not_opened(path: Path, error: Exception) -> StoreError:
-    unwritable = getattr(error, "errno", None) in _UNWRITABLE or code_of(error) in TAKES_NO_MORE
-    words = in_words(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
+def _open_error(path: Path, error: Exception) -> StoreError:
+    unwritable = getattr(error, "errno", None) in _UNWRITABLE or sqlite_code(error) in TAKES_NO_MORE
+    words = error_in_words(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
     return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
 
 
-def _locked(path: Path) -> tuple[int, bool]:
+def _lock_file(path: Path) -> tuple[int, bool]:
     """Returns the descriptor of a shared lock on the database, and whether no other process has one."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -145,42 +153,41 @@ def _locked(path: Path) -> tuple[int, bool]:
     return lock, False
 
 
-def share(opened: Opened) -> None:
+def share_lock(opened: OpenedFile) -> None:
     """Lets other processes use the database too, after what only one may do is done."""
     if opened.lock is not None:
         fcntl.flock(opened.lock, fcntl.LOCK_SH)
 
 
-def _opened(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
+def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
     """Returns a connection to the file's database, and a note if an older file was kept aside."""
     try:
-        return _ours(path), None
+        return _open_sound(path), None
     except (ForeignError, sqlite3.DatabaseError) as error:
-        if not (isinstance(error, ForeignError) or code_of(error) in _DAMAGED):
-            raise _not_opened(path, error) from error
+        if not (isinstance(error, ForeignError) or sqlite_code(error) in _DAMAGED):
+            raise _open_error(path, error) from error
         if not alone:
-            raise StoreError(f"{path}: {in_words(error)}; another process uses the file") from error
-        kept = _kept_aside(path)
-        note = (
-            f"{path} could not be used ({in_words(error)}). It was kept as {kept.name}, and a new database was begun."
-        )
+            raise StoreError(f"{path}: {error_in_words(error)}; another process uses the file") from error
+        kept = _move_aside(path)
+        why = error_in_words(error)
+        note = f"{path} could not be used ({why}). It was kept as {kept.name}, and a new database was begun."
     try:
-        return _ours(path), note
+        return _open_sound(path), note
     except (ForeignError, sqlite3.DatabaseError) as error:
-        raise _not_opened(path, error) from error
+        raise _open_error(path, error) from error
 
 
-def _ours(path: Path) -> sqlite3.Connection:
+def _open_sound(path: Path) -> sqlite3.Connection:
     """Returns a connection to a sound database of today's version. Raises `ForeignError` and `sqlite3.Error`."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(handle, 0o600)  # SQLite gives its other files the mode of this one
         os.close(handle)
     except OSError as error:
-        raise _not_opened(path, error) from error
+        raise _open_error(path, error) from error
     db = connect(str(path))
     try:
-        _check(db, path)
+        _check_database(db, path)
         db.execute("PRAGMA journal_mode = WAL")
         migrate(db)
     except BaseException:
@@ -189,15 +196,15 @@ def _ours(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _check(db: sqlite3.Connection, path: Path) -> None:
+def _check_database(db: sqlite3.Connection, path: Path) -> None:
     """Raises an error for a database that is damaged, of another program or of a later version.
 
     Indexes that are damaged are built anew from what they index.
     """
     try:
         _check_kind(db, path)
-        if damage := _damage(db):
-            _mend(db, damage)
+        if damage := _find_damage(db):
+            _mend_indexes(db, damage)
     except UnicodeDecodeError as error:  # of SQLite's message, which quotes the damaged place
         raise ForeignError("it is damaged") from error
 
@@ -207,46 +214,46 @@ def _check_kind(db: sqlite3.Connection, path: Path) -> None:
     tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise ForeignError("it is the database of another program")
-    if (version := version_of(db)) > len(MIGRATIONS):
+    if (version := schema_version(db)) > len(MIGRATIONS):
         raise StoreError(f"{path}: it has version {version}, of a newer mlx_zip; this one knows {len(MIGRATIONS)}")
     if tables and (version < 1 or not tables >= TABLES):
         raise ForeignError("it is damaged: tables are missing")
 
 
-def _mend(db: sqlite3.Connection, damage: str) -> None:
+def _mend_indexes(db: sqlite3.Connection, damage: str) -> None:
     """Builds the indexes of a damaged database anew. Raises `ForeignError`, and changes nothing, if that is no help."""
     try:
         with transaction(db):
-            index_anew(db)
-            if _damage(db):
+            rebuild_indexes(db)
+            if _find_damage(db):
                 raise ForeignError(f"it is damaged: {damage}")
     except sqlite3.Error as error:
-        if code_of(error) in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
+        if sqlite_code(error) in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
             raise
         raise ForeignError(f"it is damaged: {damage}") from error
 
 
-def _damage(db: sqlite3.Connection) -> str | None:
+def _find_damage(db: sqlite3.Connection) -> str | None:
     """Returns what is wrong with a database, None if nothing is. Raises `sqlite3.Error`."""
     found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
     return None if found == "ok" else found
 
 
-def _kept_aside(path: Path) -> Path:
+def _move_aside(path: Path) -> Path:
     """Renames the files of a database and returns the new name of the first."""
     kept = path.with_name(f"{path.name}.kept-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    for end in _WITH:
+    for end in _FILE_SUFFIXES:
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{path}{end}", f"{kept}{end}")
     return kept
 
 
-def code_of(error: BaseException) -> int:
+def sqlite_code(error: BaseException) -> int:
     """Returns SQLite's code of an error, -1 without one."""
     return getattr(error, "sqlite_errorcode", -1) & 0xFF
 
 
-def in_words(error: BaseException) -> str:
+def error_in_words(error: BaseException) -> str:
     """Returns why the database could not be used, in words."""
     words = {
         sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
@@ -257,4 +264,4 @@ def in_words(error: BaseException) -> str:
         sqlite3.SQLITE_CORRUPT: "it is damaged",
         sqlite3.SQLITE_IOERR: "the disk is full, or cannot be read or written",
     }
-    return words.get(code_of(error), reason(error))
+    return words.get(sqlite_code(error), reason(error))

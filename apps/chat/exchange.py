@@ -13,12 +13,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.apps.chat.bodies import Folder, Name, PackNames, SamplingBody, Title, Words
-from mlx_zip.apps.chat.routes import PATH, found
+from mlx_zip.apps.chat.routes import PATH, require_conversation
 from mlx_zip.apps.chat.store import CUT, Store, new_id
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, json_bytes
 from mlx_zip.server.fields import Body, BodyError
-from mlx_zip.server.http import described, json_response, read_body
+from mlx_zip.server.http import json_response, read_body, with_body_class
 
 FORMAT, VERSION = "mlx_zip conversations", 1
 MOST_TOKENS = 1_000_000  # in one message
@@ -39,7 +39,7 @@ class TokenBody(Body):
 
 
 class DiffersBody(Body):
-    """Where an answer's prompt differed from what was kept; see the server's `Differs`."""
+    """Where an answer's prompt differed from what was kept; see the server's `PromptDifference`."""
 
     at: int = 0
     kept: Words = ""
@@ -101,12 +101,12 @@ class ImportBody(Body):
 
     format: Literal["mlx_zip conversations"]
     version: Literal[1]
-    exported: Time | None = None
+    export_conversations: Time | None = None
     conversations: Annotated[list[ImportedBody], Field(max_length=MOST_CONVERSATIONS, fail_fast=True)]
 
     @model_validator(mode="before")
     @classmethod
-    def _ours(cls, given: Any) -> Any:
+    def _check_format(cls, given: Any) -> Any:
         if not isinstance(given, Mapping) or given.get("format") != FORMAT:
             raise ValueError("this is no export of this app: its field format is another")
         if given.get("version") != VERSION:
@@ -114,17 +114,17 @@ class ImportBody(Body):
         return given
 
 
-def exported(conversations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def export_conversations(conversations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns conversations as the JSON of an export."""
     return {"format": FORMAT, "version": VERSION, "exported": time.time(), "conversations": list(conversations)}
 
 
-def imported(body: ImportBody) -> list[dict[str, Any]]:
+def import_conversations(body: ImportBody) -> list[dict[str, Any]]:
     """Returns an import's conversations as `Store.add` takes them, with ids of their own. Raises `BodyError`."""
-    return [_conversation(one, f"conversations.{i}") for i, one in enumerate(body.conversations)]
+    return [_import_conversation(one, f"conversations.{i}") for i, one in enumerate(body.conversations)]
 
 
-def _conversation(given: ImportedBody, place: str) -> dict[str, Any]:
+def _import_conversation(given: ImportedBody, place: str) -> dict[str, Any]:
     """Returns a conversation with new ids. place: its path in the body. Raises `BodyError` for a tree that is none."""
     ids: dict[str, str] = {}
     messages = []
@@ -134,15 +134,15 @@ def _conversation(given: ImportedBody, place: str) -> dict[str, Any]:
         if one.parent is not None and one.parent not in ids:
             raise BodyError("the parent must stand before its message", f"{place}.messages.{i}.parent")
         ids[one.id] = new_id()
-        messages.append(_message(one, ids))
+        messages.append(_import_message(one, ids))
     if given.leaf is not None and given.leaf not in ids:
         raise BodyError("there is no such message", f"{place}.leaf")
     fields = given.model_dump(exclude={"messages", "id", "leaf", "sampling"})
     leaf = None if given.leaf is None else ids[given.leaf]
-    return {**fields, "id": new_id(), "leaf": leaf, "sampling": given.sampling.given, "messages": messages}
+    return {**fields, "id": new_id(), "leaf": leaf, "sampling": given.sampling.fields_set, "messages": messages}
 
 
-def _message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any]:
+def _import_message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any]:
     """Returns a message with new ids; one that was being written when it was exported is cut."""
     fields = given.model_dump(exclude={"tokens", "figures"})
     fields["figures"] = None if given.figures is None else given.figures.model_dump(exclude_none=True)
@@ -154,13 +154,13 @@ def _message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any]:
     return {**fields, "tokens": tokens, "id": ids[given.id], "parent": given.parent and ids[given.parent]}
 
 
-def markdown(conversation: Mapping[str, Any]) -> str:
+def conversation_markdown(conversation: Mapping[str, Any]) -> str:
     """Returns the branch of a conversation that the page shows, as Markdown."""
     title = " ".join(conversation["title"].split()) or "Conversation"
     parts = [f"# {title}"]
     if conversation["system"]:
         parts += ["## System", conversation["system"]]
-    for message in _branch(conversation):
+    for message in _shown_branch(conversation):
         name = "You" if message["role"] == "user" else message["model"] or "Answer"
         parts += [f"## {name}", message["text"]]
         if message["state"] not in ("whole", "running"):
@@ -168,7 +168,7 @@ def markdown(conversation: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _branch(conversation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _shown_branch(conversation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     by_id = {message["id"]: message for message in conversation["messages"]}
     at = by_id.get(conversation["leaf"]) or next(reversed(by_id.values()), None)
     found = []
@@ -178,7 +178,7 @@ def _branch(conversation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return found[::-1]
 
 
-def file_name(title: str, end: str) -> str:
+def download_name(title: str, end: str) -> str:
     """Returns a name for a file, of letters that every system takes."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-")[:60].strip("-")
     return f"{words or 'conversation'}.{end}"
@@ -192,33 +192,35 @@ def routes(store: Store, core: Core) -> list[Route]:
 
     async def export_one(request: Request) -> Response:
         """Exports a conversation as JSON or Markdown."""
-        conversation = found(await core.aside(store.conversation, request.path_params["id"]))
+        conversation = require_conversation(await core.run_in_thread(store.conversation, request.path_params["id"]))
         kind = request.query_params.get("format", "json")
         if kind not in ("json", "md"):
             raise RequestError(400, "format must be json or md", "invalid_request", "format")
-        name = file_name(conversation["title"], kind)
+        name = download_name(conversation["title"], kind)
         if kind == "md":
-            return _file(markdown(conversation).encode(), "text/markdown; charset=utf-8", name)
-        return _file(json_bytes(exported([conversation])), "application/json", name)
+            return _download_response(
+                conversation_markdown(conversation).encode(), "text/markdown; charset=utf-8", name
+            )
+        return _download_response(json_bytes(export_conversations([conversation])), "application/json", name)
 
     async def export_all(request: Request) -> Response:
         """Exports all conversations as JSON."""
-        data = await core.aside(lambda: json_bytes(exported(store.everything())))
-        return _file(data, "application/json", "conversations.json")
+        data = await core.run_in_thread(lambda: json_bytes(export_conversations(store.everything())))
+        return _download_response(data, "application/json", "conversations.json")
 
     async def import_all(request: Request) -> Response:
         """Adds the conversations of an export."""
         body = await read_body(request, core, ImportBody, MOST_BYTES)
-        made = await core.aside(imported, body)
-        await core.aside(store.add, made)
+        made = await core.run_in_thread(import_conversations, body)
+        await core.run_in_thread(store.add, made)
         return json_response({"imported": len(made), "ids": [one["id"] for one in made]})
 
     return [
         Route(PATH + "/{id}/export", export_one),
         Route("/app/api/export", export_all),
-        Route("/app/api/import", described(import_all, ImportBody), methods=["POST"]),
+        Route("/app/api/import", with_body_class(import_all, ImportBody), methods=["POST"]),
     ]
 
 
-def _file(data: bytes, kind: str, name: str) -> Response:
+def _download_response(data: bytes, kind: str, name: str) -> Response:
     return Response(data, media_type=kind, headers={"Content-Disposition": f'attachment; filename="{name}"'})

@@ -46,7 +46,7 @@ class Models:
         async with self.cores.use(name) as core:
             self._hypertokens[name] = core.engine.info.merge_size > 0
             if name not in self._refusals:
-                self._refusals[name] = await core.aside(_system_refusal, core)
+                self._refusals[name] = await core.run_in_thread(_system_refusal, core)
             yield core
 
     def check_system(self, system: str, name: str | None = None) -> None:
@@ -75,7 +75,7 @@ class Models:
         if other is not None:
             others[name] = other  # another request that could not open it may have taken it out
 
-    def listed(self) -> list[dict[str, Any]]:
+    def list_models(self) -> list[dict[str, Any]]:
         """Returns the models that a conversation can choose, as the page shows them.
 
         no_system: why a model takes no system prompt; None if it takes one, or was not opened yet.
@@ -95,7 +95,7 @@ class Models:
             for name, base in names.items()
         ]
 
-    def bases(self) -> list[dict[str, Any]]:
+    def list_race_rivals(self) -> list[dict[str, Any]]:
         """Returns what the main model can race against, as the page shows it."""
         others = self.cores.engines.others.values()
         return [{name: getattr(one, name) for name in ("name", "kind", "label", "quality")} for one in others]

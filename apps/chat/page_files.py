@@ -41,15 +41,15 @@ def routes(folder: Path = FOLDER) -> list[Route]:
 
     async def index(request: Request) -> Response:
         """Shows the page of the app."""
-        return _file(request, folder, "page", "index.html")
+        return _file_response(request, folder, "page", "index.html")
 
     async def page(request: Request) -> Response:
         """Returns one of the page's own files."""
-        return _file(request, folder, "page", request.path_params["name"])
+        return _file_response(request, folder, "page", request.path_params["name"])
 
     async def vendor(request: Request) -> Response:
         """Returns a file of a package that the page uses."""
-        return _file(request, folder, "vendor", request.path_params["name"])
+        return _file_response(request, folder, "vendor", request.path_params["name"])
 
     async def slash(request: Request) -> Response:
         """Leads to the page of the app."""
@@ -63,7 +63,7 @@ def routes(folder: Path = FOLDER) -> list[Route]:
     ]
 
 
-def _file(request: Request, folder: Path, part: str, name: str) -> Response:
+def _file_response(request: Request, folder: Path, part: str, name: str) -> Response:
     """Returns a file of a folder. Raises `RequestError` for anything else.
 
     The browser keeps it, and asks before each use whether it has changed.

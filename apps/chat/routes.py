@@ -11,63 +11,74 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.answering import Answers, as_bytes, failed, frame_of, new_message, turn_messages, without_space
 from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody, RaceBody
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.running_answers import (
+    RunningAnswers,
+    encode_frames,
+    failure_frame,
+    make_frame,
+    new_message,
+    strip_end,
+    turn_messages,
+)
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
 from mlx_zip.server.answers.turn import Done, Turn
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.http import described, json_response, read_body, stream_response
+from mlx_zip.server.http import json_response, read_body, stream_response, with_body_class
 from mlx_zip.server.vendor import live_json
 
 PATH = "/app/api/conversations"
 MOST_LISTED = 1000
 
 
-def routes(store: Store, models: Models, answers: Answers, system: str) -> list[Route]:
+def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -> list[Route]:
     """Returns the routes of conversations and their answers. system: system prompt of those that choose none."""
-    core, aside = models.main, models.main.aside
+    core, in_thread = models.main, models.main.run_in_thread
 
     async def listed(request: Request) -> Response:
         """Lists the conversations, the last changed first."""
         asked = request.query_params
-        limit, offset = _number(asked.get("limit"), 50, MOST_LISTED), _number(asked.get("offset"), 0, 1 << 31)
-        return json_response(await aside(store.conversations, asked.get("search", ""), limit, offset))
+        limit, offset = (
+            _parse_number(asked.get("limit"), 50, MOST_LISTED),
+            _parse_number(asked.get("offset"), 0, 1 << 31),
+        )
+        return json_response(await in_thread(store.conversations, asked.get("search", ""), limit, offset))
 
     async def create(request: Request) -> Response:
         """Begins a conversation."""
         body = await read_body(request, core, ConversationBody)
-        fields = {"system": system, **body.given}
-        await aside(models.check_system, fields["system"], body.model)
-        return json_response(await aside(store.create, fields), 201)
+        fields = {"system": system, **body.fields_set}
+        await in_thread(models.check_system, fields["system"], body.model)
+        return json_response(await in_thread(store.create, fields), 201)
 
     async def purge(request: Request) -> Response:
         """Deletes all conversations."""
         answers.stop()
-        return _deleted(store, await aside(store.purge))
+        return _deletion_response(store, await in_thread(store.purge))
 
     async def show(request: Request) -> Response:
         """Shows a conversation with its messages."""
-        return json_response(found(await aside(store.conversation, request.path_params["id"])))
+        return json_response(require_conversation(await in_thread(store.conversation, request.path_params["id"])))
 
     async def change(request: Request) -> Response:
         """Changes fields of a conversation."""
         body = await read_body(request, core, ChangeBody)
         one = request.path_params["id"]
         if body.leaf is not None:
-            _message(await aside(store.message, one, body.leaf))
+            _require_message(await in_thread(store.message, one, body.leaf))
         if body.system:
-            model = body.model or found(await aside(store.conversation, one))["model"]
-            await aside(models.check_system, body.system, model)
-        return json_response(found(await aside(store.change, one, body.given)))
+            model = body.model or require_conversation(await in_thread(store.conversation, one))["model"]
+            await in_thread(models.check_system, body.system, model)
+        return json_response(require_conversation(await in_thread(store.change, one, body.fields_set)))
 
     async def delete(request: Request) -> Response:
         """Deletes a conversation."""
         one = request.path_params["id"]
         answers.stop(one)
-        found(await aside(store.delete, one) or None)
-        return _deleted(store, 1)
+        require_conversation(await in_thread(store.delete, one) or None)
+        return _deletion_response(store, 1)
 
     async def stop(request: Request) -> Response:
         """Stops the answers of a conversation."""
@@ -76,40 +87,40 @@ def routes(store: Store, models: Models, answers: Answers, system: str) -> list[
     async def answer(request: Request) -> Response:
         """Answers a message, or goes on with an answer, as an event stream."""
         body = await read_body(request, core, AnswerBody)
-        frames = _answer(store, models, answers, request.path_params["id"], body)
-        return await stream_response(request, core, as_bytes(frames), on_error=failed)
+        frames = _answer_frames(store, models, answers, request.path_params["id"], body)
+        return await stream_response(request, core, encode_frames(frames), on_error=failure_frame)
 
     return [
         Route(PATH, listed),
-        Route(PATH, described(create, ConversationBody), methods=["POST"]),
+        Route(PATH, with_body_class(create, ConversationBody), methods=["POST"]),
         Route(PATH, purge, methods=["DELETE"]),
         Route(PATH + "/{id}", show),
-        Route(PATH + "/{id}", described(change, ChangeBody), methods=["PATCH"]),
+        Route(PATH + "/{id}", with_body_class(change, ChangeBody), methods=["PATCH"]),
         Route(PATH + "/{id}", delete, methods=["DELETE"]),
         Route(PATH + "/{id}/stop", stop, methods=["POST"]),
-        Route(PATH + "/{id}/answer", described(answer, AnswerBody), methods=["POST"]),
+        Route(PATH + "/{id}/answer", with_body_class(answer, AnswerBody), methods=["POST"]),
     ]
 
 
-def _deleted(store: Store, count: int) -> Response:
+def _deletion_response(store: Store, count: int) -> Response:
     """Returns the answer to a deletion. It has a "problem" if the file still holds what was deleted."""
     problem = store.database.problem
     return json_response({"deleted": count, **({"problem": problem} if problem else {})})
 
 
-async def _answer(
-    store: Store, models: Models, answers: Answers, one: str, body: AnswerBody
+async def _answer_frames(
+    store: Store, models: Models, answers: RunningAnswers, one: str, body: AnswerBody
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yields the frames of the answer that is asked for. Raises `RequestError`."""
-    aside = models.main.aside
-    conversation = found(await aside(store.conversation, one))
-    path = await aside(store.path, one, body.parent)
-    _check_place(body, path)
+    in_thread = models.main.run_in_thread
+    conversation = require_conversation(await in_thread(store.conversation, one))
+    path = await in_thread(store.path, one, body.parent)
+    _check_parent(body, path)
     async with models.using(body.model or conversation["model"]) as core:
         asked = [new_message("user", body.parent, body.text)] if body.text is not None else []
         path += asked
-        if body.goes_on:
-            message, path, new = without_space(path[-1]), path[:-1], []
+        if body.continues:
+            message, path, new = strip_end(path[-1]), path[:-1], []
         else:
             message = new_message("assistant", path[-1]["id"], "", core.model)
             new = [*asked, message]
@@ -132,24 +143,24 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
     )
 
 
-def _check_place(body: AnswerBody, path: list[dict[str, Any]]) -> None:
+def _check_parent(body: AnswerBody, path: list[dict[str, Any]]) -> None:
     """Raises `RequestError` unless what is asked for can follow the message `parent`. path: the messages up to it."""
     if body.parent is not None and not path:
         raise RequestError(404, "there is no such message", "unknown_message", "parent")
     role = path[-1]["role"] if path else None
-    if body.goes_on and body.text is not None:
+    if body.continues and body.text is not None:
         raise RequestError(400, "text and continue cannot be asked for together", "invalid_request", "continue")
     if path and path[-1]["state"] == "running":
         raise RequestError(409, "this answer is still being written", "running", "parent")
     if body.text is not None:
         if role == "user":
             raise RequestError(400, "a message of the user follows an answer", "invalid_request", "parent")
-    elif role != ("assistant" if body.goes_on else "user"):
-        wanted = "an answer" if body.goes_on else "a message of the user"
+    elif role != ("assistant" if body.continues else "user"):
+        wanted = "an answer" if body.continues else "a message of the user"
         raise RequestError(400, f"parent must be {wanted}", "invalid_request", "parent")
 
 
-def _number(given: str | None, default: int, most: int) -> int:
+def _parse_number(given: str | None, default: int, most: int) -> int:
     if given is None:
         return default
     if not (given.isascii() and given.isdecimal() and len(given) < 12):
@@ -157,14 +168,14 @@ def _number(given: str | None, default: int, most: int) -> int:
     return min(int(given), most)
 
 
-def found(value: Any) -> Any:
+def require_conversation(value: Any) -> Any:
     """Returns a value. Raises `RequestError` for None, the conversation that is not there."""
     if value is None:
         raise RequestError(404, "there is no such conversation", "unknown_conversation")
     return value
 
 
-def _message(value: Any) -> Any:
+def _require_message(value: Any) -> Any:
     if value is None:
         raise RequestError(404, "there is no such message", "unknown_message")
     return value
@@ -179,18 +190,20 @@ def race_routes(store: Store, models: Models) -> list[Route]:
     async def race(request: Request) -> Response:
         """Answers a request with two models in turn, as an event stream."""
         body = await read_body(request, models.main, RaceBody)
-        return await stream_response(request, models.main, as_bytes(_race(store, models, body)), on_error=failed)
+        return await stream_response(
+            request, models.main, encode_frames(_race_frames(store, models, body)), on_error=failure_frame
+        )
 
-    return [Route("/app/api/race", described(race, RaceBody), methods=["POST"])]
+    return [Route("/app/api/race", with_body_class(race, RaceBody), methods=["POST"])]
 
 
-async def _race(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
+async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
     """Yields the frames of both lanes, "zip" before "base", then the figures of both. Raises `RequestError`."""
-    base = next((one for one in models.bases() if one["name"] == body.base), None)
+    base = next((one for one in models.list_race_rivals() if one["name"] == body.base), None)
     if base is None:
         raise RequestError(404, f"there is no {body.base!r:.200} to race against", "model_not_found", "base")
-    turn, ended = await _turn(store, models, body), {}
-    zip_lane = {"label": _label(models), "model": models.main.model, "quality": QUALITY.get(models.main.model)}
+    turn, ended = await _race_turn(store, models, body), {}
+    zip_lane = {"label": _race_label(models), "model": models.main.model, "quality": QUALITY.get(models.main.model)}
     lanes = {"zip": zip_lane, "base": {"label": base["label"], "model": base["name"], "quality": base["quality"]}}
     for lane, about in lanes.items():
         yield {"type": "lane", "lane": lane, **about}
@@ -199,19 +212,19 @@ async def _race(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[
             async for delta in deltas:
                 if isinstance(delta, Done):
                     ended[lane] = live_json(delta.counts)
-                if (frame := frame_of(delta)) is not None:
+                if (frame := make_frame(delta)) is not None:
                     yield {**frame, "lane": lane}
     yield {"type": "done", "lanes": ended}
 
 
-def _label(models: Models) -> str:
+def _race_label(models: Models) -> str:
     with_or_without = "with" if models.main.engine.info.merge_size else "without"
     return f"{models.main.model}, {with_or_without} hypertokens"
 
 
-async def _turn(store: Store, models: Models, body: RaceBody) -> Turn:
+async def _race_turn(store: Store, models: Models, body: RaceBody) -> Turn:
     """Returns the turn that both models answer. Raises `RequestError`."""
-    sampling = {} if body.sampling is None else body.sampling.given
+    sampling = {} if body.sampling is None else body.sampling.fields_set
     if body.max_tokens is not None:
         sampling["max_tokens"] = body.max_tokens
     if body.messages is not None:
@@ -220,8 +233,8 @@ async def _turn(store: Store, models: Models, body: RaceBody) -> Turn:
         return turn_of(models.main.options.max_tokens, asked, messages)
     if body.conversation is None or body.leaf is None:
         raise RequestError(400, "a race needs a conversation and its leaf, or messages", "invalid_request")
-    conversation = found(await models.main.aside(store.conversation, body.conversation))
-    path = await models.main.aside(store.path, body.conversation, body.leaf)
+    conversation = require_conversation(await models.main.run_in_thread(store.conversation, body.conversation))
+    path = await models.main.run_in_thread(store.path, body.conversation, body.leaf)
     if not path or path[-1]["role"] != "user":
         raise RequestError(400, "leaf must be a message of the user", "invalid_request", "leaf")
     return turn_of(

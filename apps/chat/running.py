@@ -18,9 +18,9 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from mlx_zip.apps.chat import exchange, page_files, routes, state
-from mlx_zip.apps.chat.answering import Answers
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.page_files import OPEN, PageHeaders
+from mlx_zip.apps.chat.running_answers import RunningAnswers
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
@@ -28,14 +28,14 @@ from mlx_zip.engine.engines import Engines
 from mlx_zip.server.app import make_app
 from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
-from mlx_zip.server.running import Server, bound
+from mlx_zip.server.running import Server, bind_socket
 
 HOST = "127.0.0.1"
 PREFERRED_PORT = 7437  # of each start, so that the browser finds what it keeps for the page
 
 
 @dataclass(frozen=True)
-class Showing:
+class PageDisplay:
     """How the page is shown. browser: opened in the browser. window: in a window of its own.
 
     kept: the folder in which the window keeps what the page keeps in a browser, None to keep nothing.
@@ -43,24 +43,24 @@ class Showing:
 
     browser: bool = True
     window: bool = False
-    kept: Path | None = None
+    storage_folder: Path | None = None
 
 
-def listening(port: int | None) -> socket.socket:
+def open_listener(port: int | None) -> socket.socket:
     """Returns a socket of a port of this machine; None: the usual one, or a free one if that is taken.
 
     Raises `OSError`.
     """
     if port is not None:
-        return bound(HOST, port)
+        return bind_socket(HOST, port)
     usual = None
     try:
-        usual = bound(HOST, PREFERRED_PORT)
+        usual = bind_socket(HOST, PREFERRED_PORT)
         usual.listen()  # claims the port at once: two programs may have bound it while both open their models
     except OSError:
         if usual is not None:
             usual.close()
-        return bound(HOST, 0)
+        return bind_socket(HOST, 0)
     return usual
 
 
@@ -75,7 +75,7 @@ def run_app(
     listener: socket.socket,
     store: Store,
     settings: Settings,
-    showing: Showing,
+    showing: PageDisplay,
     open_model: Callable[[str], Engine] | None = None,
     hypertokens: dict[str, bool] | None = None,
 ) -> BaseException | None:
@@ -86,7 +86,7 @@ def run_app(
     template cannot render.
     """
     address = f"http://{HOST}:{listener.getsockname()[1]}/app/#token={options.api_key}"
-    cores = Cores(engines, Core(engines.main, guarded(options)))
+    cores = Cores(engines, Core(engines.main, with_open_page(options)))
     models = Models(cores, open_model, hypertokens)
     models.check_system(settings.system)
     app = make_chat_app(store, models, settings)
@@ -99,7 +99,7 @@ def run_app(
     server = Server(models.main, "warning", say, app)
     try:
         if showing.window:
-            _in_window(server, listener, address, showing.kept)
+            _serve_in_window(server, listener, address, showing.storage_folder)
         else:
             server.run([listener])
     finally:
@@ -112,8 +112,8 @@ def _open_browser(address: str) -> None:
         webbrowser.open(address)
 
 
-def _in_window(server: Server, listener: socket.socket, address: str, kept: Path | None) -> None:
-    """Serves while a window shows the page; windows belong to the main thread. kept: as in `Showing`.
+def _serve_in_window(server: Server, listener: socket.socket, address: str, kept: Path | None) -> None:
+    """Serves while a window shows the page; windows belong to the main thread. kept: as in `PageDisplay`.
 
     pywebview's own default, its private mode, deletes what the page kept at every start. On a Mac, WebKit keeps it in
     a folder of its own choice.
@@ -121,7 +121,7 @@ def _in_window(server: Server, listener: socket.socket, address: str, kept: Path
     webview: Any = import_module("webview")
     serving = threading.Thread(target=server.run, args=([listener],), daemon=True)
     serving.start()
-    ended = threading.Thread(target=_close_after, args=(serving, webview), daemon=True)
+    ended = threading.Thread(target=_close_windows_after, args=(serving, webview), daemon=True)
     try:
         while serving.is_alive() and not server.started:
             time.sleep(0.02)
@@ -133,7 +133,7 @@ def _in_window(server: Server, listener: socket.socket, address: str, kept: Path
         serving.join()
 
 
-def _close_after(serving: threading.Thread, webview: Any) -> None:
+def _close_windows_after(serving: threading.Thread, webview: Any) -> None:
     serving.join()
     for window in list(webview.windows):
         window.destroy()
@@ -142,14 +142,14 @@ def _close_after(serving: threading.Thread, webview: Any) -> None:
 # ---- the app as an ASGI app: the server's routes, the page and what the page talks to
 
 
-def guarded(options: Options) -> Options:
+def with_open_page(options: Options) -> Options:
     """Returns the server's settings with what the app needs: the page is open to all, the rest to its own page only."""
     return replace(options, open_paths=(*options.open_paths, *OPEN))
 
 
 def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:
-    """Returns the app. `models.main.options` are `guarded`."""
-    answers = Answers(store)
+    """Returns the app. `models.main.options` are `with_open_page`."""
+    answers = RunningAnswers(store)
     more = [
         *page_files.routes(),
         *state.routes(store, models, settings),

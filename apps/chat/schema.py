@@ -60,7 +60,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
             db.execute("ROLLBACK")
 
 
-def value_of(text: str, kind: type[Some]) -> Some | None:
+def parse_value(text: str, kind: type[Some]) -> Some | None:
     """Returns the JSON value in a column, None for a damaged one, which is no JSON or of another kind."""
     try:
         found = json.loads(text)
@@ -69,24 +69,24 @@ def value_of(text: str, kind: type[Some]) -> Some | None:
     return found if isinstance(found, kind) else None
 
 
-def version_of(db: sqlite3.Connection) -> int:
+def schema_version(db: sqlite3.Connection) -> int:
     """Returns the version of a database's tables, 0 for an empty database."""
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> None:
     """Gives a database the tables of the newest version, whole or not at all. Raises `sqlite3.Error`."""
-    if version_of(db) >= len(migrations):
+    if schema_version(db) >= len(migrations):
         return
     with transaction(db):
-        for statements in migrations[version_of(db) :]:  # asked again: another process may have been faster
+        for statements in migrations[schema_version(db) :]:  # asked again: another process may have been faster
             for statement in statements:
                 db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {len(migrations)}")
 
 
-def index_anew(db: sqlite3.Connection) -> None:
+def rebuild_indexes(db: sqlite3.Connection) -> None:
     """Builds all indexes from what they index; for a transaction. Raises `sqlite3.Error`."""
     db.execute("REINDEX")
     db.execute("INSERT INTO words (words) VALUES ('rebuild')")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-from mlx_zip.apps.chat.schema import value_of
+from mlx_zip.apps.chat.schema import parse_value
 
 MOST_WORDS = 10
 SHORTEST = 3  # characters of a word that the index knows; shorter ones are looked for in each text
@@ -18,31 +18,31 @@ _AROUND = 40  # characters of a text before the word that was found
 _SNIPPET = 120
 
 
-def prepare(db: sqlite3.Connection) -> None:
+def add_search_functions(db: sqlite3.Connection) -> None:
     """Gives a connection the function that the queries need."""
-    db.create_function("holds", 2, _holds, deterministic=True)
+    db.create_function("holds", 2, _contains, deterministic=True)
 
 
-def conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
+def find_conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
     """Returns conversations and the number of all that have the wanted words.
 
     The last changed is first; without words the pinned ones stand before it, and then those in folders.
     """
     words = wanted.lower().split()[:MOST_WORDS]
-    where, values = _where(words)
+    where, values = _search_condition(words)
     order = ("" if words else "pinned DESC, folder = '', lower(folder), folder, ") + "updated DESC, id"
     ids = [row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY {order}", values)]
-    rows = [(one, _row(db, one)) for one in ids[offset : offset + limit]]
-    listed = [_listed(db, one, row, words) for one, row in rows if row is not None]  # None: its id is damaged
+    rows = [(one, _conversation_row(db, one)) for one in ids[offset : offset + limit]]
+    listed = [_list_entry(db, one, row, words) for one, row in rows if row is not None]  # None: its id is damaged
     return {"conversations": listed, "total": len(ids)}
 
 
-def _listed(db: sqlite3.Connection, one: str, row: sqlite3.Row, words: list[str]) -> dict[str, Any]:
-    values = {"packs": value_of(row["packs"], list) or [], "pinned": bool(row["pinned"])}
+def _list_entry(db: sqlite3.Connection, one: str, row: sqlite3.Row, words: list[str]) -> dict[str, Any]:
+    values = {"packs": parse_value(row["packs"], list) or [], "pinned": bool(row["pinned"])}
     return {**dict(row), **values, "snippet": _snippet(db, one, words)}
 
 
-def _row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
+def _conversation_row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
     """Returns a conversation's row, with its number of messages; None if there is none."""
     return db.execute(
         "SELECT id, title, created, updated, model, packs, pinned, folder, "
@@ -52,17 +52,17 @@ def _row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
     ).fetchone()
 
 
-def _where(words: list[str]) -> tuple[str, list[str]]:
+def _search_condition(words: list[str]) -> tuple[str, list[str]]:
     conditions, values = ["1"], []
     for word in words:
-        condition, value = _in_text(word)
+        condition, value = _word_condition(word)
         texts = f"SELECT conversation FROM messages WHERE {condition}"
         conditions.append(f"(holds(title, ?) OR id IN ({texts}))")
         values += [word, value]
     return " AND ".join(conditions), values
 
 
-def _in_text(word: str) -> tuple[str, str]:
+def _word_condition(word: str) -> tuple[str, str]:
     """Returns the condition that a message's text has a word, and its value: the fastest one that is exact."""
     if len(word) >= SHORTEST:
         return "n IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + word.replace("\0", "").replace(
@@ -75,7 +75,7 @@ def _in_text(word: str) -> tuple[str, str]:
     return "holds(text, ?)", word
 
 
-def _holds(text: str, word: str) -> bool:
+def _contains(text: str, word: str) -> bool:
     return word in text.lower()
 
 
@@ -87,15 +87,15 @@ def _snippet(db: sqlite3.Connection, conversation: str, words: list[str]) -> str
             (conversation, word),
         ).fetchone()
         if row is not None:
-            return around(row["text"], word)
+            return cut_around(row["text"], word)
     row = db.execute(
         "SELECT substr(text, 1, ?) AS text FROM messages WHERE conversation = ? AND text <> '' ORDER BY n DESC LIMIT 1",
         (2 * _SNIPPET, conversation),
     ).fetchone()
-    return "" if row is None else around(row["text"], "")
+    return "" if row is None else cut_around(row["text"], "")
 
 
-def around(text: str, word: str) -> str:
+def cut_around(text: str, word: str) -> str:
     """Returns at most `_SNIPPET` characters of a text on one line, around the first place of a lower-case word."""
     at = max(0, text.lower().find(word))  # near enough: lower case seldom changes the length
     begin = max(0, at - _AROUND)

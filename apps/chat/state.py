@@ -11,13 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import mlx_zip
-from mlx_zip.apps.chat.answering import failed
 from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.running_answers import failure_frame
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.core import Core, NamedPacks
-from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response
+from mlx_zip.server.http import event_bytes, json_response, read_body, stream_response, with_body_class
 from mlx_zip.text.prompts import encode_text
 
 MOST_FITTED = 20_000  # characters of a prompt that packs are tried on: how the rest is read follows from them
@@ -45,38 +45,42 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
             {
                 "version": mlx_zip.__version__,
                 "model": core.model,
-                "models": models.listed(),
+                "models": models.list_models(),
                 "packs": [asdict(pack) for pack in await core.packs()],
                 "ceiling": settings.ceiling,
-                "storage": await core.aside(_storage, store),
-                "defaults": {"system": settings.system, "sampling": _sampling(models)},
-                "race": models.bases(),
+                "storage": await core.run_in_thread(_describe_storage, store),
+                "defaults": {"system": settings.system, "sampling": _default_sampling(models)},
+                "race": models.list_race_rivals(),
             }
         )
 
     async def open_model(request: Request) -> Response:
         """Opens a model, as an event stream that ends when it is open."""
         body = await read_body(request, core, ModelBody)
-        return await stream_response(request, core, _opening(models, body.name), on_error=failed)
+        return await stream_response(request, core, _opening_frames(models, body.name), on_error=failure_frame)
 
     async def fit(request: Request) -> Response:
         """Says how many ids a prompt is read as, and with which pack it is read as the fewest."""
         body = await read_body(request, core, FitBody)
-        return json_response(await core.aside(_fit, core, body.text[:MOST_FITTED], packs.chosen(body.packs)))
+        return json_response(
+            await core.run_in_thread(_find_best_pack, core, body.text[:MOST_FITTED], packs.resolve(body.packs))
+        )
 
     return [
         Route("/app/api/state", state),
-        Route("/app/api/fit", described(fit, FitBody), methods=["POST"]),
-        Route("/app/api/models", described(open_model, ModelBody), methods=["POST"]),
+        Route("/app/api/fit", with_body_class(fit, FitBody), methods=["POST"]),
+        Route("/app/api/models", with_body_class(open_model, ModelBody), methods=["POST"]),
     ]
 
 
-def _fit(core: Core, text: str, pack: Any) -> dict[str, Any]:
+def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:
     """Returns how many ids a prompt is read as with a pack, and with the pack that helps most; None if none helps."""
     base_ids = encode_text(core.engine.tokenizer, text)
     ids = core.engine.prompt_size(base_ids, pack)
     sizes = {
-        name: size for name, pack in core.options.packs.items() if (size := _size(core, base_ids, pack)) is not None
+        name: size
+        for name, pack in core.options.packs.items()
+        if (size := _size_with_pack(core, base_ids, pack)) is not None
     }
     best = min(sizes, key=sizes.__getitem__, default=None)
     if best is None or sizes[best] >= ids:
@@ -84,7 +88,7 @@ def _fit(core: Core, text: str, pack: Any) -> dict[str, Any]:
     return {"ids": ids, "best": {"name": best, "ids": sizes[best]}}
 
 
-def _size(core: Core, base_ids: Sequence[int], pack: Any) -> int | None:
+def _size_with_pack(core: Core, base_ids: Sequence[int], pack: Any) -> int | None:
     """Returns the ids that a prompt is read as with a pack, None for a pack that the model cannot use."""
     try:
         return core.engine.prompt_size(base_ids, pack)
@@ -92,21 +96,21 @@ def _size(core: Core, base_ids: Sequence[int], pack: Any) -> int | None:
         return None
 
 
-async def _opening(models: Models, name: str) -> AsyncGenerator[bytes, None]:
+async def _opening_frames(models: Models, name: str) -> AsyncGenerator[bytes, None]:
     """Yields a frame at once, and one when the model is open."""
     yield event_bytes({"type": "opening", "name": name})
     await models.open(name)
     yield event_bytes({"type": "done", "name": name})
 
 
-def _storage(store: Store) -> dict[str, Any]:
+def _describe_storage(store: Store) -> dict[str, Any]:
     """Returns where the conversations are, their size, and what is wrong with that place."""
     database = store.database
     file = None if database.path is None else str(database.path)
     return {"file": file, "bytes": database.bytes(), "note": database.note, "problem": database.problem}
 
 
-def _sampling(models: Models) -> dict[str, Any]:
+def _default_sampling(models: Models) -> dict[str, Any]:
     options = models.main.options
     neutral = {"temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "repetition_penalty": None}
     given = {name: value for name, value in options.sampling.items() if name in neutral}

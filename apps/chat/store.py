@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_zip.apps.chat import search
 from mlx_zip.apps.chat.database import Database
-from mlx_zip.apps.chat.schema import value_of
+from mlx_zip.apps.chat.schema import parse_value
 from mlx_zip.files import data_folder
 
 # Of a conversation, that can be changed. folder: "" for none.
@@ -45,7 +45,7 @@ class Store:
     def __init__(self, path: Path | None) -> None:
         self.database = Database(path)
         try:
-            self._cut_unfinished()
+            self._cut_unfinished_messages()
             self.database.share()
         except BaseException:
             self.database.close()
@@ -61,7 +61,7 @@ class Store:
         wanted: words that must all occur in a conversation's title or texts; the last changed one is first. Without
         words the pinned ones come first, then those in folders, by the folders' names.
         """
-        return self.database.read(lambda db: search.conversations(db, wanted, limit, offset))
+        return self.database.read(lambda db: search.find_conversations(db, wanted, limit, offset))
 
     def create(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Adds a conversation and returns it. fields: some of `FIELDS`."""
@@ -75,11 +75,11 @@ class Store:
         """Returns a conversation with its messages in the order in which they were written, None if there is none."""
 
         def work(db: sqlite3.Connection) -> dict[str, Any] | None:
-            found = _conversation(db, one)
+            found = _read_conversation(db, one)
             if found is None:
                 return None
             rows = db.execute("SELECT * FROM messages WHERE conversation = ? ORDER BY n", (one,)).fetchall()
-            return {**found, "messages": [_message(db, row) for row in rows]}
+            return {**found, "messages": [_read_message(db, row) for row in rows]}
 
         return self.database.read(work)
 
@@ -95,13 +95,13 @@ class Store:
 
         Draft, leaf, pin and folder leave the time of the last change; any other field is a change.
         """
-        stored = {name: _stored(name, fields[name]) for name in FIELDS if name in fields}
+        stored = {name: _encode_value(name, fields[name]) for name in FIELDS if name in fields}
         if stored.keys() - _LEAVE_IN_PLACE:
             stored["updated"] = time.time()
 
         def work(db: sqlite3.Connection) -> dict[str, Any] | None:
             _update(db, "conversations", one, stored)
-            return _conversation(db, one)
+            return _read_conversation(db, one)
 
         return self.database.write(work, one)
 
@@ -130,7 +130,7 @@ class Store:
 
         def work(db: sqlite3.Connection) -> dict[str, Any] | None:
             row = db.execute("SELECT * FROM messages WHERE conversation = ? AND id = ?", (conversation, one)).fetchone()
-            return None if row is None else _message(db, row)
+            return None if row is None else _read_message(db, row)
 
         return self.database.read(work)
 
@@ -146,7 +146,7 @@ class Store:
                 ).fetchone()
                 if row is None:
                     break
-                found[at] = _message(db, row)
+                found[at] = _read_message(db, row)
                 at = row["parent"]
             return list(found.values())[::-1]
 
@@ -160,14 +160,14 @@ class Store:
                 _insert(db, "messages", {**message, "conversation": conversation, "writer": os.getpid()})
             fields = {"leaf": messages[-1]["id"], "updated": time.time()}
             _update(db, "conversations", conversation, fields)
-            title = _title(messages[0]["text"])
+            title = _make_title(messages[0]["text"])
             db.execute("UPDATE conversations SET title = ? WHERE id = ? AND title = ''", (title, conversation))
 
         self.database.write(work, conversation)
 
     def resume(self, conversation: str, message: Mapping[str, Any]) -> None:
         """Marks a message as running again, from its text and tokens on."""
-        fields = {name: _stored(name, message[name]) for name in ("text", "tokens")}
+        fields = {name: _encode_value(name, message[name]) for name in ("text", "tokens")}
         fields |= {"state": "running", "reason": None, "writer": os.getpid()}
         self.database.write(lambda db: _update(db, "messages", message["id"], fields), conversation)
 
@@ -185,7 +185,7 @@ class Store:
         names = ("text", "reasoning", "state", "reason", "tokens", "figures", "learned", "model")
 
         def work(db: sqlite3.Connection) -> None:
-            _update(db, "messages", message["id"], {name: _stored(name, message[name]) for name in names})
+            _update(db, "messages", message["id"], {name: _encode_value(name, message[name]) for name in names})
             db.execute("DELETE FROM pieces WHERE message = ?", (message["id"],))
             _update(db, "conversations", conversation, {"updated": time.time()})
 
@@ -202,28 +202,28 @@ class Store:
 
         self.database.write(work)
 
-    def _cut_unfinished(self) -> None:
+    def _cut_unfinished_messages(self) -> None:
         query = "SELECT * FROM messages WHERE state = 'running'"
         for row in self.database.read(lambda db: db.execute(query).fetchall()):
             if self.database.alone or not _is_alive(row["writer"]):
-                self.database.write(lambda db, row=row: _cut(db, row), row["conversation"])
+                self.database.write(lambda db, row=row: _cut_message(db, row), row["conversation"])
 
 
-def _conversation(db: sqlite3.Connection, one: str) -> dict[str, Any] | None:
+def _read_conversation(db: sqlite3.Connection, one: str) -> dict[str, Any] | None:
     row = db.execute("SELECT * FROM conversations WHERE id = ?", (one,)).fetchone()
-    return None if row is None else _loaded(row)
+    return None if row is None else _decode_row(row)
 
 
-def _message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
-    found = _loaded(row)
+def _read_message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+    found = _decode_row(row)
     del found["n"], found["conversation"], found["writer"]
     if found["state"] == "running":
         for (piece,) in db.execute("SELECT piece FROM pieces WHERE message = ? ORDER BY n", (found["id"],)):
-            extend(found, value_of(piece, dict) or {})
+            extend_message(found, parse_value(piece, dict) or {})
     return found
 
 
-def extend(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
+def extend_message(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
     """Adds a piece, as `Store.append` takes it, to a message."""
     before = message["text"]
     message["text"] += piece.get("text", "")
@@ -237,28 +237,28 @@ def extend(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
         message["tokens"].append({"t": piece["text"]})
 
 
-def _cut(db: sqlite3.Connection, row: sqlite3.Row) -> None:
-    found = _message(db, row) | {"state": "cut", "reason": CUT}
+def _cut_message(db: sqlite3.Connection, row: sqlite3.Row) -> None:
+    found = _read_message(db, row) | {"state": "cut", "reason": CUT}
     names = ("text", "reasoning", "tokens", "learned", "state", "reason")
-    _update(db, "messages", row["id"], {name: _stored(name, found[name]) for name in names})
+    _update(db, "messages", row["id"], {name: _encode_value(name, found[name]) for name in names})
     db.execute("DELETE FROM pieces WHERE message = ?", (row["id"],))
 
 
-def _loaded(row: sqlite3.Row) -> dict[str, Any]:
+def _decode_row(row: sqlite3.Row) -> dict[str, Any]:
     found = dict(row)
     for name in found.keys() & _AS_JSON.keys():
         kind: type[Any] = _AS_JSON[name]
-        value = None if found[name] is None else value_of(found[name], kind)
+        value = None if found[name] is None else parse_value(found[name], kind)
         found[name] = kind() if value is None and name not in _MAY_BE_NONE else value
     return found | ({"pinned": bool(found["pinned"])} if "pinned" in found else {})
 
 
-def _stored(name: str, value: Any) -> Any:
+def _encode_value(name: str, value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if name in _AS_JSON and value is not None else value
 
 
 def _insert(db: sqlite3.Connection, table: str, fields: Mapping[str, Any]) -> None:
-    values = [_stored(name, value) for name, value in fields.items()]
+    values = [_encode_value(name, value) for name, value in fields.items()]
     db.execute(f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({', '.join('?' * len(fields))})", values)
 
 
@@ -268,7 +268,7 @@ def _update(db: sqlite3.Connection, table: str, one: str, fields: Mapping[str, A
         db.execute(f"UPDATE {table} SET {names} WHERE id = ?", (*fields.values(), one))
 
 
-def _title(text: str) -> str:
+def _make_title(text: str) -> str:
     words = " ".join(text.split())
     return words if len(words) <= _LONGEST_TITLE else words[: _LONGEST_TITLE - 1].rstrip() + "…"
 

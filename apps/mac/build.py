@@ -54,13 +54,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", metavar="FILE", type=Path, help="with --check: write what was found to a JSON file")
     args = parser.parse_args(argv)
     if args.check:
-        return _check([args.macos] if args.macos else list(SYSTEMS), args.python, args.record)
+        return _check_records([args.macos] if args.macos else list(SYSTEMS), args.python, args.record)
     if sys.platform != "darwin":
         parser.error("an app for macOS is built on a Mac; --check works everywhere")
-    return _build(args.macos or newest(platform.mac_ver()[0]))
+    return _build(args.macos or newest_record(platform.mac_ver()[0]))
 
 
-def newest(system: str) -> str:
+def newest_record(system: str) -> str:
     """Returns the newest of `SYSTEMS` that a machine with this version of macOS has. Raises `SystemExit`.
 
     A Python that was built for an older macOS is given 16 as the version of macOS 26 (python/cpython#135675), so 16
@@ -108,7 +108,7 @@ def make_wheels(macos: str, folder: Path, *sources: str) -> None:
 # ---- checking
 
 
-def _check(systems: list[str], python: str, record: Path | None) -> int:
+def _check_records(systems: list[str], python: str, record: Path | None) -> int:
     """Resolves the app's requirements for each macOS and prints the files; returns 1 if one has no answer."""
     answers, failed = {}, 0
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +116,7 @@ def _check(systems: list[str], python: str, record: Path | None) -> int:
         for macos in systems:
             write_our_wheel(Path(folder), macos)
             try:
-                answers[macos] = files = resolved(macos, python, ["--find-links", folder])
+                answers[macos] = files = resolve_wheels(macos, python, ["--find-links", folder])
             except subprocess.CalledProcessError as error:
                 print(f"macOS {macos}, Python {python}: {error.stderr.strip()}", file=sys.stderr)
                 failed = 1
@@ -129,14 +129,14 @@ def _check(systems: list[str], python: str, record: Path | None) -> int:
     return failed
 
 
-def resolved(macos: str, python: str, sources: Iterable[str]) -> dict[str, list[str]]:
+def resolve_wheels(macos: str, python: str, sources: Iterable[str]) -> dict[str, list[str]]:
     """Returns the wheels that pip chooses for the app, each with what it requires, without extras.
 
     python: "3.13", for example. sources: pip's options that name where wheels are. Raises `CalledProcessError`.
     """
     command = [sys.executable, "-c", _PIP_OF_A_MAC, python, "install", "--dry-run", "--quiet", "--report", "-"]
     with tempfile.TemporaryDirectory() as target:
-        options = [f"--target={target}", *pip_options(macos), "--python-version", python, *sources, *requirements()]
+        options = [f"--target={target}", *pip_options(macos), "--python-version", python, *sources, *app_requirements()]
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
     found = {}
     for one in json.loads(done.stdout)["install"]:
@@ -155,7 +155,7 @@ def _platform_tag(macos: str) -> str:
     return f"macosx_{macos.replace('.', '_')}_arm64"
 
 
-def requirements() -> list[str]:
+def app_requirements() -> list[str]:
     """Returns the requirements of the app in Briefcase's settings."""
     settings = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))
     return settings["tool"]["briefcase"]["app"]["mlx_zip_app"]["macOS"]["requires"]

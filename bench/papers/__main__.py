@@ -68,4 +68,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(import_module("mlx_zip.cli").guarded(main))  # errors and Ctrl-C end as in the command
+    sys.exit(import_module("mlx_zip.cli").run_guarded(main))  # errors and Ctrl-C end as in the command

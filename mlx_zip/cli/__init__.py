@@ -15,7 +15,7 @@ from importlib import import_module
 
 import mlx_zip
 from mlx_zip.arguments import Parser
-from mlx_zip.cli.actions import printable
+from mlx_zip.cli.actions import escape_unprintable
 from mlx_zip.cli.engine_choice import MLX
 from mlx_zip.device import choose_device
 from mlx_zip.errors import MlxZipError, explained_imports, reason
@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `mlx_zip` command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] in (["bench"], ["vocab"]):  # have commands of their own
-        return guarded(lambda: _own_commands(argv[0], argv[1:]))
+        return run_guarded(lambda: _run_command_group(argv[0], argv[1:]))
     if argv and argv[0] in COMMANDS:
-        return _run(argv[0], f"mlx_zip {argv[0]}", argv[1:])
+        return _run_command(argv[0], f"mlx_zip {argv[0]}", argv[1:])
     if not argv:
         top_parser().print_help()
         return 0
@@ -72,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(argv: Sequence[str] | None = None) -> int:
     """The `mlx_zip.generate` command."""
-    return _run("generate", "mlx_zip.generate", argv)
+    return _run_command("generate", "mlx_zip.generate", argv)
 
 
 def convert(argv: Sequence[str] | None = None) -> int:
     """The `mlx_zip.convert` command."""
-    return _run("convert", "mlx_zip.convert", argv)
+    return _run_command("convert", "mlx_zip.convert", argv)
 
 
 def top_parser() -> Parser:
@@ -98,23 +98,23 @@ def command_parser(name: str, prog: str) -> Parser:
     return parser
 
 
-def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    return guarded(lambda: _parsed(name, command_parser(name, prog).parse_args(argv)))
+def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
+    return run_guarded(lambda: _run_parsed(name, command_parser(name, prog).parse_args(argv)))
 
 
-def _parsed(name: str, args: argparse.Namespace) -> int | None:
+def _run_parsed(name: str, args: argparse.Namespace) -> int | None:
     """Runs a command; engines that are not MLX's choose their device by themselves, and --engine auto chooses later."""
     if getattr(args, "engine", MLX) == MLX:
         choose_device()
     return import_module(COMMANDS[name][0]).run(args)
 
 
-def _own_commands(name: str, argv: Sequence[str]) -> int | None:
+def _run_command_group(name: str, argv: Sequence[str]) -> int | None:
     choose_device()
     return import_module(COMMANDS[name][0]).main(argv)
 
 
-def guarded(command: Callable[[], int | None]) -> int:
+def run_guarded(command: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit status; prints an `MlxZipError` or a failure to write output as one line."""
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
@@ -123,14 +123,14 @@ def guarded(command: Callable[[], int | None]) -> int:
         with signals_as_exit(), explained_imports():
             return command() or 0
     except MlxZipError as error:
-        return _failed(error)
+        return _print_error(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has left; nothing more can be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, UnicodeEncodeError) as error:  # of our own output: a full disk, a terminal without these letters
-        return _failed(error)
+        return _print_error(error)
 
 
 def quiet_libraries() -> None:
@@ -150,9 +150,9 @@ def quiet_libraries() -> None:
             warnings.filterwarnings("ignore", module=library)
 
 
-def _failed(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
     """Prints an error as one line of at most 1000 characters; control characters are escaped. Returns 2."""
     named = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     line = " ".join((named + reason(error) if isinstance(error, OSError) else str(error)).split())
-    print(f"error: {printable(line[:1000])}", file=sys.stderr)
+    print(f"error: {escape_unprintable(line[:1000])}", file=sys.stderr)
     return 2

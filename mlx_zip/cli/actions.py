@@ -15,11 +15,11 @@ from typing import Any
 from mlx_zip.errors import DataError
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
-TOKENIZER = (
+TOKENIZER_HELP = (
     "model folder, bundled model, hub id, or a file (plain or .gz): tokenizer.json, NAME.tiktoken, NAME.model "
     "(SentencePiece), vocab.bpe, merges.txt or NAME.vocab.txt (BERT)"
 )
-DATA = (
+DATA_HELP = (
     ".txt, .jsonl and source files such as .py (each also as .gz), .parquet files, folders of source files, and data "
     "sets by folder or hub name"
 )
@@ -45,13 +45,13 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
         action.set_defaults(do=do, action=name)
 
 
-def add_json(add: Any) -> None:
+def add_json_flag(add: Any) -> None:
     """Declares --json."""
     add("--json", action="store_true", help="print the result as one JSON object instead of text (default: off)")
 
 
-def first_stage(name: str) -> Any:
-    """Reads the tokenizer that --tokenizer names (see `TOKENIZER`) -> `first_stage.TokenizerFile`.
+def open_first_stage(name: str) -> Any:
+    """Reads the tokenizer that --tokenizer names (see `TOKENIZER_HELP`) -> `first_stage.TokenizerFile`.
 
     A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
     `DataError` for a name that cannot be read.
@@ -71,7 +71,7 @@ def first_stage(name: str) -> Any:
     return open_tokenizer(path)
 
 
-def writable(
+def writable_path(
     flag: str, name: str | Path, what: str = "", suffix: str = "", read: Iterable[str | Path | None] = ()
 ) -> Path:
     """Returns the path of a file that the command will write, after checks; writes nothing.
@@ -92,6 +92,6 @@ def writable(
     return path
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Returns the text with unprintable characters escaped, so that text from a file cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

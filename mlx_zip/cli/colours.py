@@ -8,24 +8,24 @@ from typing import Any, TextIO
 COLOURS, LONGER = {2: "36", 3: "32", 4: "33"}, "35"  # by base tokens: cyan, green, yellow; magenta for longer ones
 
 
-def coloured(choice: str, out: TextIO) -> bool:
+def should_colour(choice: str, out: TextIO) -> bool:
     """Returns whether to colour what is written to `out`. choice: the value of --color."""
     return choice == "always" or (choice == "auto" and out.isatty() and not os.environ.get("NO_COLOR"))
 
 
-def code(length: int) -> str:
+def colour_code(length: int) -> str:
     """Returns the SGR code for the text of an id of so many base tokens, "" for one."""
     return COLOURS.get(length, LONGER) if length > 1 else ""
 
 
-def paint(response: Any) -> str:
+def colour_response(response: Any) -> str:
     """Returns a response's text in the colour of its number of base tokens; newlines stay uncoloured."""
-    return painted(response.text, len(response.base_ids))
+    return colour_text(response.text, len(response.base_ids))
 
 
-def painted(text: str, length: int) -> str:
+def colour_text(text: str, length: int) -> str:
     """Returns text in the colour of an id of so many base tokens; newlines stay uncoloured."""
-    if not text or not (colour := code(length)):
+    if not text or not (colour := colour_code(length)):
         return text
     return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 

@@ -83,7 +83,7 @@ class Tally:
     entries: int = 0
     uses: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
-    def saved(self, entry: tuple[int, ...]) -> int:
+    def saved_ids(self, entry: tuple[int, ...]) -> int:
         """Returns the number of ids that the uses of one hypertoken saved. entry: its base ids."""
         return self.uses[entry] * (len(entry) - 1)
 
@@ -99,13 +99,13 @@ def run(args: argparse.Namespace) -> int:
         vocabulary = read_vocabulary(args.tokenizer)
     except DataError as error:
         raise GenerationError(f"--tokenizer {error}") from error
-    params = codec_params(vocabulary, own_codec(args.tokenizer), args)
+    params = codec_params(vocabulary, model_codec_params(args.tokenizer), args)
     ids = vocabulary.encode(text)
     tally = compress_windows(params, ids, args.window or len(ids))
-    best = sorted(tally.uses, key=lambda entry: (-tally.saved(entry), entry))[: args.show]
-    record = _record(params, tally, len(text.encode("utf-8")))
-    top = [_line(vocabulary, tally, entry) for entry in best]
-    print(json.dumps({**record, "hypertokens": top}, ensure_ascii=False) if args.json else _table(record, top))
+    best = sorted(tally.uses, key=lambda entry: (-tally.saved_ids(entry), entry))[: args.show]
+    record = _make_record(params, tally, len(text.encode("utf-8")))
+    top = [_entry_record(vocabulary, tally, entry) for entry in best]
+    print(json.dumps({**record, "hypertokens": top}, ensure_ascii=False) if args.json else _format_table(record, top))
     return 0
 
 
@@ -128,7 +128,7 @@ def read_text(file: str) -> str:
     return text
 
 
-def own_codec(name: str) -> Any:
+def model_codec_params(name: str) -> Any:
     """Returns the codec parameters of the converted or bundled model called `name`, None if it is no such model."""
     folder = here_or_bundled(name)
     file = folder / "config.json"
@@ -182,8 +182,7 @@ def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
     return tally
 
 
-def _record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
-    """Returns the figures that are printed, by name."""
+def _make_record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
     return {
         "text_bytes": text_bytes,
         "base_tokens": tally.base_tokens,
@@ -199,13 +198,13 @@ def _record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
     }
 
 
-def _line(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) -> dict[str, Any]:
+def _entry_record(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) -> dict[str, Any]:
     text = vocabulary.decode(list(entry))
-    return {"text": text, "base_ids": list(entry), "uses": tally.uses[entry], "saved_ids": tally.saved(entry)}
+    return {"text": text, "base_ids": list(entry), "uses": tally.uses[entry], "saved_ids": tally.saved_ids(entry)}
 
 
-def _table(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
-    """Returns the figures as plain text. top: the listed hypertokens, as `_line` gives them."""
+def _format_table(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
+    """Returns the figures as plain text. top: the listed hypertokens, as `_entry_record` gives them."""
     lines = [
         f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "
         f"{record['hyper_share']:.1%} of them hypertokens",

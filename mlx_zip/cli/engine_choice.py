@@ -1,6 +1,6 @@
 """The flag --engine of the commands that run models: which engine computes, and what opens it.
 
-`choose` is the one place that says what --engine auto means.
+`choose_engine` is the one place that says what --engine auto means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_zip.models.decoder_options import why_not_on_torch
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
 AUTO, MLX, TORCH, CUDA = "auto", "mlx", "torch", "cuda"
-NAMES = (AUTO, MLX, TORCH, CUDA)
+ENGINE_NAMES = (AUTO, MLX, TORCH, CUDA)
 LIBRARIES = ("torch", "triton")
 SMALL_MB = 32  # of weights: for a smaller model PyTorch takes longer to be imported than MLX to answer
 REFUSED = {  # flags that PyTorch has no use for, and what to do
@@ -35,8 +35,8 @@ REFUSED = {  # flags that PyTorch has no use for, and what to do
     "row_cache_bytes": "its rows are kept in memory only",
     "keep_cache": "its turns are read anew",
 }
-RANK = "MLX_RANK"  # what mlx.launch tells each process
-_OFF = {
+RANK_VARIABLE = "MLX_RANK"  # what mlx.launch tells each process
+_NEUTRAL_VALUES = {
     "row_cache": "off",
     "keep_cache": False,
     "kv_group_size": 64,
@@ -44,11 +44,11 @@ _OFF = {
 }  # values that ask for nothing
 
 
-def add_flag(add: Any) -> None:
+def add_engine_flag(add: Any) -> None:
     """Declares --engine."""
     add(
         "--engine",
-        choices=NAMES,
+        choices=ENGINE_NAMES,
         default=AUTO,
         help="library that runs the model. mlx: MLX; torch: PyTorch, on an NVIDIA card if there is one, else on the "
         "CPU; cuda: PyTorch on an NVIDIA card only; auto: torch if it is installed, but mlx on a Mac, for a model "
@@ -61,7 +61,7 @@ def is_torch(args: argparse.Namespace) -> bool:
     return args.engine in (TORCH, CUDA)
 
 
-def choose(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
+def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
     """Replaces --engine auto in `args` by mlx or torch. Prints a line if the choice is not what a user would expect.
 
     models: folders, hub ids or bundled models, downloaded if need be; None for one that is in a file. group: the
@@ -70,16 +70,16 @@ def choose(args: argparse.Namespace, *models: Any, group: Any = None) -> None:
     """
     if args.engine != AUTO:
         return
-    args.engine, why = _choice(args, [one for one in models if one is not None], group)
+    args.engine, why = _pick_engine(args, [one for one in models if one is not None], group)
     if why is not None:
         print(f"engine: {args.engine}, {why}", file=sys.stderr)
     if args.engine == MLX:
         choose_device()
 
 
-def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:
+def _pick_engine(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tuple[str, str | None]:
     """Returns the installed engine to take for what is asked, and what to say of it, None for nothing."""
-    if find_spec("torch") is None or group is not None or RANK in os.environ:
+    if find_spec("torch") is None or group is not None or RANK_VARIABLE in os.environ:
         return MLX, None
     if find_spec("mlx") is None:
         return TORCH, "because MLX is not installed"
@@ -88,7 +88,7 @@ def _choice(args: argparse.Namespace, models: Sequence[Any], group: Any) -> tupl
     folders = [find_model_folder(model, getattr(args, "revision", None)) for model in models]
     if folders and max(map(_weight_bytes, folders)) < SMALL_MB << 20:
         return MLX, None
-    if (flag := next(_only_mlx(args), None)) is not None:
+    if (flag := next(_mlx_only_flags(args), None)) is not None:
         return MLX, f"because torch does not take --{flag.replace('_', '-')}"
     for folder in folders:
         if (reason := why_not_on_torch(read_model_config(folder))) is not None:
@@ -100,26 +100,26 @@ def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
-def _only_mlx(args: argparse.Namespace) -> Any:
+def _mlx_only_flags(args: argparse.Namespace) -> Any:
     for name in REFUSED:
-        if (given := getattr(args, name, None)) is not None and given != _OFF.get(name):
+        if (given := getattr(args, name, None)) is not None and given != _NEUTRAL_VALUES.get(name):
             yield name
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_engine_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` for a flag that cannot be used together with PyTorch, and on several machines."""
     if not is_torch(args):
         return
-    if RANK in os.environ:
+    if RANK_VARIABLE in os.environ:
         raise GenerationError(
             f"--engine {args.engine} runs on one machine; mlx.launch runs a model on several with mlx"
         )
-    if (name := next(_only_mlx(args), None)) is not None:
+    if (name := next(_mlx_only_flags(args), None)) is not None:
         flag = name.replace("_", "-")
         raise GenerationError(f"--{flag} cannot be used with --engine {args.engine}: {REFUSED[name]}")
 
 
-def machines_of(args: argparse.Namespace) -> Any:
+def machines_of_run(args: argparse.Namespace) -> Any:
     """Returns the machines of this run, None for one machine. Raises `MachineError`."""
     if is_torch(args) or (args.engine == AUTO and find_spec("mlx") is None):
         return None
@@ -135,13 +135,13 @@ def open_row_store(args: argparse.Namespace) -> Any:
     return nullcontext() if is_torch(args) else row_cache.open_store(args)
 
 
-def open_torch(name: Any, engine: str, **options: Any) -> Any:
+def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
     """Returns the engine of a model on PyTorch. engine: torch, or cuda, which needs a card.
 
     options: those of `open_cuda_engine`, and those that MLX alone has. Raises `InstallationError` if its libraries are
     not installed, and `ModelError` if there is no card for it.
     """
-    module = torch_module("engine", engine)
+    module = import_torch_module("engine", engine)
     for alone in (
         "adapter_path",
         "kv_bits",
@@ -156,8 +156,8 @@ def open_torch(name: Any, engine: str, **options: Any) -> Any:
     return module.open_cuda_engine(name, device=device, **options)
 
 
-def torch_module(name: str, engine: str) -> Any:
-    """Returns a module of `mlx_zip.cuda`. engine: as in `open_torch`. Raises `InstallationError`."""
+def import_torch_module(name: str, engine: str) -> Any:
+    """Returns a module of `mlx_zip.cuda`. engine: as in `open_torch_engine`. Raises `InstallationError`."""
     try:
         return import_module(f"mlx_zip.cuda.{name}")
     except ModuleNotFoundError as error:

@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from mlx_zip.arguments import add_codebook, add_limit_bytes, add_separator
+from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.cli.actions import DATA, writable
+from mlx_zip.cli.actions import DATA_HELP, writable_path
 from mlx_zip.errors import DataError
 
 
@@ -21,13 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="model to evaluate: folder, hub id or bundled model; repeat the flag to compare, the baseline first",
     )
-    engine_choice.add_flag(add)
+    engine_choice.add_engine_flag(add)
     add("--out", metavar="FILE", help="JSON file to write with all figures, settings and versions (default: none)")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    add_trust_remote_code_flag(add)
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
@@ -41,21 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="number of windows, conversations or task requests that one model call handles (default: 8)",
     )
-    add_codebook(add)
-    row_cache.add_flags(add)
+    add_codebook_flags(add)
+    row_cache.add_row_cache_flags(add)
     add(
         "--seed",
         type=int,
         default=0,
         help="seed of the random numbers, for sampling and for the choice of few-shot examples (default: 0)",
     )
-    _add_text(parser.add_argument_group("bits per byte").add_argument)
-    _add_rates(parser.add_argument_group("rates of generation").add_argument)
-    _add_tasks(parser.add_argument_group("benchmark tasks (lm-evaluation-harness)").add_argument)
+    _add_text_flags(parser.add_argument_group("bits per byte").add_argument)
+    _add_rate_flags(parser.add_argument_group("rates of generation").add_argument)
+    _add_task_flags(parser.add_argument_group("benchmark tasks (lm-evaluation-harness)").add_argument)
 
 
-def _add_text(add: Any) -> None:
-    """Declares the flags of bits per byte."""
+def _add_text_flags(add: Any) -> None:
     from mlx_zip.config import AVAILABILITY
 
     add(
@@ -63,9 +58,9 @@ def _add_text(add: Any) -> None:
         nargs="+",
         default=(),
         metavar="FILE",
-        help=f"texts to evaluate: {DATA} (default: none)",
+        help=f"texts to evaluate: {DATA_HELP} (default: none)",
     )
-    add_separator(add)
+    add_separator_flag(add)
     add(
         "--fill-windows",
         action=argparse.BooleanOptionalAction,
@@ -79,7 +74,7 @@ def _add_text(add: Any) -> None:
         help="maximum number of base ids per window and per task request (default: as many as the first model can "
         "read; for windows at most 1024)",
     )
-    add_limit_bytes(add, "--data")
+    add_limit_bytes_flag(add, "--data")
     add(
         "--availability",
         choices=AVAILABILITY,
@@ -89,8 +84,7 @@ def _add_text(add: Any) -> None:
     )
 
 
-def _add_rates(add: Any) -> None:
-    """Declares the flags of the rates of generation."""
+def _add_rate_flags(add: Any) -> None:
     add(
         "--generate",
         type=int,
@@ -131,8 +125,7 @@ def _add_rates(add: Any) -> None:
     add("--stop", nargs="+", default=(), help="strings that end a turn (default: none)")
 
 
-def _add_tasks(add: Any) -> None:
-    """Declares the flags of the benchmark tasks."""
+def _add_task_flags(add: Any) -> None:
     add(
         "--tasks",
         nargs="+",
@@ -164,9 +157,9 @@ def run(args: argparse.Namespace) -> int:
     if given and not args.tasks:
         raise DataError("--tasks names no task; lm-eval ls tasks lists them")
     what = Evaluation(**{field.name: getattr(args, field.name) for field in fields(Evaluation)})
-    out = None if args.out is None else writable("--out", args.out, read=[*args.data, args.prompts])
-    engine_choice.check_flags(args)
-    engine_choice.choose(args, *args.model)
+    out = None if args.out is None else writable_path("--out", args.out, read=[*args.data, args.prompts])
+    engine_choice.check_engine_flags(args)
+    engine_choice.choose_engine(args, *args.model)
     with engine_choice.open_row_store(args) as store:
         record = evaluate(
             args.model,
@@ -176,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
             row_store=store,
             progress=True,
             announce=lambda line: print(line, file=sys.stderr),
-            runner=_runner(args.engine) if engine_choice.is_torch(args) else None,
+            runner=_make_torch_runner(args.engine) if engine_choice.is_torch(args) else None,
         )
     print(evaluation_report.table(record))
     if out is not None:  # last: the table has been printed if this fails
@@ -184,14 +177,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _runner(engine: str) -> Any:
-    """Returns what runs the models on PyTorch. engine: torch or cuda. Raises what `engines.torch_module` raises."""
+def _make_torch_runner(engine: str) -> Any:
+    """Returns what runs the models on PyTorch. engine: torch or cuda. Raises `InstallationError`."""
     from functools import partial
 
     from mlx_zip.evaluation.evaluate import Runner
 
-    module = engine_choice.torch_module("evaluation_model", engine)
-    device = engine_choice.torch_module("engine", engine).device_from_environment(
+    module = engine_choice.import_torch_module("evaluation_model", engine)
+    device = engine_choice.import_torch_module("engine", engine).device_from_environment(
         needs_card=engine == engine_choice.CUDA
     )
     return Runner(engine, str(device), partial(module.load_evaluated, device=device))

@@ -17,8 +17,8 @@ from mlx_zip import named
 from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
-from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_kv_size
-from mlx_zip.cli.serving.opening import json_map, request_pack
+from mlx_zip.cli.generation_flags import REFUSED, SAMPLING_FLAGS, add_arguments, check_kv_size, check_model_flag
+from mlx_zip.cli.serving.opening import parse_json_map, request_pack
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.models.model_folder import is_plain_model
@@ -29,10 +29,18 @@ if TYPE_CHECKING:
 
 __all__ = ["REFUSED", "add_arguments", "read_prompt", "run"]
 
-PASSED_ON = ("max_tokens", "stop", "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+PASSED_FLAGS = (
+    "max_tokens",
+    "stop",
+    "prefill_step_size",
+    "max_kv_size",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+)
 
 
-class _Opened(NamedTuple):
+class _OpenedModel(NamedTuple):
     """A model that is ready. name: as it was asked for. answer: returns the responses to a prompt.
 
     hyper: whether it has hypertokens. continues: whether a saved prompt cache precedes the prompt. store: its rows,
@@ -50,50 +58,50 @@ class _Opened(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Generates a text and prints it; returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
-    _check(args)
+    _check_flags(args)
     if args.model is None and args.prompt_cache_file is None:
         _choose_bundled_model(args)
-    biases = json_map("--logit-bias", args.logit_bias)
-    engines.check_flags(args)
-    group = engines.machines_of(args)
+    biases = parse_json_map("--logit-bias", args.logit_bias)
+    engines.check_engine_flags(args)
+    group = engines.machines_of_run(args)
     _check_machines(args, group)
-    engines.choose(args, args.model, group=group)
+    engines.choose_engine(args, args.model, group=group)
     prompt = read_prompt(args.prompt)
     from mlx_zip.sampling.options import parse_logit_bias
 
-    sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": parse_logit_bias(biases)}
+    sampling = {**{name: getattr(args, name) for name in SAMPLING_FLAGS}, "logit_bias": parse_logit_bias(biases)}
     if engines.is_torch(args):
-        with _on_torch(args, sampling) as opened:
+        with _open_on_torch(args, sampling) as opened:
             return _print_answer(args, opened, prompt, None)
 
-    from mlx_zip.cli.machine_watch import watched
+    from mlx_zip.cli.machine_watch import watch_machines
     from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines
 
-    with lost_machines_as_errors(), watched(group), _on_mlx(args, sampling, group) as opened:
+    with lost_machines_as_errors(), watch_machines(group), _open_on_mlx(args, sampling, group) as opened:
         status = _print_answer(args, opened, prompt, group)
         if status == 0:
             wait_for_machines(group)
         return status
 
 
-def _print_answer(args: argparse.Namespace, opened: _Opened, prompt: str, group: Any) -> int:
+def _print_answer(args: argparse.Namespace, opened: _OpenedModel, prompt: str, group: Any) -> int:
     """Generates a text and prints it, as `run`. group: the machines of this run, None for one."""
     from mlx_zip.text.tokenizers import add_eos_tokens
 
     add_eos_tokens(opened.tokenizer, args.extra_eos_token)
-    responses = opened.answer(read_chat(opened.tokenizer, prompt, args, opened.continues))
-    with _output(group) as out:
+    responses = opened.answer(make_chat_prompt(opened.tokenizer, prompt, args, opened.continues))
+    with _open_output(group) as out:
         if out.isatty() and args.verbose and not args.json:
-            print(*notes(args, opened.name, opened.hyper), sep="\n", file=sys.stderr)
-        return show(responses, args, out, opened.store, opened.record)
+            print(*opening_notes(args, opened.name, opened.hyper), sep="\n", file=sys.stderr)
+        return print_responses(responses, args, out, opened.store, opened.record)
 
 
 @contextmanager
-def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_Opened]:
+def _open_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_OpenedModel]:
     """Loads the model on MLX. sampling: fields of `Sampling`. group: as in `_print_answer`."""
     from mlx_zip.engine.mlx.generate import load, stream_generate
 
-    chosen, saved = chosen_packs.read_packs(args.pack), _saved_cache(args)
+    chosen, saved = chosen_packs.read_packs(args.pack), _read_saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
     check_kv_size(args, name)
     with rows.open_store(args) as store:
@@ -122,15 +130,15 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
             # checked against the tokenizer above, whose fingerprint --extra-eos-token may have changed since
             pack=None if chosen is None else replace(chosen, tokenizer=None),
             **sampling,
-            **{name: getattr(args, name) for name in PASSED_ON},
+            **{name: getattr(args, name) for name in PASSED_FLAGS},
         )
         hyper = is_zip(model)
         record = chosen_packs.record(chosen, model)
-        yield _Opened(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
+        yield _OpenedModel(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
 
 
 @contextmanager
-def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_Opened]:
+def _open_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
     """Opens an engine on PyTorch. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import answers
     from mlx_zip.models.model_folder import find_model_folder
@@ -140,7 +148,7 @@ def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_O
     Sampling.from_options(sampling)
     chosen, folder = chosen_packs.read_packs(args.pack), find_model_folder(args.model, args.revision)
     plain = is_plain_model(str(folder))
-    with engines.open_torch(
+    with engines.open_torch_engine(
         folder,
         args.engine,
         canonical=args.canonical,
@@ -157,11 +165,11 @@ def _on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_O
             return (one for _, one in answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
 
         hyper = bool(engine.info.codebook_size)
-        record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": _mark(chosen, folder)}
-        yield _Opened(args.model, engine.tokenizer, hyper, answer, record if hyper else {})
+        record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": _pack_fingerprint(chosen, folder)}
+        yield _OpenedModel(args.model, engine.tokenizer, hyper, answer, record if hyper else {})
 
 
-def _mark(chosen: Pack | None, folder: Path) -> str | None:
+def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
     """Returns the fingerprint of the chosen packs, else of the tuned pack in the model's folder, else None."""
     from mlx_zip.packs.pack import IN_FOLDER, load_pack
 
@@ -171,7 +179,7 @@ def _mark(chosen: Pack | None, folder: Path) -> str | None:
 
 
 @contextmanager
-def _output(group: Any) -> Iterator[TextIO]:
+def _open_output(group: Any) -> Iterator[TextIO]:
     """Yields where text is printed: standard output on the first machine of a run, nowhere on the others."""
     if group is None or group.rank() == 0:
         yield sys.stdout
@@ -190,16 +198,15 @@ def _check_machines(args: argparse.Namespace, group: Any) -> None:
         raise GenerationError("--prompt -: mlx.launch does not pass on the end of standard input; give the text itself")
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` for flags that cannot be used here, and for an empty model name."""
     for name, reason in REFUSED.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
 
 
-def _saved_cache(args: argparse.Namespace) -> Any:
+def _read_saved_cache(args: argparse.Namespace) -> Any:
     """Returns the `SavedCache` of --prompt-cache-file, None without the flag. Raises `GenerationError`."""
     from mlx_zip.engine.mlx.prompt_caches import read_prompt_cache
 
@@ -224,12 +231,12 @@ def _pack_options(args: argparse.Namespace, chosen: Pack | None, model: str) -> 
     return chosen_packs.load_options(chosen, args.codebook_size, plain)
 
 
-def notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:
+def opening_notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:
     """Returns the lines printed before the text on a terminal: default model and prompt, and what the colours mean."""
     lines = []
     if not hasattr(args, "given_prompt"):
         lines.append(f"model {Path(model).name}, prompt {args.prompt!r} (choose with --model and --prompt)")
-    if has_hypertokens and colours.coloured(args.color, sys.stdout):
+    if has_hypertokens and colours.should_colour(args.color, sys.stdout):
         lines.append(colours.legend())
     return lines
 
@@ -243,7 +250,7 @@ def _choose_bundled_model(args: argparse.Namespace) -> None:
         args.max_tokens = named.MAX_TOKENS
 
 
-def show(
+def print_responses(
     responses: Any, args: argparse.Namespace, out: TextIO, store: Any = None, codebook: dict[str, Any] | None = None
 ) -> int:
     """Prints each response's text as it arrives, then the figures; returns 0, or 130 after Ctrl-C.
@@ -253,7 +260,7 @@ def show(
     """
     from mlx_zip.engine.responses import RULE, footer
 
-    framed, coloured = args.verbose and not args.json, colours.coloured(args.color, out)
+    framed, coloured = args.verbose and not args.json, colours.should_colour(args.color, out)
     text, response, status = "", None, 0
     if framed:
         print(RULE, file=out)
@@ -261,7 +268,7 @@ def show(
         for response in responses:
             text += response.text
             if not args.json:
-                out.write(colours.paint(response) if coloured else response.text)
+                out.write(colours.colour_response(response) if coloured else response.text)
                 out.flush()
     except KeyboardInterrupt:
         status = 130
@@ -272,7 +279,7 @@ def show(
             "finish_reason": "interrupted" if status or response is None else response.finish_reason,
             **({} if response is None else response.figures()),
             **(codebook or {}),
-            **_rows(store),
+            **_row_counts(store),
         }
         print(json.dumps(record, ensure_ascii=False), file=out)
         return status
@@ -286,7 +293,7 @@ def show(
     return status
 
 
-def _rows(store: Any) -> dict[str, int]:
+def _row_counts(store: Any) -> dict[str, int]:
     """Returns the number of hypertoken rows by origin: encoded, from memory, from disk; {} without a store."""
     names = () if store is None else ("encoded", "from_memory", "from_disk")
     return {f"rows_{name}": getattr(store, name) for name in names}
@@ -310,7 +317,7 @@ def read_prompt(prompt: str) -> str:
     return prompt
 
 
-def read_chat(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> Any:
+def make_chat_prompt(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> Any:
     """Returns the prompt for `stream_generate`: a `Chat` if a chat template is used, else the text.
 
     continues: whether a saved prompt cache precedes the prompt. The result is then the base ids of the rendered
@@ -321,7 +328,7 @@ def read_chat(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: 
     if not tokenizer.has_chat_template or args.ignore_chat_template:
         _refuse_chat_flags(args)
         return prompt
-    options = json_map("--chat-template-config", args.chat_template_config)
+    options = parse_json_map("--chat-template-config", args.chat_template_config)
     chat = Chat([{"role": "user", "content": prompt}], args.system_prompt, args.prefill_response, options)
     return encode_text(tokenizer, chat.next_turn(tokenizer)) if continues else chat
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.arguments import add_codebook
+from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.model_folder import is_plain_model
@@ -17,7 +17,7 @@ REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
-NUMBERS = {  # sampling flags: (type, default, help); None is off
+SAMPLING_FLAGS = {  # sampling flags: (type, default, help); None is off
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
     "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
     "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
@@ -54,58 +54,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="model to run: folder, hub id or bundled model (default: stories, a bundled model of children's stories)",
     )
-    engine_choice.add_flag(add)
+    engine_choice.add_engine_flag(add)
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
-    add(
-        "--adapter-path",
-        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
-        "with mlx_zip convert instead",
-    )
+    add_trust_remote_code_flag(add)
+    add_adapter_flag(add)
     add(
         "--extra-eos-token",
         nargs="+",
         default=(),
         help="tokens that end the text, in addition to the tokenizer's own (default: none)",
     )
-    _add_prompt(add)
-    _add_sampling(add)
-    _add_template(add)
-    _add_cache(add)
-    _add_output(add)
-    _add_refused(add)
+    _add_prompt_flags(add)
+    _add_sampling_flags(add)
+    _add_template_flags(add)
+    _add_cache_flags(add)
+    _add_output_flags(add)
+    _add_refused_flags(add)
 
 
-def _add_prompt(add: Any) -> None:
+def _add_prompt_flags(add: Any) -> None:
     """Declares the flags of the messages: system prompt, user message and beginning of the answer."""
     add("--system-prompt", help="system message placed before the prompt; needs a chat template (default: none)")
     add(
         "--prompt",
         "-p",
         default="hello",
-        action=_Given,
+        action=_MarkGiven,
         help="user message, or - to read it from standard input as UTF-8 (default: hello, without --model a request "
         "for a story)",
     )
     add("--prefill-response", help="beginning of the answer, which the model continues (default: none)")
 
 
-def _add_sampling(add: Any) -> None:
+def _add_sampling_flags(add: Any) -> None:
     """Declares the flags of how ids are chosen: length and end of the text, sampling, penalties, --canonical."""
     add(
         "--max-tokens",
         "-m",
         type=int,
         default=100,
-        action=_Given,
+        action=_MarkGiven,
         help="maximum number of base tokens to generate (default: 100, without --model 400)",
     )
     add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed (default: none)")
-    for name, (kind, default, text) in NUMBERS.items():
+    for name, (kind, default, text) in SAMPLING_FLAGS.items():
         shown = f" (default: {default:g})" if default is not None else ""
         add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
     add(
@@ -113,17 +105,10 @@ def _add_sampling(add: Any) -> None:
         help='JSON map from at most 1000 base ids to numbers added to their logits, for example {"42": -5} '
         "(default: none)",
     )
-    add(
-        "--canonical",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as in the model's config.json)",
-    )
+    add_canonical_flag(add)
 
 
-def _add_template(add: Any) -> None:
-    """Declares the flags of the chat template."""
+def _add_template_flags(add: Any) -> None:
     add(
         "--ignore-chat-template",
         action="store_true",
@@ -137,50 +122,79 @@ def _add_template(add: Any) -> None:
     add("--chat-template-config", help="JSON map of further arguments for the chat template (default: none)")
 
 
-def _add_cache(add: Any) -> None:
+def _add_cache_flags(add: Any) -> None:
     """Declares the flags of reading the prompt: step size, prompt cache, packs, KV cache and row store."""
-    add(
-        "--prefill-step-size",
-        type=int,
-        default=2048,
-        help="maximum number of prompt ids that one model call reads (default: 2048)",
-    )
+    add_prefill_flag(add)
     add(
         "--prompt-cache-file",
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
     )
-    add_codebook(add)
-    add_kv_size(add)
-    add_kv(add)
-    row_cache.add_flags(add)
+    add_codebook_flags(add)
+    add_kv_size_flag(add)
+    add_kv_quantization_flags(add)
+    row_cache.add_row_cache_flags(add)
 
 
-def _add_output(add: Any) -> None:
-    """Declares the flags of how the text is printed."""
+def _add_output_flags(add: Any) -> None:
     add(
         "--verbose",
-        type=_flag,
+        type=_parse_bool,
         default=True,
         metavar="BOOL",
         help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
     )
-    add(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
-    )
+    add_color_flag(add)
     add("--json", action="store_true", help="print one JSON object with text and figures at the end, not the text")
 
 
-def _add_refused(add: Any) -> None:
+def _add_refused_flags(add: Any) -> None:
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
     add("--image", nargs="+", help="refused: " + REFUSED["image"])
     add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
 
 
-def add_kv(add: Any) -> None:
+def add_adapter_flag(add: Any) -> None:
+    """Declares --adapter-path."""
+    add(
+        "--adapter-path",
+        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
+        "with mlx_zip convert instead",
+    )
+
+
+def add_canonical_flag(add: Any) -> None:
+    """Declares --canonical and --no-canonical."""
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
+        "(default: as in the model's config.json)",
+    )
+
+
+def add_prefill_flag(add: Any) -> None:
+    """Declares --prefill-step-size."""
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=2048,
+        help="maximum number of prompt ids that one model call reads (default: 2048)",
+    )
+
+
+def add_color_flag(add: Any) -> None:
+    """Declares --color."""
+    add(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
+    )
+
+
+def add_kv_quantization_flags(add: Any) -> None:
     """Declares the flags of KV cache quantization."""
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
     add(
@@ -197,7 +211,7 @@ def add_kv(add: Any) -> None:
     )
 
 
-def add_kv_size(add: Any) -> None:
+def add_kv_size_flag(add: Any) -> None:
     """Declares --max-kv-size."""
     add(
         "--max-kv-size",
@@ -213,7 +227,13 @@ def check_kv_size(args: argparse.Namespace, model: str) -> None:
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
 
 
-class _Given(argparse.Action):
+def check_model_flag(args: argparse.Namespace) -> None:
+    """Raises `GenerationError` for an empty name of a model."""
+    if args.model == "":
+        raise GenerationError("no model: --model is empty")
+
+
+class _MarkGiven(argparse.Action):
     """Stores a flag's value, and sets `given_<name>` to True to tell a given value from the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -221,6 +241,6 @@ class _Given(argparse.Action):
         setattr(namespace, f"given_{self.dest}", True)
 
 
-def _flag(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     """Returns the value of --verbose: False for "false" or "f" in any case, else True, as in mlx_lm."""
     return text.lower() not in ("false", "f")

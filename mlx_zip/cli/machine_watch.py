@@ -26,7 +26,7 @@ _TOKEN_BYTES = 16
 
 
 @contextmanager
-def watched(group: Group | None) -> Iterator[None]:
+def watch_machines(group: Group | None) -> Iterator[None]:
     """Inside, the process ends with status 2 and one line soon after another machine of the run has ended.
 
     All machines must come here. Does nothing without a group, and for backends other than the ring. Raises
@@ -34,11 +34,11 @@ def watched(group: Group | None) -> Iterator[None]:
     """
     over = threading.Event()
     try:
-        links = [] if group is None else _linked(group)
+        links = [] if group is None else _connect_machines(group)
     except OSError as error:
         raise MachineError(f"the machines of this run cannot connect: {error}") from error
     for link in links:
-        threading.Thread(target=_watch, args=(link, over), daemon=True).start()
+        threading.Thread(target=_end_with_link, args=(link, over), daemon=True).start()
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def watched(group: Group | None) -> Iterator[None]:
             link.close()
 
 
-def _watch(link: socket.socket, over: threading.Event) -> None:
+def _end_with_link(link: socket.socket, over: threading.Event) -> None:
     """Ends the process after the other end of a connection is gone, unless `over` is set soon."""
     with suppress(OSError):  # closed by this process, or reset by the other machine
         link.recv(1)
@@ -56,11 +56,11 @@ def _watch(link: socket.socket, over: threading.Event) -> None:
         os._exit(ENDED)
 
 
-def _linked(group: Group) -> list[socket.socket]:
+def _connect_machines(group: Group) -> list[socket.socket]:
     """Returns this machine's connections: with all others on the first one, with the first one on the others."""
     if group.rank() > 0:
         place = bytes_of_first_machine(group, b"")
-        return [_connected(*json.loads(place))] if place else []
+        return [_connect_to_first(*json.loads(place))] if place else []
     host = _first_host()
     if host is None:
         bytes_of_first_machine(group, b"")
@@ -69,10 +69,10 @@ def _linked(group: Group) -> list[socket.socket]:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.settimeout(CONNECT_S)
         bytes_of_first_machine(group, json.dumps([host, listener.getsockname()[1], token]).encode())
-        return _accepted(listener, token, group.size() - 1)
+        return _accept_links(listener, token, group.size() - 1)
 
 
-def _accepted(listener: socket.socket, token: str, count: int) -> list[socket.socket]:
+def _accept_links(listener: socket.socket, token: str, count: int) -> list[socket.socket]:
     """Returns `count` connections that began with the token; others are closed. Raises `OSError` after a while."""
     links: list[socket.socket] = []
     while len(links) < count:
@@ -86,7 +86,7 @@ def _accepted(listener: socket.socket, token: str, count: int) -> list[socket.so
     return links
 
 
-def _connected(host: str, port: int, token: str) -> socket.socket:
+def _connect_to_first(host: str, port: int, token: str) -> socket.socket:
     """Returns a connection with the first machine, on which the token was sent."""
     link = socket.create_connection((host, port), CONNECT_S)
     link.sendall(token.encode())

@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_pack, add_separator
-from mlx_zip.cli.actions import DATA, TOKENIZER
+from mlx_zip.arguments import add_pack_flag, add_separator_flag, add_trust_remote_code_flag
+from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
 from mlx_zip.errors import DataError
 from mlx_zip.files import at_home
 from mlx_zip.progress import counted
 
 _MOST_WORKERS = 8
-_OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
-_SAME_NAME = (  # flags that are options of `PrepareOptions` under the same name
+_DATA_ONLY_FLAGS = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
+_PASSED_FLAGS = (  # flags that are options of `PrepareOptions` under the same name
     "model",
     "tokenizer",
     "context",
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", required=True, help="folder to write; one that the same command left unfinished is completed")
     add("--context", type=int, default=1024, help="maximum base ids per sample (default: 1024)")
-    add_pack(
+    add_pack_flag(
         add,
         "pack (.json, .npz or .npy) whose entries the codebook begins with (default: the model's own pack, if it has "
         "one)",
@@ -89,29 +89,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name a tokenizer and texts; `sources` returns the texts that they name."""
+    """Declares the flags that name a tokenizer and texts; `make_sources` returns the texts that they name."""
     add = parser.add_argument
     add(
         "--model",
         help="model folder, bundled model or hub id; gives the tokenizer and, if it is a zip2zip model, the codec",
     )
-    add("--tokenizer", help=f"tokenizer to use instead of --model: {TOKENIZER}")
+    add("--tokenizer", help=f"tokenizer to use instead of --model: {TOKENIZER_HELP}")
     add_text_flags(parser)
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name texts; `sources` returns the texts that they name."""
+    """Declares the flags that name texts; `make_sources` returns the texts that they name."""
     add = parser.add_argument
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    add_trust_remote_code_flag(add)
     add(
         "--data",
         nargs="+",
         metavar="NAME",
-        help=f"texts to read: {DATA}",
+        help=f"texts to read: {DATA_HELP}",
     )
     add(
         "--mixture",
@@ -119,7 +115,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         help="instead of --data: a .yaml file that lists sources and their shares, or the word zip2zip for the zip2zip "
         "paper's mixture",
     )
-    add_separator(add)
+    add_separator_flag(add)
     add(
         "--columns",
         nargs="+",
@@ -172,25 +168,25 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         raise DataError("--out is empty: name the folder to write")
     options = PrepareOptions(
-        sources=sources(args),
+        sources=make_sources(args),
         out=at_home(args.out),
-        disable=disabled_ids(args),
+        disable=parse_disabled_ids(args),
         protect=tuple(args.protect),
-        pack=_one_pack(args.pack),
-        **{name: getattr(args, name) for name in _SAME_NAME},
+        pack=_single_pack_path(args.pack),
+        **{name: getattr(args, name) for name in _PASSED_FLAGS},
     )
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
-    print(summary(args.out, prepare(options, workers, progress=True)))
+    print(format_summary(args.out, prepare(options, workers, progress=True)))
     return 0
 
 
-def _one_pack(files: list[str] | None) -> Path | None:
+def _single_pack_path(files: list[str] | None) -> Path | None:
     if files is not None and len(files) > 1:
         raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
     return None if files is None else Path(files[0])
 
 
-def sources(args: argparse.Namespace) -> tuple[Any, ...]:
+def make_sources(args: argparse.Namespace) -> tuple[Any, ...]:
     """Returns the sources of text that --data or --mixture name. Raises `DataError`."""
     from mlx_zip.text.sources import Source
     from mlx_zip.training.prepare.mixture import load_mixture
@@ -198,15 +194,15 @@ def sources(args: argparse.Namespace) -> tuple[Any, ...]:
     if (args.data is None) == (args.mixture is None):
         raise DataError("name either --data or --mixture")
     if args.mixture is not None:
-        if given := [f"--{name}" for name in _OF_DATA if getattr(args, name)]:
+        if given := [f"--{name}" for name in _DATA_ONLY_FLAGS if getattr(args, name)]:
             raise DataError(f"{', '.join(given)} cannot go with --mixture, whose sources set them one by one")
         return load_mixture(args.mixture)
-    _check_data_set(args)
-    columns = dict(_column(text) for text in args.columns)
+    _check_data_set_flags(args)
+    columns = dict(_parse_column(text) for text in args.columns)
     return (Source(tuple(args.data), 1.0, args.separator, columns, tuple(args.subset), args.split or "train"),)
 
 
-def _check_data_set(args: argparse.Namespace) -> None:
+def _check_data_set_flags(args: argparse.Namespace) -> None:
     from mlx_zip.text.sources import is_local
 
     given = [f"--{name}" for name in ("subset", "split") if getattr(args, name)]
@@ -214,26 +210,26 @@ def _check_data_set(args: argparse.Namespace) -> None:
         raise DataError(f"{', '.join(given)}: of data sets only, and --data {' '.join(args.data)} names none")
 
 
-def _column(text: str) -> tuple[str, str]:
+def _parse_column(text: str) -> tuple[str, str]:
     key, equals, name = text.partition("=")
     if not (key and equals and name):
         raise DataError(f"--columns {text!r} is not of the form KEY=NAME")
     return key, name
 
 
-def disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
+def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
     """Returns the ids of --disable, or None if it is not given. Raises `DataError`."""
-    return None if args.disable is None else _ids(args.disable)
+    return None if args.disable is None else _parse_ids(args.disable)
 
 
-def _ids(text: str) -> tuple[int, ...]:
+def _parse_ids(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")
     return tuple(map(int, parts))
 
 
-def summary(out: str, index: dict[str, Any]) -> str:
+def format_summary(out: str, index: dict[str, Any]) -> str:
     """Returns a few lines on what was prepared. out: the folder. index: what `prepare` returned."""
     totals, skipped = index["totals"], index["skipped"]
     per_id = totals["base_ids"] / totals["ids"]

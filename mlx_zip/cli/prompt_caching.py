@@ -7,11 +7,11 @@ import sys
 import time
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook
+from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import row_cache
-from mlx_zip.cli.engine_choice import MLX, NAMES, is_torch
+from mlx_zip.cli.engine_choice import ENGINE_NAMES, MLX, is_torch
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.cli.generation_flags import add_kv, add_kv_size, check_kv_size
+from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size, check_model_flag
 from mlx_zip.errors import GenerationError
 from mlx_zip.files import at_home, check_out
 from mlx_zip.packs.chosen import read_packs
@@ -25,32 +25,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model to run: folder, hub id or bundled model (default: stories, a bundled model)")
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
     add("--adapter-path", help="folder of an mlx-lm adapter to load with the model (default: none)")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    add_trust_remote_code_flag(add)
     add("--eos-token", help="end-of-sequence token of the tokenizer (default: the tokenizer's own)")
     add("--prompt-cache-file", required=True, help="safetensors file to write; an existing file is replaced")
     add("--prompt", required=True, help="text to read, or - to read it from standard input as UTF-8")
-    add_codebook(add)
-    add_kv(add)
-    row_cache.add_flags(add)
+    add_codebook_flags(add)
+    add_kv_quantization_flags(add)
+    row_cache.add_row_cache_flags(add)
     add(
         "--engine",
-        choices=NAMES,
+        choices=ENGINE_NAMES,
         default=MLX,
         help=f"mlx or auto; torch and cuda are refused: {NO_FILES} (default: mlx)",
     )
-    add_kv_size(add)
+    add_kv_size_flag(add)
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads the prompt, writes the file, and prints figures; returns 0. Raises `MlxZipError`."""
     if is_torch(args):
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
     file = at_home(args.prompt_cache_file)
     check_out(file)
     prompt, chosen = read_prompt(args.prompt), read_packs(args.pack)
@@ -80,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         kv = KvCacheOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.max_kv_size)
         options = SessionOptions(model_name=name, tokenizer_config=config)
         sessions, info = cache_prompt(
-            model, tokenizer, encode_shared_prompt(tokenizer, prompt), options, kv, _Progress()
+            model, tokenizer, encode_shared_prompt(tokenizer, prompt), options, kv, _ProgressLine()
         )
         print(file=sys.stderr)
         print(f"Peak memory: {mx.get_peak_memory() / 1e9:.3f} GB")
@@ -90,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Progress:
+class _ProgressLine:
     """Prints how many base tokens have been read, in mlx-lm's form."""
 
     def __init__(self) -> None:

@@ -42,26 +42,26 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
     from mlx_zip.models.rows.row_folder import purge_row_folder
 
-    folder = _folder(args.folder)
+    folder = _row_cache_folder(args.folder)
     if folder is None:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
     try:
         if args.action == "purge":
             count, size = purge_row_folder(folder)
-            print(f"removed: {_counted(count, size)}")
+            print(f"removed: {_count_and_size(count, size)}")
         else:
             files = list_row_files(folder)
-            print(_counted(len(files), sum_disk_usage(files)))
+            print(_count_and_size(len(files), sum_disk_usage(files)))
     except OSError as error:
         raise GenerationError(f"{folder}: {error.strerror or error}") from error
     return 0
 
 
-def _counted(count: int, size: int) -> str:
+def _count_and_size(count: int, size: int) -> str:
     return f"{counted(count, 'file')}, {size} bytes"
 
 
-def add_flags(add: Any) -> None:
+def add_row_cache_flags(add: Any) -> None:
     """Declares --row-cache and --row-cache-bytes."""
     add(
         "--row-cache",
@@ -71,7 +71,7 @@ def add_flags(add: Any) -> None:
     )
     add(
         "--row-cache-bytes",
-        type=size,
+        type=parse_size,
         metavar="N",
         help="maximum size of the --row-cache folder on disk, for example 500M or 2G (default: 1 GiB)",
     )
@@ -81,10 +81,10 @@ def open_store(args: argparse.Namespace) -> Any:
     """Returns the store of hypertoken rows that the flags ask for: in memory, and in the folder if one is given."""
     from mlx_zip.models.rows.row_store import FOLDER_BYTES, RowStore
 
-    return RowStore(_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
+    return RowStore(_row_cache_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
 
 
-def _folder(given: str | None) -> Path | None:
+def _row_cache_folder(given: str | None) -> Path | None:
     """Returns the folder of stored rows, None for "off". given: the flag's value, None to ask the environment."""
     from mlx_zip.files import at_home
 
@@ -92,7 +92,7 @@ def _folder(given: str | None) -> Path | None:
     return None if name in (OFF, "") else at_home(name)
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Returns a size such as 500M in bytes; K, M and G are powers of 1000."""
     match = _SIZE.fullmatch(text)
     if match is None or not int(match[1]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mlx_zip.cli.actions import printable
+from mlx_zip.cli.actions import escape_unprintable
 from mlx_zip.errors import GenerationError, reason
 from mlx_zip.progress import counted
 
@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
             count, size = purge_session_folder(folder)
             print(f"removed: {counted(count, 'file')}, {size} bytes")
         else:
-            _list(folder)
+            _print_sessions(folder)
     except OSError as error:
         raise GenerationError(f"{folder}: {error.strerror or error}") from error
     return 0
 
 
-def _list(folder: Path) -> None:
+def _print_sessions(folder: Path) -> None:
     """Prints one line per session, and their number and size. Raises `OSError`."""
     from mlx_zip.engine.sessions.file_format import BadFileError, read_session_file
     from mlx_zip.engine.sessions.files import list_session_files
@@ -55,5 +55,5 @@ def _list(folder: Path) -> None:
             about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
         except (BadFileError, OSError) as error:  # the latter: a folder, a link to nothing
             about = f"{'-':>8}  cannot be used: {reason(error)}"
-        print(printable(f"{size:>12}  {about}  {path.relative_to(folder)}"))
+        print(escape_unprintable(f"{size:>12}  {about}  {path.relative_to(folder)}"))
     print(f"{counted(len(sizes), 'file')}, {sum(sizes)} bytes")

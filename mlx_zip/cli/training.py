@@ -118,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of another run whose trained weights (LoRA adapters, hyper-encoders) this run begins with; its "
         "optimizer starts anew (default: new adapters and encoders)",
     )
-    _add_all(add, TrainSettings)
-    _add_all(add, EncoderOptions, ENCODER_FLAGS)
+    _add_setting_flags(add, TrainSettings)
+    _add_setting_flags(add, EncoderOptions, ENCODER_FLAGS)
     _add_mlx_lm_names(parser.add_argument_group("mlx-lm's names").add_argument)
 
 
@@ -146,15 +146,15 @@ def _add_mlx_lm_names(add: Any) -> None:
     )
     add("--project-name", metavar="NAME", help="project for the reports of --report-to (default: the service's own)")
     for name in ("resume_adapter_file", "test_batches", "clear_cache_threshold"):
-        add(flag(name), help=argparse.SUPPRESS)
+        add(flag_name(name), help=argparse.SUPPRESS)
     for name in ("train", "test", "trust_remote_code"):
-        add(flag(name), action="store_true", default=None, help=argparse.SUPPRESS)
+        add(flag_name(name), action="store_true", default=None, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains. Returns 0, or 129/130/143 when a signal ended the run early, after its last step was saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
-    values = _merged(_read_yaml(args.config), given)
+    values = _merge_values(_read_config(args.config), given)
     options, settings = _run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
     if values.get("plot"):
         from mlx_zip.training.run_metrics import load_matplotlib
@@ -169,18 +169,18 @@ def run(args: argparse.Namespace) -> int:
 
         plot(options.out)
     if outcome.stopped_by is not None:
-        return stopped(outcome.progress.step, outcome.stopped_by)
+        return report_stop(outcome.progress.step, outcome.stopped_by)
     if is_first_machine():
         print(options.out / options.save)
     return 0
 
 
-def _merged(of_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The values of a YAML file and of flags by our names, where flags take precedence by whichever name."""
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
     for name in ("fine_tune_type", "optimizer"):  # by which other names of mlx-lm are read
         iters |= {name: given[name]} if given.get(name) is not None else {}
-    return {**translate({**of_file, **iters}), **translate(given)}
+    return {**translate({**file_values, **iters}), **translate(given)}
 
 
 def _run_options(values: dict[str, Any]) -> RunOptions:
@@ -192,22 +192,25 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
     direct = {one.name for one in fields(RunOptions)} - {"encoder", "scratch"}
     chosen: dict[str, Any] = {name: values[name] for name in direct if name in values}
     chosen |= {
-        "data": _paths(values["data"]),
-        "valid": _paths(values.get("valid") or []),
+        "data": _folder_paths(values["data"]),
+        "valid": _folder_paths(values.get("valid") or []),
         "out": at_home(values["out"]),
     }
-    chosen |= {"init_from": _path(values.get("init_from"))}
-    chosen |= {"scratch": _path(values.get("from_scratch")), "tokenizer": _path(values.get("tokenizer"))}
+    chosen |= {"init_from": _optional_path(values.get("init_from"))}
+    chosen |= {
+        "scratch": _optional_path(values.get("from_scratch")),
+        "tokenizer": _optional_path(values.get("tokenizer")),
+    }
     return RunOptions(**chosen, encoder=EncoderOptions(**encoder))
 
 
-def stopped(step: int, number: int) -> int:
+def report_stop(step: int, number: int) -> int:
     """Prints on stderr that signal `number` ended a run early, after `step`; returns the exit status."""
     print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
     return _STOPPED[signal.Signals(number)]
 
 
-def _read_yaml(path: str | None) -> dict[str, Any]:
+def _read_config(path: str | None) -> dict[str, Any]:
     """Returns the values of a --config file by name, none without a file. Raises `TrainingError` naming the file."""
     if path is None:
         return {}
@@ -225,10 +228,10 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
         raise TrainingError(
             f"--config {path}: unknown {', '.join(unknown)}" + (f"; did you mean {meant[0]}?" if meant else "")
         )
-    return {name: _checked(path, name, value) for name, value in values.items() if value is not None}
+    return {name: _check_value(path, name, value) for name, value in values.items() if value is not None}
 
 
-def _checked(path: str, name: str, value: Any) -> Any:
+def _check_value(path: str, name: str, value: Any) -> Any:
     """Returns one value of the YAML file, checked. Raises `TrainingError` for one of another type than the flag's.
 
     YAML reads 3e-4, without a decimal point, as text, and `on` as true: both are put right.
@@ -252,20 +255,22 @@ def _checked(path: str, name: str, value: Any) -> Any:
         raise TrainingError(f"--config {path}: {name} must be a number, got {value!r}") from error
 
 
-def _paths(value: str | list[str]) -> list[Path]:
+def _folder_paths(value: str | list[str]) -> list[Path]:
     return [at_home(one) for one in ([value] if isinstance(value, str) else value)]
 
 
-def _path(value: str | None) -> Path | None:
+def _optional_path(value: str | None) -> Path | None:
     return None if value is None else at_home(value)
 
 
-def flag(name: str) -> str:
+def flag_name(name: str) -> str:
     """Returns the flag of a setting: `save_every` becomes `--save-every`."""
     return f"--{name.replace('_', '-')}"
 
 
-def _add_all(add: Any, cls: type[TrainSettings] | type[EncoderOptions], names: Mapping[str, str] | None = None) -> None:
+def _add_setting_flags(
+    add: Any, cls: type[TrainSettings] | type[EncoderOptions], names: Mapping[str, str] | None = None
+) -> None:
     """Declares every field of a settings class as a flag whose value is None unless given.
 
     add: a parser's `add_argument`. names: field name -> flag name, where the two differ.
@@ -273,12 +278,12 @@ def _add_all(add: Any, cls: type[TrainSettings] | type[EncoderOptions], names: M
     for one in fields(cls):
         name, kind = (names or {}).get(one.name, one.name), str(one.type)
         if kind == "bool":
-            add(flag(name), action="store_true", default=None, help=help_of(one))
+            add(flag_name(name), action="store_true", default=None, help=help_of(one))
         else:
-            add(flag(name), type=_TYPES[kind], choices=one.metadata["choices"], help=help_of(one))
+            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=help_of(one))
 
 
-def add_some(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
+def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
     """Declares some training settings as flags with defaults of the command's own.
 
     add: a parser's `add_argument`. defaults: setting -> default. purposes: setting -> help text, where it is not the
@@ -289,4 +294,4 @@ def add_some(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] 
         one = known[name]
         text = (purposes or {}).get(name)
         shown = help_of(one, default) if text is None else f"{text} (default: {default})"
-        add(flag(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=shown)
+        add(flag_name(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=shown)

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import writable
+from mlx_zip.cli.actions import writable_path
 from mlx_zip.device import disable_tf32
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
     disable_tf32()  # the recorded results are float32; before MLX computes anything
     limit = Limit(time.monotonic() + TOTAL_S)
-    out = writable("--out", args.out)
-    data_file = writable("--out", figures_file(out))
+    out = writable_path("--out", args.out)
+    data_file = writable_path("--out", figures_file(out))
     golden = Path(str(files("mlx_zip.golden")))
     data: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -22,12 +22,12 @@ from mlx_zip.server.anthropic import messages
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import dialect_of, failure_of, json_bytes
-from mlx_zip.server.guard import Guard, refused_key, refused_place
+from mlx_zip.server.guard import Guard, host_or_origin_refusal, key_refusal
 from mlx_zip.server.http import ClientGone, json_response
-from mlx_zip.server.metrics import Counted, Metrics
+from mlx_zip.server.metrics import Metrics, RequestCounter
 from mlx_zip.server.openai import chat, completions, responses
 
-_CODEX = (  # instructions that Codex begins its prompts with
+_CODEX_INSTRUCTIONS = (  # instructions that Codex begins its prompts with
     "You are a coding agent in a user's terminal. Use the tools to look at files, to run commands and to change files "
     "until the task is done. Then say in a few words what you did. Ask before you delete what cannot be made again."
 )
@@ -47,11 +47,13 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
     """
     options = core.options
     metrics = Metrics(core)
-    routes = [route for dialect in DIALECTS for route in dialect(core)] + _routes(core) + [metrics.route(), *more]
-    routes.append(_description(routes))
+    routes = (
+        [route for dialect in DIALECTS for route in dialect(core)] + _general_routes(core) + [metrics.route(), *more]
+    )
+    routes.append(_openapi_route(routes))
     origins = list(options.allowed_origins)
     browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=["*"])
-    guards = [Middleware(Guard, options=options, refuse=refuse) for refuse in (refused_place, refused_key)]
+    guards = [Middleware(Guard, options=options, refuse=refuse) for refuse in (host_or_origin_refusal, key_refusal)]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -60,23 +62,32 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Counted, metrics=metrics), guards[0], *([browsers] if origins else []), guards[1]],
-        exception_handlers={MlxZipError: _failed, HTTPException: _failed, ClientGone: _gone, Exception: _failed},
+        middleware=[
+            Middleware(RequestCounter, metrics=metrics),
+            guards[0],
+            *([browsers] if origins else []),
+            guards[1],
+        ],
+        exception_handlers={
+            MlxZipError: _error_response,
+            HTTPException: _error_response,
+            ClientGone: _client_gone_response,
+            Exception: _error_response,
+        },
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect is no JSON, and clients drop the body
     return app
 
 
-def _routes(core: Core) -> list[Route]:
-    """Returns the routes that belong to no dialect."""
+def _general_routes(core: Core) -> list[Route]:
     model = {"id": core.model, "object": "model", "created": core.created, "owned_by": "mlx_zip"}
     if (context := core.engine.info.context) is not None:
         model |= {"context_length": context, "max_model_len": context}
 
     async def models(request: Request) -> Response:
         """Lists the model that is served."""
-        return json_response({"object": "list", "data": [model], "models": [_for_codex(core.model, context)]})
+        return json_response({"object": "list", "data": [model], "models": [_codex_model(core.model, context)]})
 
     async def one_model(request: Request) -> Response:
         """Describes the model that is served."""
@@ -90,7 +101,7 @@ def _routes(core: Core) -> list[Route]:
 
     async def unwire(request: Request) -> Response:
         """Lets a Mac move the idle model out of the GPU's memory until the next request; not while requests run."""
-        return json_response({"unwired": await core.aside(core.engine.unwire)})
+        return json_response({"unwired": await core.run_in_thread(core.engine.unwire)})
 
     return [
         Route("/v1/models", models),
@@ -101,7 +112,7 @@ def _routes(core: Core) -> list[Route]:
     ]
 
 
-def _for_codex(name: str, context: int | None) -> dict[str, Any]:
+def _codex_model(name: str, context: int | None) -> dict[str, Any]:
     """Returns what Codex reads of a model: all fields that it must find, and the context's length."""
     nothing = ("description", "availability_nux", "upgrade", "default_verbosity", "apply_patch_tool_type")
     no = ("supports_reasoning_summaries", "support_verbosity")
@@ -112,7 +123,7 @@ def _for_codex(name: str, context: int | None) -> dict[str, Any]:
         "visibility": "list",
         "supported_in_api": True,
         "priority": 0,
-        "base_instructions": _CODEX,
+        "base_instructions": _CODEX_INSTRUCTIONS,
         "truncation_policy": {"mode": "tokens", "limit": 10_000},
         "supports_parallel_tool_calls": True,
         "supported_reasoning_levels": [],
@@ -124,8 +135,8 @@ def _for_codex(name: str, context: int | None) -> dict[str, Any]:
     }
 
 
-def _description(routes: Sequence[Route]) -> Route:
-    text = json_bytes(_openapi(routes))
+def _openapi_route(routes: Sequence[Route]) -> Route:
+    text = json_bytes(_openapi_document(routes))
 
     async def openapi(request: Request) -> Response:
         """Describes all routes (OpenAPI)."""
@@ -134,20 +145,19 @@ def _description(routes: Sequence[Route]) -> Route:
     return Route("/openapi.json", openapi)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     response = failure_of(error).response(dialect_of(request.url.path))
     if response.status_code == 405:
-        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        response.headers["Allow"] = ", ".join(sorted(_allowed_methods(request)))
     return response
 
 
-def _methods(request: Request) -> set[str]:
-    """Returns the methods that a request's path has."""
+def _allowed_methods(request: Request) -> set[str]:
     routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return {method for route in routes for method in route.methods}
 
 
-async def _gone(request: Request, error: Any) -> Response:
+async def _client_gone_response(request: Request, error: Any) -> Response:
     return Response(status_code=499)
 
 
@@ -155,10 +165,10 @@ async def _gone(request: Request, error: Any) -> Response:
 
 _JSON = {"application/json": {"schema": {"type": "object"}}}
 _TEXT = {"schema": {"type": "string"}}
-_FAILED = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
+_ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
 _ERROR = {
     "description": "An error, in the words of the route's dialect",
-    "content": {"application/json": {"schema": _FAILED}},
+    "content": {"application/json": {"schema": _ERROR_SCHEMA}},
 }
 _ANSWERS = {  # by the attribute `answer` of an endpoint
     "json": {"description": "The answer", "content": _JSON},
@@ -170,7 +180,7 @@ _ANSWERS = {  # by the attribute `answer` of an endpoint
 }
 
 
-def _openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+def _openapi_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Returns the description of routes. An endpoint's attribute `body` is the pydantic class of its body."""
     found = [route for route in routes if isinstance(route, Route)]
     bodies = list(dict.fromkeys(body for route in found if (body := getattr(route.endpoint, "body", None))))
@@ -182,7 +192,7 @@ def _openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     for route in found:
         body = getattr(route.endpoint, "body", None)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operation = _operation(route, None if body is None else refs[(body, "validation")])
+            operation = _openapi_operation(route, None if body is None else refs[(body, "validation")])
             paths.setdefault(route.path.replace(":path}", "}"), {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -196,8 +206,7 @@ def _openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, body: Any) -> dict[str, Any]:
-    """Returns the description of one method of a route."""
+def _openapi_operation(route: Route, body: Any) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": (route.endpoint.__doc__ or "").strip()}
     if route.param_convertors:
         operation["parameters"] = [

@@ -12,11 +12,11 @@ from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import TokenLogprob
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.fields import Body, BodyError, Many, PackNames, as_turn_pack, at_most
+from mlx_zip.server.fields import Body, BodyError, Many, PackNames, as_turn_pack, at_most_fields
 
 PENALTY_WINDOW = 256  # base tokens that a penalty looks at unless the request says how many
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it
-_TAKEN = frozenset(
+_RESERVED_OPTIONS = frozenset(
     {
         "tools",
         "chat_template",
@@ -46,7 +46,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Sampled(Body):
+class CompletionFields(Body):
     """The fields that both kinds of completions have. Those from `top_k` on are not OpenAI's but mlx-lm's or ours."""
 
     harmless = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
@@ -57,7 +57,7 @@ class Sampled(Body):
     top_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most(1000)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most_fields(1000)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: Text | Stops = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=8)] = 1
@@ -78,7 +78,7 @@ class Sampled(Body):
 
     @field_validator("logit_bias")
     @classmethod
-    def _base_ids(cls, given: Mapping[str, float] | None) -> Any:
+    def _check_bias_ids(cls, given: Mapping[str, float] | None) -> Any:
         for key in given or {}:
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
                 raise ValueError(f"{key[:40]!r} is no id of a token")
@@ -135,12 +135,12 @@ def check_model(core: Core, name: str) -> None:
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns chat_template_kwargs. Raises `BodyError` for names that are no arguments of a template."""
-    if taken := sorted(given.keys() & _TAKEN):
+    if taken := sorted(given.keys() & _RESERVED_OPTIONS):
         raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
     return dict(given)
 
 
-def max_tokens_of(core: Core, given: int | None, tools: bool = False) -> int:
+def answer_max_tokens(core: Core, given: int | None, tools: bool = False) -> int:
     """Returns how many base tokens an answer may have, -1 for what is left of the context.
 
     given: the request's own number. tools: whether the request has tools, or is one for Responses.
@@ -151,7 +151,7 @@ def max_tokens_of(core: Core, given: int | None, tools: bool = False) -> int:
     return core.options.max_tokens_with_tools if long else core.options.max_tokens
 
 
-def usage(counts: Counts, reasoning_tokens: int | None = None) -> dict[str, Any]:
+def usage_json(counts: Counts, reasoning_tokens: int | None = None) -> dict[str, Any]:
     """Returns the usage of an answer in base tokens. reasoning_tokens: None where an answer cannot have any."""
     found = {
         "prompt_tokens": counts.prompt_tokens,
@@ -164,15 +164,16 @@ def usage(counts: Counts, reasoning_tokens: int | None = None) -> dict[str, Any]
     return found
 
 
-def likely_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+def logprobs_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Returns log-probabilities in the form of chat completions; a hypertoken is one entry."""
     return [
-        _token(one.text, one.bytes, one.logprob) | {"top_logprobs": [_token(*likely) for likely in one.likely]}
+        _token_logprob_json(one.text, one.bytes, one.logprob)
+        | {"top_logprobs": [_token_logprob_json(*likely) for likely in one.likely]}
         for one in logprobs
     ]
 
 
-def _token(text: str, data: bytes, logprob: float) -> dict[str, Any]:
+def _token_logprob_json(text: str, data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
 
 

@@ -22,10 +22,10 @@ from mlx_zip.engine import Ceiling, Engine, Event, PromptId, Submission, Ticket
 from mlx_zip.engine.engines import Engines
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError
 from mlx_zip.packs.pack import Pack, as_pack, merge_packs
-from mlx_zip.server.answers.answering import Answering, hidden
+from mlx_zip.server.answers.answer_deltas import AnswerDeltas, mask_letters_and_digits
 from mlx_zip.server.answers.constraint import make_constraint
 from mlx_zip.server.answers.splitter import Splitter
-from mlx_zip.server.answers.tool_formats import for_template, openai_tools
+from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools
 from mlx_zip.server.answers.turn import Delta, Done, Turn, Waiting
 from mlx_zip.server.options import Options
 from mlx_zip.text.long_texts import Check, LongEncoding, LongTexts, utf8_bytes
@@ -34,20 +34,22 @@ from mlx_zip.text.token_facts import TokenTexts
 
 log = logging.getLogger(__name__)
 Some = TypeVar("Some")
-_THREADS = 4
-_LONG = 1 << 18  # characters of a turn that waits for its turn among the long ones, so that short ones do not wait
-_AS_WRITTEN = ("system", "user", "tool")  # roles of messages that chat templates never shorten
+_THREAD_COUNT = 4
+_LONG_CHARACTERS = (
+    1 << 18
+)  # characters of a turn that waits for its turn among the long ones, so that short ones do not wait
+_UNSHORTENED_ROLES = ("system", "user", "tool")  # roles of messages that chat templates never shorten
 _MOST_REPORTED = 100  # tools that the log names
 
 
-class Stop:
+class AnswerStop:
     """Ends one answer: its deltas then end without a `Done`. For one event loop."""
 
     def __init__(self) -> None:
         self.asked = False
         self._inbox: asyncio.Queue[Event | None] | None = None
 
-    def ends(self, inbox: asyncio.Queue[Event | None]) -> None:
+    def attach(self, inbox: asyncio.Queue[Event | None]) -> None:
         """Makes this stop end the answer whose events come from a queue."""
         self._inbox = inbox
         if self.asked:
@@ -78,12 +80,12 @@ class Core:
         self._reported: set[str] = set()
         self._packs = NamedPacks(self.options.packs, self.options.pack)
         self._texts = LongTexts(engine.tokenizer, engine.info.max_prompt_tokens)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
-        self._scoring = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-scored-prompts")
-        self._scored = 0  # prompts that are read by it or wait for it, and for which a client waits
+        self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="mlx_zip-server")
+        self._long_prompts_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-long-prompts")
+        self._scoring_pool = ThreadPoolExecutor(1, thread_name_prefix="mlx_zip-scored-prompts")
+        self._scoring_count = 0  # prompts that are read by it or wait for it, and for which a client waits
 
-    async def answer(self, turn: Turn, stop: Stop | None = None) -> AsyncGenerator[Delta, None]:
+    async def answer(self, turn: Turn, stop: AnswerStop | None = None) -> AsyncGenerator[Delta, None]:
         """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called before.
 
         The first one is `Waiting(0, 0)` and comes as soon as the engine has taken the request. Raises, before it, what
@@ -91,17 +93,17 @@ class Core:
         early, or cancelling the task, ends the engine's request at once.
         """
         inbox: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._report(turn.left_out)
-        ticket, splitter = await self._submit(turn, _deliverer(inbox))
+        self._log_left_out_tools(turn.left_out)
+        ticket, splitter = await self._submit(turn, _deliver_to(inbox))
         try:
             yield Waiting(0, 0)
-            answering = self._answering(turn, ticket, splitter)
+            answering = self._make_answer_deltas(turn, ticket, splitter)
             if stop is not None:
-                stop.ends(inbox)
+                stop.attach(inbox)
             while (event := await inbox.get()) is not None:
-                for delta in answering.take(event):
+                for delta in answering.add_event(event):
                     if isinstance(delta, Done):
-                        self._ended(turn, ticket, answering, delta)
+                        self._finish_answer(turn, ticket, answering, delta)
                         yield delta
                         return
                     yield delta
@@ -130,52 +132,54 @@ class Core:
             first = [(i, await anext(deltas)) for i, deltas in enumerate(running)]
             for pair in first:
                 yield pair
-            async with aclosing(_merged(running)) as merged:
+            async with aclosing(_merge_streams(running)) as merged:
                 async for pair in merged:
                     yield pair
 
     async def prompt_ids(self, turn: Turn) -> list[int]:
         """Returns the base ids of a turn's prompt; given up if the task is cancelled. Raises `GenerationError`."""
-        return await self._awaited(turn, partial(self._prompt_ids, turn), lambda ids: None)
+        return await self._await_encoding(turn, partial(self._encode_prompt, turn), lambda ids: None)
 
-    async def likely_prompt(self, turn: Turn, base_ids: Sequence[int]) -> list[PromptId]:
+    async def score_prompt(self, turn: Turn, base_ids: Sequence[int]) -> list[PromptId]:
         """Returns the ids that a turn's prompt is read as, and how likely they are; given up if the task is cancelled.
 
         base_ids: the prompt. Such prompts are read one after the other. Raises what `Engine.prompt_ids` raises, and
         `EngineBusyError` if as many wait already as the engine takes requests.
         """
         most = self.engine.info.max_requests
-        if most is not None and self._scored >= most:
-            raise EngineBusyError(f"{self._scored} prompts wait for their log-probabilities already; ask again later")
+        if most is not None and self._scoring_count >= most:
+            raise EngineBusyError(
+                f"{self._scoring_count} prompts wait for their log-probabilities already; ask again later"
+            )
 
         def work(check: Check) -> list[PromptId]:
             check()
             found = []
-            for one in self.engine.prompt_ids(base_ids, turn.logprobs or 0, self._packs.chosen(turn.pack)):
+            for one in self.engine.prompt_ids(base_ids, turn.logprobs or 0, self._packs.resolve(turn.pack)):
                 check()
                 found.append(one)
             return found
 
-        self._scored += 1
+        self._scoring_count += 1
         try:
-            return await self._awaited(turn, work, lambda ids: None, self._scoring)
+            return await self._await_encoding(turn, work, lambda ids: None, self._scoring_pool)
         finally:
-            self._scored -= 1
+            self._scoring_count -= 1
 
-    async def check_body(self, size: int, prompts: int) -> None:
+    async def check_body_size(self, size: int, prompts: int) -> None:
         """Raises `PromptTooLongError` if a body of `size` bytes for up to `prompts` prompts is too large for them."""
         if prompts:
-            await self.aside(self._texts.check_body, size, prompts)
+            await self.run_in_thread(self._texts.check_body, size, prompts)
 
     async def packs(self) -> list[PackInfo]:
         """Returns the packs that turns can name."""
-        return await self.aside(self._packs.infos, self.engine)
+        return await self.run_in_thread(self._packs.pack_infos, self.engine)
 
     async def ceiling(self) -> Ceiling | None:
         """Returns what the machine allows the model; see `Engine.ceiling`."""
-        return await self.aside(self.engine.ceiling)
+        return await self.run_in_thread(self.engine.ceiling)
 
-    async def aside(self, work: Callable[..., Some], *args: Any) -> Some:
+    async def run_in_thread(self, work: Callable[..., Some], *args: Any) -> Some:
         """Returns what a function returns that would block the event loop; it runs in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
@@ -183,10 +187,10 @@ class Core:
         """Ends the threads. The engine is closed by whom it belongs to."""
         for call in self.on_close:
             call()
-        for pool in (self._pool, self._long, self._scoring):
+        for pool in (self._pool, self._long_prompts_pool, self._scoring_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
+    def _make_submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
         """Returns what the engine is asked for a turn. prompt_ids: base ids of its prompt."""
         return Submission(
             base_ids=prompt_ids,
@@ -195,22 +199,22 @@ class Core:
             sampling={**self.options.sampling, **turn.sampling},
             top_logprobs=turn.logprobs,
             constraint=make_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
-            pack=self._packs.chosen(turn.pack),
+            pack=self._packs.resolve(turn.pack),
             show=turn.show,
         )
 
-    def _prompt_ids(self, turn: Turn, check: Check) -> list[int]:
+    def _encode_prompt(self, turn: Turn, check: Check) -> list[int]:
         """Returns the base ids of a turn's prompt. Raises `GenerationError`, and what `check` raises."""
         check()
         tokenizer, encode = self.engine.tokenizer, LongEncoding(self._texts, check)
         if turn.prompt is not None:
             return encode_prompt(tokenizer, turn.prompt, encode=encode)
-        as_written = [one["content"] for one in turn.messages if one["role"] in _AS_WRITTEN]
+        as_written = [one["content"] for one in turn.messages if one["role"] in _UNSHORTENED_ROLES]
         self._texts.check_bytes(sum(utf8_bytes(text) for text in as_written if isinstance(text, str)))
         options = {**self.options.template_options, **turn.template_options}
         if turn.tools and turn.tool_choice != "none":
             options["tools"] = openai_tools(turn.tools)
-        chat = Chat(for_template(tokenizer, turn.messages), prefill=turn.prefill, options=options)
+        chat = Chat(messages_for_template(tokenizer, turn.messages), prefill=turn.prefill, options=options)
         return encode_prompt(tokenizer, chat, answers=self.engine.answers(), encode=encode)
 
     async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, Splitter]:
@@ -220,13 +224,13 @@ class Core:
         """
 
         def submit(check: Check) -> tuple[Ticket, Splitter]:
-            prompt_ids = self._prompt_ids(turn, check)
+            prompt_ids = self._encode_prompt(turn, check)
             splitter = Splitter(self.engine.tokenizer, turn, prompt_ids)
-            return self.engine.submit(self._submission(turn, prompt_ids), deliver), splitter
+            return self.engine.submit(self._make_submission(turn, prompt_ids), deliver), splitter
 
-        return await self._awaited(turn, submit, lambda submitted: self.engine.cancel(submitted[0]))
+        return await self._await_encoding(turn, submit, lambda submitted: self.engine.cancel(submitted[0]))
 
-    async def _awaited(
+    async def _await_encoding(
         self,
         turn: Turn,
         work: Callable[[Check], Some],
@@ -252,7 +256,7 @@ class Core:
                 undo(future.result())
 
         if pool is None:
-            pool = self._long if _is_long(turn) else self._pool
+            pool = self._long_prompts_pool if _has_long_text(turn) else self._pool
         future = asyncio.get_running_loop().run_in_executor(pool, work, check)
         try:
             return await asyncio.shield(future)
@@ -261,19 +265,19 @@ class Core:
             future.add_done_callback(ended)
             raise
 
-    def _answering(self, turn: Turn, ticket: Ticket, splitter: Splitter) -> Answering:
-        hide = str if self.options.show_text else hidden
+    def _make_answer_deltas(self, turn: Turn, ticket: Ticket, splitter: Splitter) -> AnswerDeltas:
+        hide = str if self.options.show_text else mask_letters_and_digits
         cancel = lambda: self.engine.cancel(ticket)
-        return Answering(self.engine.tokenizer, turn, splitter, self.tokens, cancel, hide)
+        return AnswerDeltas(self.engine.tokenizer, turn, splitter, self.tokens, cancel, hide)
 
-    def _report(self, left_out: tuple[str, ...]) -> None:
+    def _log_left_out_tools(self, left_out: tuple[str, ...]) -> None:
         """Logs the tools of a request that this server cannot run, each tool once."""
         new = [label for label in dict.fromkeys(left_out) if label not in self._reported]
         if new := new[: _MOST_REPORTED - len(self._reported)]:
             self._reported.update(new)
             log.warning("tools that this server cannot run are left out: %s", ", ".join(map(repr, new)))
 
-    def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
+    def _finish_answer(self, turn: Turn, ticket: Ticket, answering: AnswerDeltas, done: Done) -> None:
         if turn.prompt is None and answering.whole and answering.text:
             with contextlib.suppress(EngineStoppedError):  # the answer was the last one before the server stops
                 self.engine.note_answer(ticket, answering.text, answering.base_ids)
@@ -281,20 +285,22 @@ class Core:
             call(done)
 
 
-def _is_long(turn: Turn) -> bool:
+def _has_long_text(turn: Turn) -> bool:
     tools = [(tool.description, tool.parameters) for tool in turn.tools]
-    return _characters([turn.prompt, turn.messages, turn.prefill, tools, turn.template_options]) > _LONG
+    return (
+        _count_characters([turn.prompt, turn.messages, turn.prefill, tools, turn.template_options]) > _LONG_CHARACTERS
+    )
 
 
-def _characters(value: Any) -> int:
+def _count_characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return _characters([*value.keys(), *value.values()])
-    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
+        return _count_characters([*value.keys(), *value.values()])
+    return sum(map(_count_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def _deliverer(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
+def _deliver_to(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
     loop = asyncio.get_running_loop()
 
     def deliver(event: Event) -> None:
@@ -304,7 +310,7 @@ def _deliverer(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
     return deliver
 
 
-async def _merged(running: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
+async def _merge_streams(running: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
     """Yields what several iterators yield, as it comes, each with the iterator's index."""
     waiting = {asyncio.ensure_future(anext(deltas)): i for i, deltas in enumerate(running)}
     try:
@@ -338,27 +344,27 @@ class Cores:
         if name in (self.main.model, self.main.engine.info.name):
             yield self.main
             return
-        engine = await self._acquired(name)
+        engine = await self._acquire_engine(name)
         try:
-            yield self._core(name, engine)
+            yield self._core_of(name, engine)
         finally:
             self.engines.release(engine)
 
-    async def _acquired(self, name: str) -> Engine:
+    async def _acquire_engine(self, name: str) -> Engine:
         """Returns the engine of a model. If the task is cancelled meanwhile, it is given back when it comes."""
         loop = asyncio.get_running_loop()
         waiting: Any = loop.run_in_executor(None, self.engines.acquire, name)
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            waiting.add_done_callback(self._give_back)
+            waiting.add_done_callback(self._release_when_opened)
             raise
 
-    def _give_back(self, waiting: Future[Engine]) -> None:
+    def _release_when_opened(self, waiting: Future[Engine]) -> None:
         if not waiting.cancelled() and waiting.exception() is None:
             self.engines.release(waiting.result())
 
-    def _core(self, name: str, engine: Engine) -> Core:
+    def _core_of(self, name: str, engine: Engine) -> Core:
         """Returns the core of an engine; it has the main core's settings but packs, which are of the main model."""
         if self._other is None or self._other.engine is not engine:
             if self._other is not None:
@@ -375,7 +381,7 @@ class Cores:
 
 # ---- the packs that requests can choose, alone or merged
 
-_MERGED_KEPT = 16
+_MOST_MERGED_PACKS = 16
 
 
 @dataclass(frozen=True)
@@ -394,7 +400,7 @@ class NamedPacks:
         self._packs, self._default, self._lock = packs, default, threading.Lock()
         self._merged: OrderedDict[tuple[str, ...], Pack] = OrderedDict()
 
-    def chosen(self, names: str | Sequence[str] | None) -> Any:
+    def resolve(self, names: str | Sequence[str] | None) -> Any:
         """Returns the pack of a name, or of several names merged in their order; the default for none.
 
         Raises `GenerationError` for an unknown name, and for packs that cannot be merged.
@@ -409,7 +415,7 @@ class NamedPacks:
         with self._lock:
             if several not in self._merged:
                 self._merged[several] = self._merge(several)
-                if len(self._merged) > _MERGED_KEPT:
+                if len(self._merged) > _MOST_MERGED_PACKS:
                     self._merged.popitem(last=False)
             self._merged.move_to_end(several)
             return self._merged[several]
@@ -420,12 +426,11 @@ class NamedPacks:
         except MlxZipError as error:
             raise GenerationError(f"pack: {' and '.join(names)}: {error}") from error
 
-    def infos(self, engine: Engine) -> list[PackInfo]:
+    def pack_infos(self, engine: Engine) -> list[PackInfo]:
         """Returns what packs there are, and whether requests of an engine can begin with them."""
-        return [self._info(name, pack, engine) for name, pack in self._packs.items()]
+        return [self._pack_info(name, pack, engine) for name, pack in self._packs.items()]
 
-    def _info(self, name: str, pack: Any, engine: Engine) -> PackInfo:
-        """Returns what one pack is."""
+    def _pack_info(self, name: str, pack: Any, engine: Engine) -> PackInfo:
         entries = 0
         try:
             found = as_pack(pack)

@@ -80,7 +80,7 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, RequestError):
         return Failure(error.status, str(error), error.code, error.param, error.headers)
     if isinstance(error, HTTPException):
-        return _of_route(error)
+        return _route_failure(error)
     if isinstance(error, EngineBusyError):
         wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return Failure(429, str(error), "rate_limit_exceeded", headers=wait)
@@ -97,7 +97,7 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(500, "the server made a mistake; its log says more", "internal_error")
 
 
-def _of_route(error: HTTPException) -> Failure:
+def _route_failure(error: HTTPException) -> Failure:
     words = {404: "there is no such route; GET /openapi.json lists the routes", 405: "this route has another method"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))

@@ -27,12 +27,12 @@ from pydantic_core import CoreSchema, from_json
 from mlx_zip.errors import GenerationError
 
 Some = TypeVar("Some", bound=BaseModel)
-Of = TypeVar("Of")
+Item = TypeVar("Item")
 MOST_IN_LIST = 10_000
-Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is reported
+Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is reported
 
 
-def _are_names(given: Any) -> Any:
+def _check_are_names(given: Any) -> Any:
     """Refuses what is neither a name nor a list, which of the alternatives only one would say."""
     if not isinstance(given, str | list):
         raise ValueError("this must be the name of a pack, or a list of names")
@@ -41,12 +41,12 @@ def _are_names(given: Any) -> Any:
 
 PackNames = Annotated[
     Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=16)],
-    BeforeValidator(_are_names),
+    BeforeValidator(_check_are_names),
 ]
 
-_OF_UNIONS = frozenset({"str", "constrained-str", "none"})  # pydantic's names of alternatives, which are no fields
-_BILLING = re.compile(r"(?m)^x-anthropic-billing-header:.*\n*")
-_WORDS = {  # pydantic's name of an error -> what a client reads
+_UNION_NAMES = frozenset({"str", "constrained-str", "none"})  # pydantic's names of alternatives, which are no fields
+_BILLING_LINE = re.compile(r"(?m)^x-anthropic-billing-header:.*\n*")
+_FAULT_WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
     "extra_forbidden": "this field is unknown, or not supported by this server",
     "none_required": "this field is not supported by this server",
@@ -68,7 +68,7 @@ class BodyError(GenerationError):
 class Body(BaseModel):
     """An object in a body: types are exact, an unknown field is refused, null stands for a field that is left out.
 
-    Lists are `Many`, and maps are `at_most`, so that a body full of faults costs no more than one with a few.
+    Lists are `Many`, and maps are `at_most_fields`, so that a body full of faults costs no more than one with a few.
 
     harmless: fields that are accepted with any value and have no effect. lenient: whether unknown ones are too.
     most_prompts: how many prompts it may have.
@@ -82,7 +82,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop(cls, given: Any) -> Any:
+    def _drop_fields(cls, given: Any) -> Any:
         """Leaves out harmless fields, fields that are null, and unknown fields after the first one, or all of them."""
         if not isinstance(given, Mapping):
             return given
@@ -110,7 +110,7 @@ class Body(BaseModel):
         return reference
 
 
-class Said(Body):
+class LenientBody(Body):
     """A part of a conversation. Clients send back what they were answered with fields of their own, which have no
     effect.
     """
@@ -118,7 +118,7 @@ class Said(Body):
     lenient = True
 
 
-class OtherTool(Said):
+class OtherTool(LenientBody):
     """A tool that this server cannot run: models call functions, and clients run them."""
 
     type: str
@@ -133,7 +133,7 @@ class OtherTool(Said):
 KNOWN, OTHER = "tool[known]", "tool[other]"  # brackets keep these tags out of the paths of fields
 
 
-def other_than(kind: str) -> Callable[[Any], str]:
+def tool_discriminator(kind: str) -> Callable[[Any], str]:
     """Returns what tells the tools of a type, or without a type, from `OtherTool`s, as a discriminator."""
 
     def tag(given: Any) -> str:
@@ -143,7 +143,7 @@ def other_than(kind: str) -> Callable[[Any], str]:
     return tag
 
 
-def at_most(count: int) -> BeforeValidator:
+def at_most_fields(count: int) -> BeforeValidator:
     """Returns what refuses a map of more than `count` fields before it looks at them."""
 
     def checked(given: Any) -> Any:
@@ -166,29 +166,29 @@ class JsonObject(Body):
     type: Literal["json_object"]
 
 
-class RefusalPart(Said):
+class RefusalPart(LenientBody):
     """A piece of a message in which a model refused; it is read as text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-def parse(kind: type[Some], given: Any) -> Some:
+def parse_body(kind: type[Some], given: Any) -> Some:
     """Returns the body of a request as an object of a class. Raises `BodyError` naming the first field at fault."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        faults = [(_path(fault["loc"], given), fault) for fault in error.errors(include_url=False)]
-    path, fault = max(faults, key=_fitting)
-    raise BodyError(_explained(fault), ".".join(path) or None)
+        faults = [(_field_path(fault["loc"], given), fault) for fault in error.errors(include_url=False)]
+    path, fault = max(faults, key=_match_quality)
+    raise BodyError(_describe_fault(fault), ".".join(path) or None)
 
 
-def _fitting(found: tuple[list[str], Any]) -> tuple[int, bool]:
+def _match_quality(found: tuple[list[str], Any]) -> tuple[int, bool]:
     """Returns how well an alternative fits a value: how deep inside its fault is, and whether the value's type fits."""
     return len(found[0]), not found[1]["type"].endswith("_type")
 
 
-def arguments_of(text: str, param: str) -> dict[str, Any]:
+def parse_arguments(text: str, param: str) -> dict[str, Any]:
     """Returns the JSON object in a text. Raises `BodyError` with the text's place if there is none."""
     try:
         value = from_json(text)
@@ -209,7 +209,7 @@ def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None
         raise BodyError(f"there is no tool named {choice!r}", "tool_choice")
 
 
-def left_out(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
+def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
     """Returns the labels of the tools that this server cannot run; the model is not told of them.
 
     Raises `BodyError` for such a tool if a call is forced: which tool is meant is then for the client to say.
@@ -226,13 +226,13 @@ def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
     return tuple(given) if isinstance(given, list) else given
 
 
-def joined_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def join_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the messages with the system messages at their beginning joined: most chat templates take only one.
 
     Lines about billing are left out: they change with every request, so that no prompt would begin as one before.
     """
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    texts = [_BILLING.sub("", message["content"]) for message in messages[:count]]
+    texts = [_BILLING_LINE.sub("", message["content"]) for message in messages[:count]]
     texts = [text for text, message in zip(texts, messages, strict=False) if text or not message["content"]]
     return [*([{"role": "system", "content": "\n\n".join(texts)}] if texts else []), *messages[count:]]
 
@@ -244,8 +244,7 @@ def thinking_options(effort: str | None) -> dict[str, Any]:
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
-def _explained(fault: Any) -> str:
-    """Returns what is wrong with a field, in words."""
+def _describe_fault(fault: Any) -> str:
     context = fault.get("ctx", {})
     if fault["type"] == "union_tag_invalid":
         return f"the type {context['tag']!r} is not supported by this server; supported: {context['expected_tags']}"
@@ -256,10 +255,10 @@ def _explained(fault: Any) -> str:
     if fault["type"] == "too_long" and context.get("actual_length"):
         return f"this has {context['actual_length']} items, and at most {context['max_length']} are allowed"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    return _WORDS.get(fault["type"], message[:1].lower() + message[1:])
+    return _FAULT_WORDS.get(fault["type"], message[:1].lower() + message[1:])
 
 
-def _path(place: Sequence[str | int], given: Any) -> list[str]:
+def _field_path(place: Sequence[str | int], given: Any) -> list[str]:
     """Returns a field's path, as ["input", "0", "content"], without the names that pydantic gives members of a union.
 
     place: the path with those names. given: the whole body.
@@ -268,7 +267,7 @@ def _path(place: Sequence[str | int], given: Any) -> list[str]:
     for i, step in enumerate(place):
         if isinstance(step, int):
             path, given, of_type = [*path, str(step)], given[step] if isinstance(given, list) else None, False
-        elif not isinstance(given, Mapping) or "[" in step or step in _OF_UNIONS:
+        elif not isinstance(given, Mapping) or "[" in step or step in _UNION_NAMES:
             continue
         elif not of_type and given.get("type") == step:
             of_type = True

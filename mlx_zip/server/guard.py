@@ -11,16 +11,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_zip.server.errors import RequestError, dialect_of, failure_of
 from mlx_zip.server.options import Options
 
-Refuse = Callable[[Options, str, Headers], RequestError | None]
+FindRefusal = Callable[[Options, str, Headers], RequestError | None]
 
 
 class Guard:
     """Lets a request pass to the app unless it is refused, and answers with the refusal otherwise.
 
-    refuse: `refused_place` or `refused_key`; called with the options, a request's path and its headers.
+    refuse: `host_or_origin_refusal` or `key_refusal`; called with the options, a request's path and its headers.
     """
 
-    def __init__(self, app: ASGIApp, options: Options, refuse: Refuse) -> None:
+    def __init__(self, app: ASGIApp, options: Options, refuse: FindRefusal) -> None:
         self._app, self._options, self._refuse = app, options, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,7 +34,7 @@ class Guard:
         await self._app(scope, receive, send)
 
 
-def refused_place(options: Options, path: str, headers: Headers) -> RequestError | None:
+def host_or_origin_refusal(options: Options, path: str, headers: Headers) -> RequestError | None:
     """Returns why a request from where it comes may not come in: 400 for a length that is given in two ways, 403 for a
     wrong Host header or origin; None if it may.
 
@@ -47,32 +47,32 @@ def refused_place(options: Options, path: str, headers: Headers) -> RequestError
     if options.hosts is not None and host_name(headers.get("host", "")) not in options.hosts:
         message = "the Host header names another machine; this server answers to: " + ", ".join(sorted(options.hosts))
         return RequestError(403, message, "wrong_host")
-    if not _is_own_page(options, headers):
+    if not _is_allowed_origin(options, headers):
         message = "this server answers no page of another origin than those of --allowed-origins"
         return RequestError(403, message, "wrong_origin")
     return None
 
 
-def refused_key(options: Options, path: str, headers: Headers) -> RequestError | None:
+def key_refusal(options: Options, path: str, headers: Headers) -> RequestError | None:
     """Returns why a request may not come in with the key that it has or lacks (401), None if it may."""
-    if options.api_key is None or _is_open(options, path) or _knows(options.api_key, headers):
+    if options.api_key is None or _is_open_path(options, path) or _has_key(options.api_key, headers):
         return None
     message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
     return RequestError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _is_own_page(options: Options, headers: Headers) -> bool:
+def _is_allowed_origin(options: Options, headers: Headers) -> bool:
     origin, allowed = headers.get("origin"), options.allowed_origins
     own = f"http://{headers.get('host', '')}"
     return origin is None or origin.lower() == own.lower() or origin in allowed or "*" in allowed
 
 
-def _is_open(options: Options, path: str) -> bool:
+def _is_open_path(options: Options, path: str) -> bool:
     """Returns whether a path needs no key. A path is taken as it stands: `..` in it has no meaning."""
     return any(path == one or (one.endswith("*") and path.startswith(one[:-1])) for one in options.open_paths)
 
 
-def _knows(key: str, headers: Headers) -> bool:
+def _has_key(key: str, headers: Headers) -> bool:
     """Returns whether the headers have the key; takes the same time for any wrong one."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

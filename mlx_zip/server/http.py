@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mlx_zip.errors import first_line
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import OPENAI, Failure, RequestError, failure_of, json_bytes
-from mlx_zip.server.fields import Body, parse
+from mlx_zip.server.fields import Body, parse_body
 
 Some = TypeVar("Some")
 Kind = TypeVar("Kind", bound=Body)
@@ -41,10 +41,10 @@ async def read_body(request: Request, core: Core, kind: type[Kind], most: int | 
     most = options.max_body_bytes if most is None else most
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) < 18 and int(length) <= most:
-        await core.check_body(int(length), kind.most_prompts)
+        await core.check_body_size(int(length), kind.most_prompts)
     try:
         async with asyncio.timeout(options.body_timeout_s):
-            body = await _read(request, most)
+            body = await _read_bytes(request, most)
     except TimeoutError as error:
         message = f"the body did not arrive within {options.body_timeout_s:g} s"
         raise RequestError(408, message, "timeout", headers=_CLOSE) from error
@@ -52,9 +52,9 @@ async def read_body(request: Request, core: Core, kind: type[Kind], most: int | 
         raise ClientGone from error
 
     def parsed() -> Kind:
-        return parse(kind, parse_json(body, options.max_depth))
+        return parse_body(kind, parse_json(body, options.max_depth))
 
-    return parsed() if len(body) < _LARGE else await core.aside(parsed)
+    return parsed() if len(body) < _LARGE else await core.run_in_thread(parsed)
 
 
 def _check_content_type(request: Request) -> None:
@@ -69,7 +69,7 @@ def _check_content_type(request: Request) -> None:
         raise RequestError(415, "a compressed body (Content-Encoding) is not supported", "encoding")
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def _read_bytes(request: Request, most: int) -> bytes:
     """Returns the bytes of a body. Raises `RequestError` for more than `most`."""
     length = request.headers.get("content-length", "")
     waits = request.headers.get("expect", "").lower() == "100-continue"
@@ -102,22 +102,22 @@ async def _discard(chunks: AsyncIterator[bytes]) -> None:
 def parse_json(body: bytes, max_depth: int) -> Any:
     """Returns the value of JSON text. Raises `RequestError` if it is none, or nested deeper than `max_depth`."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_parse_finite)
     except UnicodeDecodeError as error:
         raise RequestError(400, f"the body is not UTF-8 at byte {error.start}", "invalid_json") from error
     except RecursionError as error:
-        raise _too_deep(max_depth) from error
+        raise _depth_error(max_depth) from error
     except ValueError as error:  # no JSON, or a number with thousands of digits
         raise RequestError(400, f"the body is not JSON: {first_line(error)}", "invalid_json") from error
     _check_depth(value, max_depth)
     return value
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text[:40]} is too large")
     return number
@@ -136,16 +136,16 @@ def _check_depth(value: Any, most: int) -> None:
         ]
         if not level:
             return
-    raise _too_deep(most)
+    raise _depth_error(most)
 
 
-def _too_deep(most: int) -> RequestError:
+def _depth_error(most: int) -> RequestError:
     return RequestError(400, f"the body is nested deeper than {most} levels", "too_deep")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some:
+async def run_unless_client_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some:
     """Returns what `work` returns; cancels it and raises `ClientGone` as soon as the client closes the connection."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -157,8 +157,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed the connection."""
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -168,7 +167,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(json_bytes(value), status, media_type="application/json", headers=dict(headers or {}))
 
 
-def described(endpoint: Any, body: type | None) -> Any:
+def with_body_class(endpoint: Any, body: type | None) -> Any:
     """Returns the endpoint, with the pydantic class of its body for the description of the routes."""
     endpoint.body = body
     return endpoint
@@ -187,9 +186,9 @@ async def stream_response(
     event (`on_error`'s frame, or the dialect's error object), and the stream ends. The frames are closed when the
     client goes.
     """
-    first = await unless_gone(request, _first(frames))
+    first = await run_unless_client_gone(request, _first_frame(frames))
     return EventSourceResponse(
-        _to_the_end(first, frames, on_error or (lambda failure: event_bytes(failure.body(dialect)))),
+        _frames_until_error(first, frames, on_error or (lambda failure: event_bytes(failure.body(dialect)))),
         ping=core.options.ping_s,
         ping_message_factory=lambda: ServerSentEvent(comment="waiting", sep="\n"),
         shutdown_grace_period=core.options.drain_s + 5,
@@ -197,11 +196,11 @@ async def stream_response(
     )
 
 
-async def _first(frames: AsyncIterator[bytes]) -> bytes:
+async def _first_frame(frames: AsyncIterator[bytes]) -> bytes:
     return await anext(frames, b"")
 
 
-async def _to_the_end(
+async def _frames_until_error(
     first: bytes, frames: AsyncGenerator[bytes, None], on_error: Callable[[Failure], bytes]
 ) -> AsyncIterator[bytes]:
     """Yields the first frame and the others; after an error, the frame of the error. Closes the frames at the end."""

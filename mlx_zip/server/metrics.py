@@ -26,16 +26,18 @@ class Metrics:
 
     def __init__(self, core: Core) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_OfEngine(core.engine))
+        self._registry.register(_EngineCollector(core.engine))
         self._requests = Counter("mlx_zip_http_requests", "HTTP requests", ["route", "status"], registry=self._registry)
-        self._first_id = self._histogram("first_id_seconds", "Seconds from a request to the first id of its answer")
-        self._total = self._histogram("answer_seconds", "Seconds from a request to the end of its answer")
-        core.on_done.append(self._answered)
+        self._first_id = self._make_histogram(
+            "first_id_seconds", "Seconds from a request to the first id of its answer"
+        )
+        self._total = self._make_histogram("answer_seconds", "Seconds from a request to the end of its answer")
+        core.on_done.append(self._observe_answer)
 
-    def _histogram(self, name: str, purpose: str) -> Histogram:
+    def _make_histogram(self, name: str, purpose: str) -> Histogram:
         return Histogram(f"mlx_zip_{name}", purpose, buckets=SECONDS, registry=self._registry)
 
-    def _answered(self, done: Done) -> None:
+    def _observe_answer(self, done: Done) -> None:
         self._first_id.observe(done.counts.first_id_s)
         self._total.observe(done.counts.total_s)
 
@@ -49,14 +51,14 @@ class Metrics:
         metrics.answer = "text"  # for the description of the routes
         return Route("/metrics", metrics)
 
-    def count(self, scope: Scope, status: int) -> None:
+    def count_request(self, scope: Scope, status: int) -> None:
         """Counts a request. Unknown paths count as one route, so that nobody can make names of figures."""
         found = scope.get("app")
         routes = [one for one in getattr(found, "routes", ()) if one.matches(scope)[0] is not Match.NONE]
         self._requests.labels(routes[0].path if routes else "other", str(status)).inc()
 
 
-class Counted:
+class RequestCounter:
     """Middleware that counts each request when its status is known."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -67,13 +69,13 @@ class Counted:
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.count(scope, message["status"])
+                self._metrics.count_request(scope, message["status"])
             await send(message)
 
         await self._app(scope, receive, sent if scope["type"] == "http" else send)
 
 
-class _OfEngine:
+class _EngineCollector:
     """The engine's figures as they are when somebody asks."""
 
     def __init__(self, engine: Engine) -> None:

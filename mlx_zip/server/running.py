@@ -62,9 +62,9 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_s + AFTER_DRAIN_S),
             )
         )
-        core.engine.on_death(self._died)
+        core.engine.on_death(self._stop_after_fault)
 
-    def _died(self, fault: BaseException) -> None:
+    def _stop_after_fault(self, fault: BaseException) -> None:
         """Ends the server because the engine's thread has ended; called in that thread."""
         self.fault = fault
         self.config.timeout_graceful_shutdown = int(AFTER_FAULT_S)
@@ -112,7 +112,7 @@ class Server(uvicorn.Server):
         await self.lifespan.shutdown()
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Returns a socket of an address, on a free port for port 0; it does not listen yet. Raises `OSError`."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind, protocol)
@@ -170,8 +170,8 @@ class _Connection(H11Protocol):
     _begun = b""  # how the head of a request begins, as far as an error's dialect depends on it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, _Lingering(transport, self)))
-        self._expect_head()
+        super().connection_made(cast(asyncio.Transport, _LingeringTransport(transport, self)))
+        self._update_head_timer()
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes; the clock runs while a head is incomplete."""
@@ -180,15 +180,15 @@ class _Connection(H11Protocol):
             if self._lingered > LINGER_BYTES:
                 self.transport.abort()
             return
-        if self._waits_for_head:
+        if self._is_waiting_for_head:
             self._begun = (self._begun + data[:MOST_BEGUN])[:MOST_BEGUN]
         super().data_received(data)
-        self._expect_head()
+        self._update_head_timer()
         self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Keeps reading while a request is answered; otherwise a client that leaves would go unnoticed."""
-        is_paused = self.flow.read_paused and not self._waits_for_head and self.conn.their_state is h11.DONE
+        is_paused = self.flow.read_paused and not self._is_waiting_for_head and self.conn.their_state is h11.DONE
         if is_paused and len(self.conn.trailing_data[0]) < MOST_AHEAD:
             self.flow.resume_reading()
 
@@ -198,16 +198,16 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
     @property
-    def _waits_for_head(self) -> bool:
+    def _is_waiting_for_head(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _expect_head(self) -> None:
+    def _update_head_timer(self) -> None:
         """Starts the clock if no request is under way, and stops it otherwise."""
-        waits = self._waits_for_head
+        waits = self._is_waiting_for_head
         if waits and self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.head_s, self.transport.abort)
         elif not waits:
-            self._head_timer = _stopped(self._head_timer)
+            self._head_timer = _cancel_timer(self._head_timer)
 
     @property
     def has_unread(self) -> bool:
@@ -222,14 +222,14 @@ class _Connection(H11Protocol):
 
         A connection that is closed with unread input is reset, and the client may lose what was sent to it.
         """
-        self._head_timer = _stopped(self._head_timer)
+        self._head_timer = _cancel_timer(self._head_timer)
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
         self.flow.resume_reading()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Lets an answer that comes at once be sent. Then the client has left: most close both sides together."""
         self._has_eof = True
-        if self._waits_for_head or self._linger_timer is not None:
+        if self._is_waiting_for_head or self._linger_timer is not None:
             return None
         self.loop.call_later(HALF_CLOSED_S, self.transport.close)
         return True
@@ -241,11 +241,11 @@ class _Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stall_timer = _stopped(self._stall_timer)
+        self._stall_timer = _cancel_timer(self._stall_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head_timer, self._stall_timer, self._linger_timer):
-            _stopped(timer)
+            _cancel_timer(timer)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -254,7 +254,7 @@ class _Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json_bytes(Failure(400, msg, "invalid_http").body(dialect_of(self._path())))
+            body = json_bytes(Failure(400, msg, "invalid_http").body(dialect_of(self._request_path())))
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
@@ -267,14 +267,14 @@ class _Connection(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: some clients offer HTTP/2 with every request, and are answered as if they did not."""
 
-    def _path(self) -> str:
-        if not self._waits_for_head:
+    def _request_path(self) -> str:
+        if not self._is_waiting_for_head:
             return self.scope["path"]
         words = self._begun.decode("latin-1").split()
         return words[1] if len(words) > 1 else ""
 
 
-class _Lingering:
+class _LingeringTransport:
     """The transport of a connection. To close it while input is unread is to stop writing, and to read on."""
 
     def __init__(self, transport: asyncio.Transport, connection: _Connection) -> None:
@@ -298,6 +298,6 @@ class _Lingering:
         return getattr(self._transport, name)
 
 
-def _stopped(timer: asyncio.TimerHandle | None) -> None:
+def _cancel_timer(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()

@@ -17,7 +17,7 @@ from mlx_zip.errors import EngineError, EngineStoppedError, UnknownSessionError
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import Body
-from mlx_zip.server.http import described, json_response, read_body
+from mlx_zip.server.http import json_response, read_body, with_body_class
 
 Some = TypeVar("Some")
 PATH = "/v1/mlx_zip/sessions"
@@ -43,46 +43,48 @@ def routes(core: Core) -> list[Route]:
     async def show(request: Request) -> Response:
         """Lists the kept sessions, the last used first."""
         return json_response(
-            {"object": "list", "data": [asdict(one) for one in await core.aside(core.engine.sessions)]}
+            {"object": "list", "data": [asdict(one) for one in await core.run_in_thread(core.engine.sessions)]}
         )
 
     async def purge(request: Request) -> Response:
         """Forgets all sessions and all stored responses, in memory and on disk."""
         responses = sum(forget() for forget in core.on_purge)
-        return json_response({"deleted": await core.aside(core.engine.purge_sessions), "responses": responses})
+        return json_response({"deleted": await core.run_in_thread(core.engine.purge_sessions), "responses": responses})
 
     async def drop(request: Request) -> Response:
         """Forgets one session, in memory and on disk."""
-        await _of_sessions(core, core.engine.drop_session, request.path_params["name"])
+        await _call_engine(core, core.engine.drop_session, request.path_params["name"])
         return json_response({"deleted": 1})
 
     async def save(request: Request) -> Response:
         """Writes a session to a file."""
         asked = await read_body(request, core, SaveBody)
-        await _of_sessions(core, core.engine.save_session, asked.session, _file(core, asked.file))
+        await _call_engine(core, core.engine.save_session, asked.session, _session_file(core, asked.file))
         return json_response({"file": asked.file})
 
     async def load(request: Request) -> Response:
         """Adds the session in a file."""
         asked = await read_body(request, core, LoadBody)
-        return json_response(asdict(await _of_sessions(core, core.engine.load_session, _file(core, asked.file))))
+        return json_response(
+            asdict(await _call_engine(core, core.engine.load_session, _session_file(core, asked.file)))
+        )
 
     return [
         Route(PATH, show, methods=["GET"]),
         Route(PATH, purge, methods=["DELETE"]),
-        Route(f"{PATH}/save", described(save, SaveBody), methods=["POST"]),
-        Route(f"{PATH}/load", described(load, LoadBody), methods=["POST"]),
+        Route(f"{PATH}/save", with_body_class(save, SaveBody), methods=["POST"]),
+        Route(f"{PATH}/load", with_body_class(load, LoadBody), methods=["POST"]),
         Route(f"{PATH}/{{name}}", drop, methods=["DELETE"]),
     ]
 
 
-async def _of_sessions(core: Core, work: Callable[..., Some], *args: Any) -> Some:
+async def _call_engine(core: Core, work: Callable[..., Some], *args: Any) -> Some:
     """Returns what an engine's method returns.
 
     Its `EngineError` becomes status 404 for a session that is not there, else 400, unless the engine has stopped.
     """
     try:
-        return await core.aside(work, *args)
+        return await core.run_in_thread(work, *args)
     except EngineStoppedError:
         raise
     except UnknownSessionError as error:
@@ -91,7 +93,7 @@ async def _of_sessions(core: Core, work: Callable[..., Some], *args: Any) -> Som
         raise RequestError(400, str(error), "session") from error
 
 
-def _file(core: Core, name: str) -> Path:
+def _session_file(core: Core, name: str) -> Path:
     """Returns the path of a file of sessions. Raises `RequestError` for another folder's, and without a folder."""
     folder = core.options.session_files
     if folder is None:

@@ -58,7 +58,7 @@ def live_json(counts: Counts) -> dict[str, Any]:
     }
 
 
-def summed(counts: Sequence[Counts]) -> Counts:
+def sum_counts(counts: Sequence[Counts]) -> Counts:
     """Returns the figures of several answers together: sums, but the largest of times and codebooks."""
     added = ("prompt_tokens", "cached_tokens", "prompt_ids", "base_tokens", "steps", "hypertokens", "kv_bytes_saved")
     largest = ("entries", "codebook_size", "queued_s", "first_id_s", "total_s")

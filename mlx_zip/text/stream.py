@@ -42,7 +42,7 @@ class StopMatcher:
             self.matched, self._held = True, ""
             _, at, self.stopped_by = min(ends)
             return text[:at]
-        shown = len(text) - self._open_prefix(text)
+        shown = len(text) - partial_mark_length(text, self.stops)
         self._held = text[shown:]
         return text[:shown]
 
@@ -51,11 +51,12 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _open_prefix(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that is the beginning of a stop string."""
-        longest = max(map(len, self.stops), default=1) - 1
-        tails = range(min(longest, len(text)), 0, -1)
-        return next((n for n in tails if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
+
+def partial_mark_length(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the longest end of a text with which a mark begins, 0 if none does; no mark is whole."""
+    longest = max(map(len, marks), default=1) - 1
+    tails = range(min(longest, len(text)), 0, -1)
+    return next((n for n in tails if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 class Piece(NamedTuple):

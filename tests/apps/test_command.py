@@ -171,7 +171,7 @@ def test_a_port_that_is_taken_is_named_and_the_usual_one_is_replaced(run, home, 
         assert (status, str(port) in error) == (2, True)
         assert "choose another --port" in error
         monkeypatch.setattr(running, "PREFERRED_PORT", port)
-        with running.listening(None) as listener:
+        with running.open_listener(None) as listener:
             assert listener.getsockname()[1] not in (0, port)
 
 
@@ -179,7 +179,7 @@ def test_two_apps_that_open_their_models_at_the_same_time_have_ports_of_their_ow
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setattr(running, "PREFERRED_PORT", port)
-    with running.listening(None) as one, running.listening(None) as other:
+    with running.open_listener(None) as one, running.open_listener(None) as other:
         assert one.getsockname()[1] == port
         other.listen()  # as the server does when its model is open
         assert other.getsockname()[1] != port
@@ -209,9 +209,9 @@ def test_a_window_shows_the_page_and_the_app_ends_when_it_is_closed(monkeypatch)
 
     monkeypatch.setitem(sys.modules, "webview", FakeWebview(create_window))
     store = Store(None)
-    with running.listening(0) as listener:
+    with running.open_listener(0) as listener:
         engine, options = FakeEngine(), Options(api_key=running.new_token())
-        showing = running.Showing(window=True)
+        showing = running.PageDisplay(window=True)
         assert running.run_app(Engines(engine), options, listener, store, Settings(), showing) is None
     store.close()
     assert shown[0] == "mlx_zip"
@@ -234,8 +234,8 @@ def test_a_window_keeps_what_the_page_keeps_unless_nothing_is_kept(tmp_path, mon
     webview, folder = FakeWebview(), kept and tmp_path / kept
     monkeypatch.setitem(sys.modules, "webview", webview)
     store = Store(None)
-    with running.listening(0) as listener:
-        options, showing = Options(api_key=running.new_token()), running.Showing(window=True, kept=folder)
+    with running.open_listener(0) as listener:
+        options, showing = Options(api_key=running.new_token()), running.PageDisplay(window=True, storage_folder=folder)
         running.run_app(Engines(FakeEngine()), options, listener, store, Settings(), showing)
     store.close()
     assert webview.started == {"private_mode": kept is None, "storage_path": kept and str(folder)}
@@ -249,6 +249,6 @@ def test_the_command_gives_the_window_a_private_folder_unless_there_is_no_histor
     monkeypatch.setattr("mlx_zip.cli.serving.app.find_spec", lambda name: name)
     assert run("app", "--window", "--port", "0", *flags)[0] == 0
     folder = data_folder() / "window"
-    assert shown[0].kept == (None if flags else folder)
+    assert shown[0].storage_folder == (None if flags else folder)
     assert folder.exists() != bool(flags)
     assert flags or folder.stat().st_mode & 0o077 == 0

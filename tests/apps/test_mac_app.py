@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.apps.chat.answering import as_bytes
+from mlx_zip.apps.chat.running_answers import encode_frames
 from mlx_zip.apps.mac import build
 from support.places import REPO
 
@@ -37,7 +37,7 @@ def test_briefcase_reads_the_settings():
 def test_the_app_has_the_version_and_the_oldest_system_of_the_package():
     oldest = PROJECT["tool"]["cibuildwheel"]["macos"]["environment"]["MACOSX_DEPLOYMENT_TARGET"]
     assert BRIEFCASE["version"] == PROJECT["project"]["version"]
-    assert build.requirements() == [f"mlx_zip[serve,window]=={PROJECT['project']['version']}"]
+    assert build.app_requirements() == [f"mlx_zip[serve,window]=={PROJECT['project']['version']}"]
     assert APP["macOS"]["min_os_version"] == oldest
 
 
@@ -59,7 +59,7 @@ def recorded_wheels(macos: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("macos", build.SYSTEMS)
 def test_pip_finds_a_wheel_for_all_that_the_app_needs_under_briefcases_options(tmp_path, macos):
-    found = build.resolved(macos, "3.13", recorded_wheels(macos, tmp_path))
+    found = build.resolve_wheels(macos, "3.13", recorded_wheels(macos, tmp_path))
     assert {name.lower() for name in found} == {name.lower() for name in WHEELS[macos]}, "run build.py --check --record"
     (metal,) = [name for name in found if name.startswith("mlx_metal-")]
     assert metal.endswith(f"-macosx_{macos.replace('.', '_')}_arm64.whl")
@@ -71,7 +71,7 @@ def test_without_the_wheels_that_are_built_here_pip_finds_none_for_pywebview(tmp
     for one in build.LOCAL:
         next(tmp_path.glob(f"{one.partition('==')[0]}-*.whl")).unlink()
     with pytest.raises(subprocess.CalledProcessError) as error:
-        build.resolved("14.0", "3.13", sources)
+        build.resolve_wheels("14.0", "3.13", sources)
     assert "proxy_tools" in error.value.stderr
 
 
@@ -82,18 +82,20 @@ def test_briefcase_gives_pip_the_options_that_are_checked(tmp_path):
     env = venv.VenvVirtualEnvironment.__new__(venv.VenvVirtualEnvironment)
     env.__dict__.update(tools=tools, app=app, name="app", platform="macOS", arch="arm64", base_path=MAC)
     packages = {"install_path": tmp_path / "packages", "min_os_version": "26.0"}
-    env.install_requirements(build.requirements(), require_binary=True, **packages)
+    env.install_requirements(build.app_requirements(), require_binary=True, **packages)
     (command,) = tools[app].app_context.run.call_args.args
     words = command[command.index("install") + 1 :]
     words.remove(f"--target={packages['install_path']}")
-    assert words == [*build.pip_options("26.0"), *build.requirements()]
+    assert words == [*build.pip_options("26.0"), *build.app_requirements()]
 
 
 def test_the_app_is_built_for_the_newest_macos_that_the_machine_has():
-    assert [build.newest(one) for one in ("14.0", "15.7.1", "26.0", "26.2", "27.1")] == ["14.0"] * 2 + ["26.0"] * 3
-    assert build.newest("16.0") == "26.0"  # as an older Python calls macOS 26
+    assert [build.newest_record(one) for one in ("14.0", "15.7.1", "26.0", "26.2", "27.1")] == ["14.0"] * 2 + [
+        "26.0"
+    ] * 3
+    assert build.newest_record("16.0") == "26.0"  # as an older Python calls macOS 26
     with pytest.raises(SystemExit, match=r"14\.0 or newer"):
-        build.newest("13.6")
+        build.newest_record("13.6")
 
 
 def test_briefcase_takes_the_chosen_macos_in_place_of_the_one_in_the_settings():
@@ -146,7 +148,7 @@ def test_a_mac_stays_at_work_while_an_answer_is_written_and_no_longer(monkeypatc
         raise ConnectionError
 
     async def read(count, leaves):
-        seen, stream = [], as_bytes(frames(count))
+        seen, stream = [], encode_frames(frames(count))
         try:
             async for _ in stream:
                 seen.append(list(now))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_zip.apps.chat.answering import new_message
+from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import Store
 
 TEXTS = {

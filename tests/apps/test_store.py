@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.apps.chat import database, database_file, schema
-from mlx_zip.apps.chat.answering import new_message
 from mlx_zip.apps.chat.database_file import StoreError, open_file
+from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import CUT, Store
 from support.chat_app import chatting
 from support.chat_stream import writing
@@ -162,7 +162,7 @@ def test_the_page_is_told_what_was_kept_aside(file):
 def test_a_damaged_file_that_another_process_uses_is_refused_and_not_moved(file):
     closed(file)
     user = open_file(file)
-    database_file.share(user)
+    database_file.share_lock(user)
     damaged(file)
     with pytest.raises(StoreError, match="another process uses the file"):
         Store(file)
@@ -221,9 +221,9 @@ def test_an_older_database_is_migrated_whole_or_not_at_all(file, monkeypatch):
     with sqlite3.connect(file, isolation_level=None) as db:
         with pytest.raises(sqlite3.OperationalError):
             schema.migrate(db, [*schema.MIGRATIONS, (*good, "nonsense")])
-        assert schema.version_of(db) == newest
+        assert schema.schema_version(db) == newest
         schema.migrate(db, [*schema.MIGRATIONS, good])
-        assert schema.version_of(db) == newest + 1
+        assert schema.schema_version(db) == newest + 1
         assert db.execute("SELECT id, starred FROM conversations").fetchall() == [(one, 0)]
     db.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.apps.chat import database
-from mlx_zip.apps.chat.answering import new_message
+from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import Store
 from support.chat_app import chatting
 from support.fake_engine import FakeEngine, Script

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mlx_zip.cli.serving.agents import CLIENTS
+from mlx_zip.cli.serving.agents import AGENTS
 from mlx_zip.engine import EngineInfo
 from mlx_zip.server.options import Options
 from support.command_line import outcome
@@ -54,7 +54,7 @@ def values(path: Path):
     return READERS[path.suffix](path.read_text())
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", AGENTS)
 def test_what_is_printed_is_what_is_written(client, agent, home):
     status, printed, _ = agent(client)
     assert status == 0
@@ -69,7 +69,7 @@ def test_what_is_printed_is_what_is_written(client, agent, home):
 
 
 def test_the_settings_name_the_server_its_model_and_the_length_of_its_context(agent, home, served):
-    for client in CLIENTS:
+    for client in AGENTS:
         assert agent(client, "--write")[0] == 0
     codex = values(home / ".codex/config.toml")
     assert (codex["model"], codex["model_context_window"]) == ("stories", CONTEXT)
@@ -102,7 +102,7 @@ OLD = {
 }
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", AGENTS)
 def test_what_was_in_a_file_stays_and_a_copy_is_kept(client, agent, home):
     path = home / FILES[client][0]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def test_what_was_in_a_file_stays_and_a_copy_is_kept(client, agent, home):
     assert "old" not in json.dumps([now[key] for key in now if key not in ("provider",)])
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", AGENTS)
 def test_writing_twice_changes_nothing_and_makes_one_copy(client, agent, home):
     path = home / FILES[client][0]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ def test_a_server_without_a_key_and_a_model_without_a_limit_need_no_settings_for
     engine = FakeEngine()
     engine.info = EngineInfo("org/a-model", len(engine.tokenizer), None, 2, 64, "0123456789abcdef0123")
     with serving(engine) as served:
-        for client in CLIENTS:
+        for client in AGENTS:
             assert outcome(capsys, "agent")(client, "--url", served.url, "--write")[0] == 0
     codex = values(home / ".codex/config.toml")
     assert codex["model"] == "org/a-model"

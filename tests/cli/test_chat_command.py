@@ -28,13 +28,13 @@ def test_a_saved_conversation_is_loaded_again_and_other_readers_read_it(tmp_path
     program, front = chatted(*typed, engine=of_any_role())
     assert front.errors == []
     assert json.loads(file.read_text()) == {
-        "messages": [message("system", "Be brief."), *program.talk.messages],
+        "messages": [message("system", "Be brief."), *program.conversation.messages],
     }
     assert len(read_prompts(file)[0].content) == 5
     again, front = chatted(f"/load {file}", "third", engine=of_any_role())
-    assert again.talk.system == "Be brief."
-    assert again.talk.messages[:4] == program.talk.messages
-    assert front.loaded == [again.talk]
+    assert again.conversation.system == "Be brief."
+    assert again.conversation.messages[:4] == program.conversation.messages
+    assert front.loaded == [again.conversation]
 
 
 def test_a_file_of_something_else_is_not_replaced(tmp_path):
@@ -65,14 +65,14 @@ def test_a_file_that_is_no_conversation_is_refused_and_the_conversation_stays(co
     program, front = chatted("hello", f"/load {file}")
     assert len(front.errors) == 1
     assert error in front.errors[0]
-    assert len(program.talk.messages) == 2
+    assert len(program.conversation.messages) == 2
 
 
 def test_a_loaded_question_without_an_answer_can_be_asked(tmp_path):
     file = tmp_path / "talk.jsonl"
     file.write_text(json.dumps({"messages": [message("user", "hello")]}) + "\n")
     program, _ = chatted(f"/load {file}", "/retry")
-    assert program.talk.messages == [message("user", "hello"), message("assistant", STORY)]
+    assert program.conversation.messages == [message("user", "hello"), message("assistant", STORY)]
 
 
 # ---- the command
@@ -81,7 +81,7 @@ def test_a_loaded_question_without_an_answer_can_be_asked(tmp_path):
 @pytest.fixture
 def fake(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(opening, "opened", lambda group, name, **options: engine)
+    monkeypatch.setattr(opening, "open_chosen_engine", lambda group, name, **options: engine)
     return engine
 
 
@@ -126,7 +126,7 @@ def test_closed_standard_input_is_one_line(fake, monkeypatch, run):
     ],
 )
 def test_flags_that_cannot_be_used_are_refused_before_a_model_is_loaded(flags, error, run, monkeypatch):
-    monkeypatch.setattr(opening, "opened", lambda *args, **options: pytest.fail("loaded"))
+    monkeypatch.setattr(opening, "open_chosen_engine", lambda *args, **options: pytest.fail("loaded"))
     status, _, err = run("chat", *flags)
     assert status == 2
     assert err.startswith(f"error: {error}")

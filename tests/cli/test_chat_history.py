@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from mlx_zip.cli.chat import terminal
-from mlx_zip.cli.chat.terminal import TypedLines
+from mlx_zip.cli.chat.terminal import TypedHistory
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def file(tmp_path):
 def lines(file):
     """The messages in a file, the newest first, and the warnings."""
     warnings = []
-    return list(TypedLines(file, warnings.append).load_history_strings()), warnings
+    return list(TypedHistory(file, warnings.append).load_history_strings()), warnings
 
 
 def test_messages_come_back_newest_first_with_all_their_lines_and_characters(file):
-    typed = TypedLines(file, pytest.fail)
+    typed = TypedHistory(file, pytest.fail)
     for text in ("one", "two\nlines", "\udcff ☃ \x1b"):
         typed.append_string(text)
     assert lines(file) == (["\udcff ☃ \x1b", "two\nlines", "one"], [])
@@ -34,7 +34,7 @@ def test_messages_come_back_newest_first_with_all_their_lines_and_characters(fil
 def test_a_file_that_others_could_read_is_closed_to_them(file):
     file.parent.mkdir()
     file.touch(mode=0o644)
-    TypedLines(file, pytest.fail).append_string("one")
+    TypedHistory(file, pytest.fail).append_string("one")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -45,13 +45,13 @@ def test_damaged_lines_are_left_out(file):
 
 
 def test_a_very_long_message_is_not_kept(file):
-    TypedLines(file, pytest.fail).append_string("x" * (terminal.MOST_CHARACTERS + 1))
+    TypedHistory(file, pytest.fail).append_string("x" * (terminal.MOST_CHARACTERS + 1))
     assert not file.exists()
 
 
 def test_the_older_half_of_a_large_file_is_dropped(file, monkeypatch):
     monkeypatch.setattr(terminal, "MOST_BYTES", 100)
-    typed = TypedLines(file, pytest.fail)
+    typed = TypedHistory(file, pytest.fail)
     for n in range(20):
         typed.append_string(f"message {n}")
     kept, _ = lines(file)
@@ -61,7 +61,7 @@ def test_the_older_half_of_a_large_file_is_dropped(file, monkeypatch):
 
 def test_a_file_that_cannot_be_used_is_told_once(tmp_path):
     warnings = []
-    typed = TypedLines(tmp_path, warnings.append)
+    typed = TypedHistory(tmp_path, warnings.append)
     assert list(typed.load_history_strings()) == []
     typed.append_string("one")
     typed.append_string("two")

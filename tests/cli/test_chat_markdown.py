@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from mlx_zip.cli import colours
 from mlx_zip.cli.chat.markdown import MarkdownStream
-from mlx_zip.cli.chat.screen import Screen, harmless, valid
+from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_controls
 
-TEXT = """# A title with `code`
+TEXT = """# A title with `colour_code`
 
 Some **bold text** and *em*, snake_case_name, 2 * 3 = 6, a [link](http://x.y/z), <http://a.b> and &amp; too.
 A line that is rather long, so that it has to be wrapped, because it has more words than a terminal has room for.
@@ -59,7 +59,7 @@ def plain(text):
 @given(st.lists(st.integers(1, len(TEXT) - 1), max_size=80), st.booleans())
 def test_what_is_shown_does_not_depend_on_the_pieces(cuts, tinted):
     at = [0, *sorted(cuts), len(TEXT)]
-    tint = colours.code if tinted else lambda length: ""
+    tint = colours.colour_code if tinted else lambda length: ""
     assert shown([(TEXT[a:b], 1) for a, b in pairwise(at)], tint) == shown([(TEXT, 1)], tint)
 
 
@@ -69,7 +69,7 @@ def test_each_character_alone_shows_the_same():
 
 @given(st.text(alphabet="ab *_`~[](){}<>!&\\#|->=\n0.\t\x1b\u9fff", max_size=120))
 def test_any_text_is_shown_and_ends_its_line(text):
-    seen = shown([(one, 1 + (i % 3)) for i, one in enumerate(text)], colours.code)
+    seen = shown([(one, 1 + (i % 3)) for i, one in enumerate(text)], colours.colour_code)
     assert "\x1b" not in SGR.sub("", seen)
     assert seen == "" or seen.endswith("\n")
 
@@ -141,7 +141,8 @@ def test_a_word_without_end_is_shown_while_it_grows():
 
 def test_hypertokens_have_the_colour_of_their_length():
     seen = shown(
-        [("One", 1), (" two three", 2), (" **fo", 1), ("ur**", 3), ("\n```\n", 1), ("x = ", 4), ("1", 1)], colours.code
+        [("One", 1), (" two three", 2), (" **fo", 1), ("ur**", 3), ("\n```\n", 1), ("x = ", 4), ("1", 1)],
+        colours.colour_code,
     )
     assert "One \x1b[36mtwo\x1b[0m \x1b[36mthree\x1b[0m \x1b[1mfo\x1b[0m\x1b[1;32mur\x1b[0m\n" in seen
     assert "\x1b[33mx = \x1b[0m1\n" in seen
@@ -152,7 +153,7 @@ def test_code_is_coloured_by_its_language_unless_hypertokens_are():
     lit = shown([(text, 1)])
     assert "\x1b[34mdef" in lit
     assert lit.count("\x1b[33m") >= 2  # both lines of the string
-    assert "\x1b[34m" not in shown([(text, 1)], colours.code)
+    assert "\x1b[34m" not in shown([(text, 1)], colours.colour_code)
     assert "\x1b[34m" not in shown([(text, 1)], coloured=False)
 
 
@@ -202,11 +203,11 @@ def test_a_terminal_that_says_it_has_no_columns_has_eighty(sized):
 
 
 def test_control_characters_are_pictures():
-    assert harmless("\x1b[31m\x07\x00\x7f\x9b\u202e\r\n\ta\r") == "␛[31m␇␀␡\ufffd\ufffd\n\ta␍"
-    assert harmless("👩‍👩‍👧 שלום e\u0301") == "👩‍👩‍👧 שלום e\u0301"
+    assert replace_controls("\x1b[31m\x07\x00\x7f\x9b\u202e\r\n\ta\r") == "␛[31m␇␀␡\ufffd\ufffd\n\ta␍"
+    assert replace_controls("👩‍👩‍👧 שלום e\u0301") == "👩‍👩‍👧 שלום e\u0301"
 
 
 def test_typed_bytes_that_are_not_utf8_become_replacement_characters():
     typed = b"a\xff\xc3".decode("utf-8", "surrogateescape")
-    assert valid(typed) == "a\ufffd\ufffd"
-    assert valid("\udcc3\udca9 \ud800") == "é \ufffd"
+    assert repair_surrogates(typed) == "a\ufffd\ufffd"
+    assert repair_surrogates("\udcc3\udca9 \ud800") == "é \ufffd"

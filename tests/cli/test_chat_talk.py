@@ -23,7 +23,7 @@ def test_an_answer_is_shown_with_the_length_of_each_step_and_kept():
     program, front = chatted("hello")
     assert front.shown == [STORY]
     assert {length for _, length in front.pieces} == {1, 2}
-    assert program.talk.messages == [message("user", "hello"), message("assistant", STORY)]
+    assert program.conversation.messages == [message("user", "hello"), message("assistant", STORY)]
     assert "per step" in front.noted[0]
 
 
@@ -38,13 +38,13 @@ def test_the_next_prompt_holds_the_ids_that_were_emitted():
 class Thinker(Typed):
     """A front with a person before it."""
 
-    asks = True
+    is_interactive = True
 
     def __init__(self, *messages):
         super().__init__(*messages)
         self.thoughts = ""
 
-    def think(self, text):
+    def feed_reasoning(self, text):
         self.thoughts += text
 
 
@@ -56,7 +56,7 @@ def test_marked_reasoning_is_shown_apart_and_kept_in_the_conversation():
     program = Program(FakeEngine(Script(text=text), vocab=vocab), Settings(), front, Conversation())
     assert commands.run(program) == 0
     assert (front.thoughts, front.shown) == ("A boat is good.", ["Once upon a time."])
-    assert program.talk.messages[1] == message("assistant", text)
+    assert program.conversation.messages[1] == message("assistant", text)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_marked_reasoning_stays_as_it_is_where_no_person_reads():
 
 def test_reasoning_is_faint_in_a_terminal(capsys):
     view = terminal.TerminalView(PlainView(sys.stdout, False))
-    view.think("A boat")
-    view.think(" is \x1b[31mgood.")
+    view.feed_reasoning("A boat")
+    view.feed_reasoning(" is \x1b[31mgood.")
     view.feed("Once upon a time.", 1)
     view.finish()
     written = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_reasoning_is_faint_in_a_terminal(capsys):
 def test_a_stopped_answer_keeps_what_was_shown():
     program, front = chatted("one", "two", script=Script(text=STORY, delay_s=0.02), stops=(0,))
     assert front.errors == []
-    kept = program.talk.messages
+    kept = program.conversation.messages
     if front.shown[0]:  # stopped after a few words
         assert kept[1] == message("assistant", front.shown[0])
         assert STORY.startswith(front.shown[0])
@@ -127,7 +127,7 @@ class Eager(FakeEngine):
 def test_what_arrives_after_a_stop_is_left_out():
     program, front = chatted("hello", engine=Eager())
     assert front.shown == ["One more"]
-    assert program.talk.messages[1] == message("assistant", "One more")
+    assert program.conversation.messages[1] == message("assistant", "One more")
     assert program.engine.told.notes == [
         ("One more", program.engine.tokenizer.encode("One more", add_special_tokens=False))
     ]
@@ -137,16 +137,16 @@ def test_what_arrives_after_a_stop_is_left_out():
 def test_a_message_without_an_answer_is_taken_back_and_can_be_asked_again():
     engine = FakeEngine(Script(fails=GenerationError("out of memory"), ids=()))
     program, front = chatted("one", engine=engine)
-    assert (front.errors, program.talk.messages) == (["out of memory"], [])
+    assert (front.errors, program.conversation.messages) == (["out of memory"], [])
     engine.script = Script()
     program.front.messages = ["/retry"]
     commands.run(program)
-    assert program.talk.messages == [message("user", "one"), message("assistant", STORY)]
+    assert program.conversation.messages == [message("user", "one"), message("assistant", STORY)]
 
 
 def test_retry_takes_the_place_of_the_last_answer_with_another_seed_and_temperature():
     program, _ = chatted("one", "/retry 0.5")
-    assert len(program.talk.messages) == 2
+    assert len(program.conversation.messages) == 2
     first, second = program.engine.told.submissions
     assert list(first.base_ids) == list(second.base_ids)
     assert (first.sampling["seed"], second.sampling["seed"], second.sampling["temp"]) == (0, 1, 0.5)
@@ -158,15 +158,15 @@ def test_a_retry_that_fails_leaves_the_answer_that_was_there():
     engine.script = Script(fails=GenerationError("no"), ids=())
     front.messages = ["/retry"]
     commands.run(program)
-    assert program.talk.messages == [message("user", "one"), message("assistant", STORY)]
-    assert program.talk.answered
+    assert program.conversation.messages == [message("user", "one"), message("assistant", STORY)]
+    assert program.conversation.answered
 
 
 def test_reset_forgets_messages_but_not_the_system_message():
     program, _ = chatted("/system Be brief.", "one", "/reset", "two", engine=of_any_role())
     assert "Be brief." in asked(program)[1]
     assert "one" not in asked(program)[1]
-    assert len(program.talk.messages) == 2
+    assert len(program.conversation.messages) == 2
 
 
 def test_a_system_message_that_the_template_refuses_is_refused_at_once_and_the_chat_goes_on(tmp_path):
@@ -175,7 +175,7 @@ def test_a_system_message_that_the_template_refuses_is_refused_at_once_and_the_c
     program, front = chatted("/system Be brief.", f"/load {file}", "hello")
     assert len(front.errors) == 2
     assert all("takes no system message" in error for error in front.errors)
-    assert program.talk.system is None
+    assert program.conversation.system is None
     assert front.shown == [STORY]
 
 
@@ -183,7 +183,7 @@ def test_a_system_message_can_be_shown_and_removed():
     program, front = chatted("/system", "/system Be brief.", "/system", "/system off", engine=of_any_role())
     assert front.said[0] == "there is no system message"
     assert front.said[2] == "system message: Be brief."
-    assert program.talk.system is None
+    assert program.conversation.system is None
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_name_that_no_file_can_have_saves_nothing_and_the_chat_goes_on(name, e
 
 def test_two_slashes_send_one_and_other_names_of_commands_work():
     program, front = chatted("//reset is a word", "/colors", "/?", "/q", "never read")
-    assert program.talk.messages[0]["content"] == "/reset is a word"
+    assert program.conversation.messages[0]["content"] == "/reset is a word"
     assert front.colours
     assert any(line.startswith("/stats") for line in front.said)
     assert front.messages == ["never read"]
@@ -265,7 +265,7 @@ def test_vocabulary_lists_the_most_used_hypertokens_with_uses_origin_and_parts()
 
 def test_vocabulary_counts_only_the_answers_that_the_conversation_has():
     program, front = chatted("hello", "/retry", "/vocabulary")
-    assert len(program.talk.uses) == 1
+    assert len(program.conversation.uses) == 1
     assert all(line.split()[0] == "1x" for line in front.said[1:])
     program.front.messages = ["/reset", "/vocabulary"]
     commands.run(program)
@@ -283,7 +283,7 @@ def test_a_conversation_longer_than_the_context_is_one_line_and_ends_nothing():
     program, front = chatted("a b " * 3000, "hello")
     assert len(front.errors) == 1
     assert "/reset begins a new conversation" in front.errors[0]
-    assert [one["content"] for one in program.talk.messages] == ["hello", STORY]
+    assert [one["content"] for one in program.conversation.messages] == ["hello", STORY]
 
 
 def test_an_answer_at_the_limit_says_so():
@@ -296,7 +296,7 @@ def test_a_conversation_can_be_saved_after_the_engine_has_stopped_and_a_pipe_end
     engine = FakeEngine()
     program, front = chatted("one", engine=engine)
     engine.die()
-    front.asks, front.messages = asks, ["two", f"/save {tmp_path}/talk", "/quit"]
+    front.is_interactive, front.messages = asks, ["two", f"/save {tmp_path}/talk", "/quit"]
     assert commands.run(program) == 1
     assert front.errors == ["the engine has stopped; /save keeps the conversation, /quit ends the chat"]
     assert (tmp_path / "talk.jsonl").exists() is asks

@@ -135,7 +135,7 @@ class Terminal(io.StringIO):
 )
 def test_colour_is_for_terminals_and_yields_to_no_color(choice, out, no_color, coloured, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
-    assert colours.coloured(choice, out) is coloured
+    assert colours.should_colour(choice, out) is coloured
 
 
 def test_colour_changes_nothing_but_the_colour(run, model):

@@ -205,7 +205,9 @@ def choice(monkeypatch, folder, *, installed=("torch", "mlx"), platform="linux",
     monkeypatch.delenv("MLX_RANK", raising=False)
     monkeypatch.setattr(engine_choice, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setattr(engine_choice.sys, "platform", platform)
-    return engine_choice._choice(argparse.Namespace(engine="auto", **flags), [] if folder is None else [folder], group)
+    return engine_choice._pick_engine(
+        argparse.Namespace(engine="auto", **flags), [] if folder is None else [folder], group
+    )
 
 
 @pytest.fixture
@@ -246,9 +248,9 @@ def test_auto_takes_mlx_for_what_only_mlx_can_do_and_says_so(monkeypatch, large)
 
 def test_an_engine_that_is_named_stays_and_one_that_is_chosen_is_told(monkeypatch, capsys):
     named, auto = argparse.Namespace(engine="cuda"), argparse.Namespace(engine="auto")
-    monkeypatch.setattr(engine_choice, "_choice", lambda *_: ("torch", "because it is"))
+    monkeypatch.setattr(engine_choice, "_pick_engine", lambda *_: ("torch", "because it is"))
     for args in (named, auto):
-        engine_choice.choose(args, "stories")
+        engine_choice.choose_engine(args, "stories")
     assert (named.engine, auto.engine) == ("cuda", "torch")
     assert capsys.readouterr().err == "engine: torch, because it is\n"
 
@@ -257,12 +259,12 @@ def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
     from mlx_zip.cli.serving import app
 
     monkeypatch.setattr(
-        engine_choice, "_choice", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None)
+        engine_choice, "_pick_engine", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None)
     )
     monkeypatch.setattr(engine_choice, "choose_device", lambda: None)
     monkeypatch.setattr(app, "engine_options", lambda args, *_: {"engine": args.engine})
     monkeypatch.setattr(app, "opened", lambda adapter, name, **options: (name, options["engine"]))
     for asked, expected in (("auto", "torch"), ("mlx", "mlx")):
         args = argparse.Namespace(engine=asked)
-        assert app._other(args, "large") == ("large", expected)
+        assert app._open_other_model(args, "large") == ("large", expected)
         assert args.engine == asked

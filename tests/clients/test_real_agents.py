@@ -218,9 +218,9 @@ def test_litellm_works(served, place):
 
 
 def free_port() -> int:
-    from mlx_zip.server.running import bound
+    from mlx_zip.server.running import bind_socket
 
-    with bound("127.0.0.1", 0) as found:
+    with bind_socket("127.0.0.1", 0) as found:
         return found.getsockname()[1]
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from mlx_zip.engine import Differing, EngineInfo
-from mlx_zip.server.answers.answering import hidden
+from mlx_zip.server.answers.answer_deltas import mask_letters_and_digits
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, Script
 from support.http_server import serving
@@ -264,4 +264,4 @@ def test_an_empty_input_is_answered_with_nothing_and_without_the_model(served, s
 
 
 def test_nothing_but_punctuation_and_space_is_left_of_a_hidden_text():
-    assert hidden("Ab_c 19:30 <é😀न\u0941٣>") == "xx_x 00:00 <xxxxx>"
+    assert mask_letters_and_digits("Ab_c 19:30 <é😀न\u0941٣>") == "xx_x 00:00 <xxxxx>"

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from mlx_zip.server.anthropic.bodies import MessagesBody
 from mlx_zip.server.anthropic.messages import SIGNATURE, MessageBuilder
-from mlx_zip.server.fields import parse
+from mlx_zip.server.fields import parse_body
 from support.answers import ANSWERS, BEGINNINGS
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
@@ -16,7 +16,7 @@ BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": 
 
 
 def builder(body=BODY):
-    return MessageBuilder(parse(MessagesBody, body), "stories", lambda prefix: f"{prefix}_1")
+    return MessageBuilder(parse_body(MessagesBody, body), "stories", lambda prefix: f"{prefix}_1")
 
 
 def streamed(deltas, body=BODY):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.server.answers.turn import Turn
 from mlx_zip.server.anthropic import bodies as anthropic_bodies
-from mlx_zip.server.fields import BodyError, parse
+from mlx_zip.server.fields import BodyError, parse_body
 from mlx_zip.server.openai import responses_bodies
 
 RESPONSE = {
@@ -81,12 +81,12 @@ def changed(draw, body):
 
 
 def response_turn(body):
-    parsed = parse(responses_bodies.ResponseBody, body)
+    parsed = parse_body(responses_bodies.ResponseBody, body)
     return responses_bodies.turn_of(parsed, [item for item in parsed.items if item["type"] != "item_reference"])
 
 
 def message_turn(body):
-    return anthropic_bodies.turn_of(parse(anthropic_bodies.MessagesBody, body))
+    return anthropic_bodies.turn_of(parse_body(anthropic_bodies.MessagesBody, body))
 
 
 @pytest.mark.slow

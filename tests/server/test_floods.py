@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from mlx_zip.server.anthropic.bodies import MessagesBody
 from mlx_zip.server.anthropic.bodies import turn_of as message_turn
 from mlx_zip.server.errors import Failure
-from mlx_zip.server.fields import BodyError, check_tools, parse
+from mlx_zip.server.fields import BodyError, check_tools, parse_body
 from mlx_zip.server.openai.chat import ChatBody
 from mlx_zip.server.openai.completions import CompletionBody
 from mlx_zip.server.openai.responses_bodies import ResponseBody
@@ -49,7 +49,7 @@ FLOODS = {
 def test_a_body_full_of_faults_costs_no_more_than_one_with_a_few(name):
     kind, body = FLOODS[name]
     with pytest.raises(BodyError):
-        parse(kind, body)
+        parse_body(kind, body)
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() <= 4
@@ -57,11 +57,11 @@ def test_a_body_full_of_faults_costs_no_more_than_one_with_a_few(name):
 
 def test_more_messages_than_a_list_may_have_are_refused_by_their_number():
     with pytest.raises(BodyError, match="10000"):
-        parse(ChatBody, {"messages": USER * 10_001})
+        parse_body(ChatBody, {"messages": USER * 10_001})
 
 
 def test_a_prompt_of_ids_may_be_as_long_as_a_context():
-    assert len(parse(CompletionBody, {"prompt": [1] * MANY}).prompt) == MANY
+    assert len(parse_body(CompletionBody, {"prompt": [1] * MANY}).prompt) == MANY
 
 
 def test_names_of_very_many_tools_are_compared_in_one_pass():
@@ -81,7 +81,9 @@ def test_names_of_very_many_tools_are_compared_in_one_pass():
 @pytest.mark.slow
 def test_a_message_of_very_many_pieces_is_joined_once():
     pieces = [{"type": "text", "text": "x" * 2000}] * 9000
-    body = parse(MessagesBody, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": pieces}] * 9})
+    body = parse_body(
+        MessagesBody, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": pieces}] * 9}
+    )
     (message,) = message_turn(body).messages
     assert message["content"] == "\n\n".join(["x" * 2000] * 81_000)
 

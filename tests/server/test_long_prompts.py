@@ -116,7 +116,7 @@ def test_a_prompt_that_is_being_encoded_is_given_up_when_its_client_goes(path):
         connection.close()
         assert until(lambda: not served.server.server_state.tasks)
         tokenizer.go_on.set()
-        served.core._long.submit(lambda: None).result(20)  # the only thread for long prompts is free again
+        served.core._long_prompts_pool.submit(lambda: None).result(20)  # the only thread for long prompts is free again
     assert tokenizer.long == 2
     assert engine.told.tickets == []
 
@@ -143,13 +143,15 @@ def test_a_prompt_that_waits_for_another_one_is_not_rendered_any_more_when_its_c
         first = served.raw(post("/v1/completions", {"prompt": LONG}))
         assert tokenizer.begun.wait(20)
         second = served.raw(post("/v1/chat/completions", {"messages": USER}))
-        assert until(lambda: served.core._long._work_queue.qsize() == 1)
+        assert until(lambda: served.core._long_prompts_pool._work_queue.qsize() == 1)
         rendered = []
-        monkeypatch.setattr("mlx_zip.server.core.for_template", lambda _, said: rendered.append(said) or [*said])
+        monkeypatch.setattr(
+            "mlx_zip.server.core.messages_for_template", lambda _, said: rendered.append(said) or [*said]
+        )
         second.close()
         assert until(lambda: len(served.server.server_state.tasks) == 1)
         tokenizer.go_on.set()
-        assert served.core._long.submit(lambda: None).result(20) is None
+        assert served.core._long_prompts_pool.submit(lambda: None).result(20) is None
         assert first.recv(100).startswith(b"HTTP/1.1 ")
         first.close()
     assert rendered == []

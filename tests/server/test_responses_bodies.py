@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_zip.server.answers.turn import Tool, Turn
-from mlx_zip.server.fields import BodyError, parse
+from mlx_zip.server.fields import BodyError, parse_body
 from mlx_zip.server.openai.responses_bodies import ResponseBody, turn_of
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def turn(**fields):
-    body = parse(ResponseBody, {"model": "m", "input": "Hi"} | fields)
+    body = parse_body(ResponseBody, {"model": "m", "input": "Hi"} | fields)
     return turn_of(body, body.items)
 
 
@@ -62,7 +62,7 @@ def test_two_messages_of_the_model_in_a_row_stay_two():
 
 
 def test_an_output_may_answer_a_call_of_a_response_before():
-    body = parse(ResponseBody, {"model": "m", "input": [OUTPUT]})
+    body = parse_body(ResponseBody, {"model": "m", "input": [OUTPUT]})
     assert turn_of(body, [USER | {"type": "message"}, CALL, *body.items], 2).messages[-1]["content"] == "3"
 
 
@@ -147,7 +147,7 @@ def test_tools_that_the_server_cannot_run_are_left_out_and_named():
 
 
 def test_a_fault_is_placed_in_the_input_of_the_request_itself():
-    body = parse(ResponseBody, {"model": "m", "input": [USER, OUTPUT]})
+    body = parse_body(ResponseBody, {"model": "m", "input": [USER, OUTPUT]})
     with pytest.raises(BodyError) as refused:
         turn_of(body, [USER | {"type": "message"}, *body.items], 1)
     assert refused.value.param == "input.1.call_id"
@@ -221,5 +221,5 @@ def test_what_is_refused_is_called_by_its_name():
 
 def test_a_body_that_is_no_object_is_refused():
     with pytest.raises(BodyError) as refused:
-        parse(ResponseBody, [])
+        parse_body(ResponseBody, [])
     assert refused.value.param is None

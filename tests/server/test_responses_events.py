@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from mlx_zip.server.fields import parse
+from mlx_zip.server.fields import parse_body
 from mlx_zip.server.openai.responses_bodies import ResponseBody
 from mlx_zip.server.openai.responses_events import ResponseBuilder
 from support.answers import ANSWERS, BEGINNINGS
@@ -27,7 +27,7 @@ BODY = {
 
 def builder(body=BODY):
     numbers = count()
-    return ResponseBuilder(parse(ResponseBody, body), "stories", lambda prefix: f"{prefix}_{next(numbers)}")
+    return ResponseBuilder(parse_body(ResponseBody, body), "stories", lambda prefix: f"{prefix}_{next(numbers)}")
 
 
 def streamed(deltas, body=BODY):

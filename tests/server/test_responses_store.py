@@ -36,7 +36,7 @@ def test_the_bytes_of_all_responses_stay_below_the_bound():
         store.add(response(str(i)), [ITEM])
         assert store.bytes == len(store) * one <= 3 * one
     assert len(store) == 3
-    store.drop("9")
+    store.delete("9")
     assert store.bytes == 2 * one
 
 
@@ -79,7 +79,7 @@ def test_responses_are_there_after_a_restart_and_private(tmp_path):
     store, files = opened(folder)
     for name in names:
         store.add(response(name), [ITEM])
-    store.drop(names[1])
+    store.delete(names[1])
     files.flush()
     assert {path.stem for path in folder.iterdir()} == {names[0], names[2]}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}

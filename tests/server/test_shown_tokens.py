@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mlx_zip.engine import Counts, Emitted, Finished, Origin, Started
 from mlx_zip.packs.pack import Pack
-from mlx_zip.server.answers.answering import Answering
+from mlx_zip.server.answers.answer_deltas import AnswerDeltas
 from mlx_zip.server.answers.splitter import Splitter
-from mlx_zip.server.answers.turn import Done, Learned, Live, Reasoning, Text, Tool, ToolCall, Turn
+from mlx_zip.server.answers.turn import Done, LearnedEntries, LiveCounts, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.server.options import Options
 from mlx_zip.text.token_facts import TokenTexts
 from mlx_zip.text.tokenizers import REPLACEMENT
@@ -47,13 +47,13 @@ def asked(**fields):
 def answered(vocab, turn, expansions, reason="length"):
     """The deltas of an answer whose ids expand to these base ids; those of several are hypertokens."""
     splitter = Splitter(vocab, turn)
-    answering = Answering(vocab, turn, splitter, TokenTexts(vocab), lambda: None)
-    deltas = answering.take(Started(5, 0, 5))
+    answering = AnswerDeltas(vocab, turn, splitter, TokenTexts(vocab), lambda: None)
+    deltas = answering.add_event(Started(5, 0, 5))
     for nth, base_ids in enumerate(expansions):
         one = base_ids[0] if len(base_ids) == 1 else len(vocab) + nth
         origin = Origin("answer", 5 + nth) if len(base_ids) > 1 else None
-        deltas += answering.take(Emitted(one, tuple(base_ids), origin=origin, learned=((5, 6),)))
-    return [*deltas, *answering.take(Finished(reason, Counts()))]
+        deltas += answering.add_event(Emitted(one, tuple(base_ids), origin=origin, learned=((5, 6),)))
+    return [*deltas, *answering.add_event(Finished(reason, Counts()))]
 
 
 def cut(ids, sizes):
@@ -158,13 +158,13 @@ def test_reasoning_and_calls_have_no_tokens():
 def test_entries_and_figures_come_beside_the_text_when_they_are_wanted():
     vocab = tokenizer()
     deltas = answered(vocab, asked(), [[5, 6], [7]])
-    assert next(delta for delta in deltas if isinstance(delta, Learned)).entries[0] == tuple(
+    assert next(delta for delta in deltas if isinstance(delta, LearnedEntries)).entries[0] == tuple(
         TokenTexts(vocab)[(one,)][0] for one in (5, 6)
     )
-    assert isinstance(deltas[-2], Live)
+    assert isinstance(deltas[-2], LiveCounts)
     assert isinstance(deltas[-1], Done)
     plain = answered(vocab, Turn(messages=USER), [[5, 6], [7]])
-    assert not any(isinstance(delta, Learned | Live) for delta in plain)
+    assert not any(isinstance(delta, LearnedEntries | LiveCounts) for delta in plain)
     assert all(delta.tokens == () for delta in texts(plain))
 
 

@@ -7,7 +7,7 @@ import pytest
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.answers.constraint import make_constraint
 from mlx_zip.server.answers.splitter import Splitter
-from mlx_zip.server.answers.tool_formats import for_template, openai_tools, tool_format
+from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools, tool_format
 from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
 from mlx_zip.text.prompts import Chat
 from support.tool_templates import KINDS, template, with_tools, wrapped
@@ -68,7 +68,7 @@ def test_messages_have_content_and_arguments_are_maps():
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     tokenizer = with_tools()
-    text = Chat([{"role": "user", "content": "hi"}, *for_template(tokenizer, messages)]).text(tokenizer)
+    text = Chat([{"role": "user", "content": "hi"}, *messages_for_template(tokenizer, messages)]).text(tokenizer)
     assert f"<|im_start|>assistant\n{WRITTEN['json_tools']}<|im_end|>\n" in text
 
 
@@ -79,13 +79,13 @@ def test_mistrals_templates_get_ids_of_nine_letters_and_digits():
         {"role": "tool", "tool_call_id": call["id"], "content": "2"},
         {"role": "tool", "tool_call_id": "abc123DEF", "content": "2"},
     ]
-    said, result, other = for_template(with_tools("list"), messages)
+    said, result, other = messages_for_template(with_tools("list"), messages)
     assert said["tool_calls"][0]["id"] == result["tool_call_id"]
     assert len(result["tool_call_id"]) == 9
     assert result["tool_call_id"].isalnum()
     assert other["tool_call_id"] == "abc123DEF"
     assert messages[0]["tool_calls"][0]["id"] == call["id"]
-    assert for_template(with_tools("tags"), messages)[1]["tool_call_id"] == call["id"]
+    assert messages_for_template(with_tools("tags"), messages)[1]["tool_call_id"] == call["id"]
 
 
 def test_a_template_without_tools_refuses_them():

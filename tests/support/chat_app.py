@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.apps.chat.models import Models
-from mlx_zip.apps.chat.running import guarded, make_chat_app
+from mlx_zip.apps.chat.running import make_chat_app, with_open_page
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
 from mlx_zip.engine.engines import Engines, OtherModel
 from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
-from mlx_zip.server.running import Server, bound
+from mlx_zip.server.running import Server, bind_socket
 from support.fake_engine import FakeEngine
 from support.http_server import WAIT_S, Answer, Served, events, until
 
@@ -69,9 +69,9 @@ def chatting(
     """
     engine, store = engine or FakeEngine(), Store(file)
     engines = Engines(engine, others)
-    core = Core(engines.main, guarded(Options(api_key=KEY, **options)))
+    core = Core(engines.main, with_open_page(Options(api_key=KEY, **options)))
     models = Models(Cores(engines, core), open_model)
-    listener = bound("127.0.0.1", 0)
+    listener = bind_socket("127.0.0.1", 0)
     server = Server(core, app=make_chat_app(store, models, Settings(system=system)))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -25,7 +25,7 @@ def main() -> int:
         from support.fake_engine import FakeEngine, Script
 
         engine = FakeEngine(Script(**json.loads(script)))
-        opening.opened = lambda group, name, **options: engine
+        opening.open_chosen_engine = lambda group, name, **options: engine
     return cli.main(["chat", *flags])
 
 

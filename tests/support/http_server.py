@@ -16,7 +16,7 @@ from mlx_zip.engine import Engine
 from mlx_zip.server.answers.turn import Delta, Turn
 from mlx_zip.server.core import Core
 from mlx_zip.server.options import Options
-from mlx_zip.server.running import Server, bound
+from mlx_zip.server.running import Server, bind_socket
 
 WAIT_S = 20.0
 
@@ -118,7 +118,7 @@ def until(holds: Any, wait_s: float = WAIT_S) -> bool:
 def serving(engine: Engine, options: Options | None = None) -> Iterator[Served]:
     """Serves an engine on a free port of 127.0.0.1."""
     core = Core(engine, options)
-    listener, server = bound("127.0.0.1", 0), Server(core)
+    listener, server = bind_socket("127.0.0.1", 0), Server(core)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

@@ -41,7 +41,7 @@ class Typed(Front):
         self.loaded.append(talk)
 
     @contextmanager
-    def answering(self, stop):
+    def show_answer(self, stop):
         self.shown.append("")
         if self.answers in self.stops:
             stop()
@@ -52,7 +52,7 @@ class Typed(Front):
         self.shown[-1] += text
         self.pieces.append((text, length))
 
-    def reading(self, read, total):
+    def show_prefill(self, read, total):
         pass
 
 

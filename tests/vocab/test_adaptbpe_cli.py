@@ -85,13 +85,13 @@ def test_without_json_it_is_a_few_lines(run):
 
 def test_show_counts_the_tokens_of_texts_and_checks_the_base(run, learn, folder):
     learn()
-    status, out, _ = run("show", "adapted.json", "--base", "vocab.bpe", "--text", "new.txt", "--json")
+    status, out, _ = run("show", "adapted.json", "--tokenizer", "vocab.bpe", "--data", "new.txt", "--json")
     shown = json.loads(out)
     assert status == 0
     assert shown["bytes"] == len(TEXT.encode())
     assert shown["base_tokens"] < shown["tokens"] < shown["bytes"]
     (folder / "vocab.bpe").write_text("a b\n")
-    status, out, err = run("show", "adapted.json", "--base", "vocab.bpe")
+    status, out, err = run("show", "adapted.json", "--tokenizer", "vocab.bpe")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "whose merges differ" in err
 

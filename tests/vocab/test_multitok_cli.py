@@ -107,7 +107,7 @@ def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
         "ratio": sum(map(len, expected)) / 23,
         "ids": expected,
     }
-    assert "4 samples" in run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2, "--encoded", "ids.jsonl")[1]
+    assert "4 samples" in run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2, "--out", "ids.jsonl")[1]
     assert encoded("ids.jsonl") == expected
 
 
@@ -224,7 +224,7 @@ def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
             "nowhere",
         ),
         (("train", "--data", "none.jsonl", "--out", "."), "is a folder"),
-        (("encode", "none.mtok", "--data", "some.jsonl", "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("encode", "none.mtok", "--data", "some.jsonl", "--out", "nowhere/ids.jsonl"), "nowhere"),
         (("export", "none.mtok"), "--out"),
         (("export", "none.mtok", "--out", "a.json"), ".npz"),
         (("export", "none.mtok", "--out", "nowhere/a.npz"), "nowhere"),

@@ -5,7 +5,7 @@ import argparse
 import numpy as np
 import pytest
 
-from mlx_zip.arguments import add_pack
+from mlx_zip.arguments import add_pack_flag
 from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack, as_pack, load_pack, save_pack
 from mlx_zip.packs.tuned import TunedRows
@@ -13,7 +13,7 @@ from mlx_zip.packs.tuned import TunedRows
 
 def packs(*words):
     parser = argparse.ArgumentParser()
-    add_pack(parser.add_argument)
+    add_pack_flag(parser.add_argument)
     return parser.parse_args(words).pack
 
 

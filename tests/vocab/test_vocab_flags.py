@@ -120,21 +120,6 @@ def test_another_suffix_is_told_before_anything_is_read(run, method):
     assert "is a .npz file" in err
 
 
-def test_older_names_of_flags_give_the_same(run):
-    pairs = [
-        (("adapt", "learn", "--text", "some.txt", *ADAPT), ("adapt", "learn", "--data", "some.txt", *ADAPT)),
-        (
-            ("adapt", "show", "b.json", "--base", "mini", "--text", "some.txt"),
-            ("adapt", "show", "b.json", "--tokenizer", "mini", "--data", "some.txt"),
-        ),
-    ]
-    for old, new in pairs:
-        before, after = run(*old), run(*new)
-        assert before[0] == after[0] == 0
-        without_times = [out.partition("adapted in")[0] for _, out, _ in (before, after)]
-        assert without_times[0] == without_times[1]
-
-
 @pytest.mark.parametrize(
     ("words", "stray"),
     [
@@ -146,6 +131,8 @@ def test_older_names_of_flags_give_the_same(run):
         (("multitok", "export", "a.mtok", "--out", "a.npz"), "some.txt"),
         (("multitok", "train", "--data", "some.txt", "--out", "a.mtok"), "--size=2"),
         (("hbpe", "show", "a.npz"), "--tokenizer=mini"),
+        (("adapt", "show", "b.json"), "--text=some.txt"),
+        (("adapt", "show", "b.json"), "--base=mini"),
         (("hbpe", "encode", "a.npz", "--data", "some.txt", "--tokenizer", "mini"), "--patch-size=4"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlx_zip.cli.vocab.packs import _shown_in
+from mlx_zip.cli.vocab.packs import _make_progress
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import write_entries
@@ -53,7 +53,7 @@ def test_a_pack_is_learned_shown_and_merged(run, learn, tmp_path):
     assert told["learned_from"] == [str(tmp_path / "text.txt")]
     assert told["ids"] < 0.6 * told["base_ids"]
     assert told == {**told, "window": 256, "merge_size": 4, "longest": 4}
-    status, out, _ = run("vocab", "pack", "show", "a.npz", "--tokenizer", tokenizer, "--entries", 3, "--json")
+    status, out, _ = run("vocab", "pack", "show", "a.npz", "--tokenizer", tokenizer, "--show", 3, "--json")
     assert status == 0
     best = json.loads(out)["best"]
     assert [one["base_ids"] for one in best] == [list(entry) for entry in pack.entries[:3]]
@@ -153,7 +153,7 @@ def test_each_round_of_learning_is_counted_with_its_figures():
         def __call__(self):
             self.rounds += 1
 
-    show = _shown_in(bar := Bar())
+    show = _make_progress(bar := Bar())
     show("prune", 1024, -1)
     show("refine", 1, 33000)
     assert (bar.notes, bar.rounds) == (["prune: 1,024 entries", "refine: 1 entry, 33,000 ids"], 2)
@@ -250,7 +250,7 @@ def test_a_model_is_not_loaded_with_a_pack_of_another_tokenizer():
         ),
         (("learn", "--data", "text.txt", "--out", "a.npz"), "name either a model or a tokenizer"),
         (("show", "none.npz"), "none.npz"),
-        (("show", "good.npz", "--entries", "-3"), "--show must be at least 0"),
+        (("show", "good.npz", "--show", "-3"), "--show must be at least 0"),
         (("show", "text.txt"), "text.txt"),
         (("show", "big.json", "--tokenizer", "T"), "big.json holds the id 99999999, and"),
         (("merge", "none.npz", "--out", "a.npz"), "none.npz"),

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import add_limit_bytes, add_separator
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="held-out texts to measure bits per byte on; each NAME must also be in --train",
     )
-    add_separator(add)
+    add_separator_flag(add)
     add(
         "--shares",
         nargs="+",
@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which merges to keep: first-k: the first of the list; top-k: the most frequent ones in --train; adapt: "
         "those that AdaptBPE chooses (default: all three)",
     )
-    add_limit_bytes(add, "each text of --test")
-    add_limit_bytes(add, "each text of --train", "--limit-train-bytes")
+    add_limit_bytes_flag(add, "each text of --test")
+    add_limit_bytes_flag(add, "each text of --train", "--limit-train-bytes")
     add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
     add(
         "--plot",

@@ -28,7 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.arguments import add_limit_bytes
+from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.bench.machine import describe_mlx_device
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of evenly spaced measurements of bits per byte in each training run, the last at its end "
         "(default: 1)",
     )
-    add_limit_bytes(add, "--test")
+    add_limit_bytes_flag(add, "--test")
     add(
         "--limit-train-bytes",
         type=int,

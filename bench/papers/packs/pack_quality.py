@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_limit_bytes, add_separator
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_models(add)
     add("--data", nargs="+", metavar="FILE", help="held-out texts to score: .txt or .jsonl files, also with .gz")
-    add_separator(add)
-    add_limit_bytes(add, "--data")
+    add_separator_flag(add)
+    add_limit_bytes_flag(add, "--data")
     add(
         "--pack",
         nargs="+",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from mlx_zip.arguments import add_separator, check_at_least
+from mlx_zip.arguments import add_separator_flag, check_at_least
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts of a kind that training never saw, .txt or .jsonl files, also with .gz: a pack is learned from the "
         "first half of the documents, the second half is held out",
     )
-    add_separator(add)
+    add_separator_flag(add)
     add(
         "--limit-bytes",
         type=int,

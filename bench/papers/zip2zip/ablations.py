@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_limit_bytes, add_separator
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
@@ -114,14 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text").add_argument
     text("--context", type=int, default=1024, help="base ids per window, in training and evaluation (default: 1024)")
     text("--codebook-size", type=int, default=2048, help="maximum number of hypertokens (default: 2048)")
-    add_separator(text)
+    add_separator_flag(text)
     text(
         "--limit",
         type=int,
         metavar="N",
         help="prepare at most N windows of --data (default: as many as training reads, --iters times --batch-size)",
     )
-    add_limit_bytes(text, "each text of --valid")
+    add_limit_bytes_flag(text, "each text of --valid")
 
 
 def run(args: argparse.Namespace) -> int:

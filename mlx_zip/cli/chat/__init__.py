@@ -8,10 +8,18 @@ from importlib import import_module
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook, check_at_least
+from mlx_zip.arguments import add_codebook_flags, check_at_least
 from mlx_zip.cli import colours, engine_choice, row_cache
-from mlx_zip.cli.generation_flags import NUMBERS, add_kv, add_kv_size, check_kv_size
-from mlx_zip.cli.serving.serving_flags import add_model, add_sessions, add_wired, check_wired
+from mlx_zip.cli.generation_flags import (
+    SAMPLING_FLAGS,
+    add_color_flag,
+    add_kv_quantization_flags,
+    add_kv_size_flag,
+    add_prefill_flag,
+    check_kv_size,
+    check_model_flag,
+)
+from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
 from mlx_zip.errors import GenerationError, missing_library
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
@@ -20,13 +28,13 @@ _NO_PIPELINE = "a chat runs on one machine; `mlx_zip serve` runs on several"
 MAX_TOKENS = 256
 _SEED = 0
 _LIBRARIES = ("prompt_toolkit", "rich")
-_COUNTS = ("max_tokens", "prefill_step_size")
+_POSITIVE_FLAGS = ("max_tokens", "prefill_step_size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; those of mlx_lm.chat keep their names and defaults."""
     add = parser.add_argument
-    add_model(add, "model to chat with")
+    add_model_flags(add, "model to chat with")
     add(
         "--extra-eos-token",
         nargs="+",
@@ -40,56 +48,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"maximum number of base tokens of an answer (default: {MAX_TOKENS}, without --model 400)",
     )
-    for name, (kind, default, text) in NUMBERS.items():
+    for name, (kind, default, text) in SAMPLING_FLAGS.items():
         if name == "seed":
             default, text = _SEED, "seed of the first answer's random numbers; each further answer has the next one"
         shown = f" (default: {default:g})" if default is not None else ""
         add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
-    add(
-        "--prefill-step-size",
-        type=int,
-        default=2048,
-        help="maximum number of prompt ids that one model call reads (default: 2048)",
-    )
+    add_prefill_flag(add)
     add("--plain", action="store_true", help="print answers as they are, without rendering Markdown (default: off)")
-    add(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
-    )
+    add_color_flag(add)
     add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
-    add_wired(add)
-    add_sessions(add)
-    add_codebook(add)
-    add_kv_size(add)
-    add_kv(add)
-    row_cache.add_flags(add)
+    add_keep_wired_flag(add)
+    add_session_flags(add)
+    add_codebook_flags(add)
+    add_kv_size_flag(add)
+    add_kv_quantization_flags(add)
+    row_cache.add_row_cache_flags(add)
     add("--pipeline", action="store_true", default=None, help="refused: " + _NO_PIPELINE)
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Chats until the user ends it; returns 0. Raises `MlxZipError`."""
-    _check(args)
-    front = _front(args)
+    _check_flags(args)
+    front = _choose_front(args)
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     check_kv_size(args, name)
 
-    from mlx_zip.cli.serving.opening import engine_options, opened, request_pack
+    from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine, request_pack
     from mlx_zip.text.tokenizers import add_eos_tokens
 
-    settings = _settings(args)
-    engine_choice.choose(args, name)
+    settings = _make_settings(args)
+    engine_choice.choose_engine(args, name)
     with (
         engine_choice.open_row_store(args) as store,
-        opened(None, name, **engine_options(args, name, chosen), row_cache=store) as engine,
+        open_chosen_engine(None, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         if not engine.tokenizer.has_chat_template:
             raise GenerationError(f"{name}: its tokenizer has no chat template; give one with --chat-template")
         add_eos_tokens(engine.tokenizer, args.extra_eos_token)
-        program = _module("program").Program(
-            engine, settings, front, _module("conversation").Conversation(args.system_prompt)
+        program = _import_chat_module("program").Program(
+            engine, settings, front, _import_chat_module("conversation").Conversation(args.system_prompt)
         )
         program.check_system(args.system_prompt)
         if chosen is not None:
@@ -97,44 +95,43 @@ def run(args: argparse.Namespace) -> int:
             program.own_pack = program.pack is None
         with front:
             front.greet(name, engine.info)
-            return _module("commands").run(program)
+            return _import_chat_module("commands").run(program)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     if args.pipeline is not None:
         raise GenerationError(f"--pipeline cannot be used: {_NO_PIPELINE}; mlx_lm.chat has it")
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
-    check_at_least(args, 1, *_COUNTS)
-    check_wired(args.keep_wired)
+    check_model_flag(args)
+    check_at_least(args, 1, *_POSITIVE_FLAGS)
+    check_keep_wired(args.keep_wired)
 
 
-def _settings(args: argparse.Namespace) -> Any:
+def _make_settings(args: argparse.Namespace) -> Any:
     """Returns what answers are asked for with. Raises `GenerationError` for sampling flags out of range."""
-    from mlx_zip.cli.serving.opening import json_map
+    from mlx_zip.cli.serving.opening import parse_json_map
     from mlx_zip.sampling.options import Sampling
 
-    sampling = {name: getattr(args, name) for name in NUMBERS if name != "seed"}
+    sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if name != "seed"}
     Sampling.from_options({**sampling, "seed": args.seed})
     default = MAX_TOKENS if args.model is not None else named.MAX_TOKENS
-    return _module("program").Settings(
+    return _import_chat_module("program").Settings(
         max_tokens=args.max_tokens or default,
         sampling=sampling,
         seed=args.seed,
-        template_options=json_map("--chat-template-args", args.chat_template_args),
+        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
     )
 
 
-def _front(args: argparse.Namespace) -> Any:
+def _choose_front(args: argparse.Namespace) -> Any:
     """Returns the terminal, or what reads and prints lines if standard input or output is no terminal."""
-    _module("markdown")  # so that both kinds of front need the same libraries
-    terminal = _module("terminal")
+    _import_chat_module("markdown")  # so that both kinds of front need the same libraries
+    terminal = _import_chat_module("terminal")
     for out in (sys.stdout, sys.stderr):
         if out is not None:
             out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    coloured = colours.coloured(args.color, sys.stdout)
+    coloured = colours.should_colour(args.color, sys.stdout)
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb():
-        return _module("front").LineFront(coloured)
+        return _import_chat_module("front").LineFront(coloured)
 
     from mlx_zip.files import data_folder
 
@@ -142,7 +139,7 @@ def _front(args: argparse.Namespace) -> Any:
     return terminal.TerminalFront(history, args.plain, coloured)
 
 
-def _module(name: str) -> Any:
+def _import_chat_module(name: str) -> Any:
     try:
         return import_module(f"mlx_zip.cli.chat.{name}")
     except ModuleNotFoundError as error:

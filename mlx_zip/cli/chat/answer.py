@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.cli.chat.conversation import Use
+from mlx_zip.cli.chat.conversation import HypertokenUse
 from mlx_zip.cli.chat.front import View
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
-from mlx_zip.text.stream import TextStream
+from mlx_zip.text.stream import TextStream, partial_mark_length
 from mlx_zip.text.tokenizers import REPLACEMENT, think_marks
 
 Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
@@ -28,10 +28,10 @@ class Answer:
     text: str
     reason: str
     counts: Counts
-    uses: tuple[Use, ...] = ()
+    uses: tuple[HypertokenUse, ...] = ()
 
 
-class Answering:
+class AnswerText:
     """An answer under way. show: called with each piece of text and the base tokens of the id that completed it.
 
     text, base_ids, uses: the answer so far, base_ids without the eos; uses: its hypertokens.
@@ -43,13 +43,13 @@ class Answering:
         self._texts: list[str] = []
         self._ended = False
         self.base_ids: list[int] = []
-        self.uses: list[Use] = []
+        self.uses: list[HypertokenUse] = []
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
 
-    def take(self, event: Emitted) -> None:
+    def add_emitted(self, event: Emitted) -> None:
         """Shows the text that an emitted id completes; nothing after the text has ended."""
         if self._ended:
             return
@@ -57,22 +57,22 @@ class Answering:
         self._ended = piece.finish_reason is not None
         self.base_ids += [one for one in piece.base_ids if one not in self._eos]
         if event.origin is not None:
-            self.uses.append(Use(event.base_ids, event.origin.kind))
-        self._add(piece.text, len(event.base_ids))
+            self.uses.append(HypertokenUse(event.base_ids, event.origin.kind))
+        self._show_text(piece.text, len(event.base_ids))
 
     def finish(self) -> None:
         """Shows the text that was held back; nothing is added afterwards."""
         if not self._ended:
             self._ended = True
-            self._add(self._stream.finish("stop").text, 1)
+            self._show_text(self._stream.finish("stop").text, 1)
 
-    def _add(self, text: str, length: int) -> None:
+    def _show_text(self, text: str, length: int) -> None:
         if text:
             self._texts.append(text)
             self._show(text, length)
 
 
-def follow(
+def stream_answer(
     engine: Engine,
     submission: Submission,
     arrived: Arrived,
@@ -82,11 +82,11 @@ def follow(
     """Submits a request, shows its text, and returns the answer when it has ended.
 
     arrived: where the engine's events go; None in it stops the answer, which then holds what was shown. It may be put
-    there by a signal handler, before this call too. show: see `Answering`. reading: called with the ids of the prompt
+    there by a signal handler, before this call too. show: see `AnswerText`. reading: called with the ids of the prompt
     read so far, and all. The engine notes the answer's base ids, for later prompts that hold its text. Raises what
     `Engine.submit` raises, and the error of a request that failed.
     """
-    answering = Answering(engine.tokenizer, show)
+    answering = AnswerText(engine.tokenizer, show)
     ticket = engine.submit(submission, arrived.put)
     try:
         while True:
@@ -95,7 +95,7 @@ def follow(
                 answering.finish()  # what arrives from now on is left out
                 engine.cancel(ticket)
             elif isinstance(event, Emitted):
-                answering.take(event)
+                answering.add_emitted(event)
             elif isinstance(event, Progress):
                 reading(event.read, event.total)
             elif isinstance(event, Failed):
@@ -123,14 +123,14 @@ def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> It
         yield view.feed
         return
     tail = tokenizer.decode(list(prompt_ids)[-_TAIL_IDS:], skip_special_tokens=False)
-    splitter = _Splitter(view, *marks, tail.rstrip().endswith(marks[0]))
+    splitter = _ReasoningSplitter(view, *marks, tail.rstrip().endswith(marks[0]))
     try:
         yield splitter.feed
     finally:
         splitter.finish()
 
 
-class _Splitter:
+class _ReasoningSplitter:
     """Gives a view reasoning and text. start, end: the marks. begun: whether the reasoning has begun already.
 
     White space next to the marks is dropped.
@@ -138,7 +138,7 @@ class _Splitter:
 
     def __init__(self, view: View, start: str, end: str, begun: bool) -> None:
         self._view, self._start, self._end = view, start, end
-        self._state = self._reason if begun else self._begin
+        self._state = self._in_reasoning if begun else self._before_reasoning
         self._held, self._skips = "", begun  # _skips: whether white space that comes next is dropped
 
     def feed(self, text: str, length: int) -> None:
@@ -147,45 +147,43 @@ class _Splitter:
         self._state(length)
 
     def finish(self) -> None:
-        if self._held and self._state == self._reason:
-            self._view.think(self._held)
+        if self._held and self._state == self._in_reasoning:
+            self._view.feed_reasoning(self._held)
         elif self._held:
             self._view.feed(self._held, 1)
         self._held = ""
 
-    def _begin(self, length: int) -> None:
+    def _before_reasoning(self, length: int) -> None:
         text = self._held.lstrip()
         if text.startswith(self._start):
-            self._go(self._reason, text[len(self._start) :], length)
+            self._enter_state(self._in_reasoning, text[len(self._start) :], length)
         elif not self._start.startswith(text):
-            self._go(self._text, self._held, length, skips=False)
+            self._enter_state(self._in_text, self._held, length, skips=False)
 
-    def _reason(self, length: int) -> None:
-        """Within the reasoning."""
-        self._skip()
+    def _in_reasoning(self, length: int) -> None:
+        self._skip_space()
         thought, mark, rest = self._held.partition(self._end)
         if mark:
             if thought.rstrip():
-                self._view.think(thought.rstrip())
-            self._go(self._text, rest, length)
+                self._view.feed_reasoning(thought.rstrip())
+            self._enter_state(self._in_text, rest, length)
             return
-        begun = next((n for n in range(len(self._end) - 1, 0, -1) if self._held.endswith(self._end[:n])), 0)
-        ready = self._held[: len(self._held) - begun].rstrip()
+        ready = self._held[: len(self._held) - partial_mark_length(self._held, (self._end,))].rstrip()
         if ready:
-            self._view.think(ready)
+            self._view.feed_reasoning(ready)
         self._held = self._held[len(ready) :]
 
-    def _text(self, length: int) -> None:
-        self._skip()
+    def _in_text(self, length: int) -> None:
+        self._skip_space()
         if self._held:
             self._view.feed(self._held, length)
         self._held = ""
 
-    def _go(self, state: Callable[[int], None], held: str, length: int, skips: bool = True) -> None:
+    def _enter_state(self, state: Callable[[int], None], held: str, length: int, skips: bool = True) -> None:
         self._state, self._held, self._skips = state, held, skips
         state(length)
 
-    def _skip(self) -> None:
+    def _skip_space(self) -> None:
         if self._skips:
             self._held = self._held.lstrip()
             self._skips = not self._held

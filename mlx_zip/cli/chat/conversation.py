@@ -36,7 +36,7 @@ class Conversation:
     asked: str | None = None
     answered: bool = False
     saved: set[Path] = field(default_factory=set)
-    uses: list[Sequence[Use]] = field(default_factory=list)
+    uses: list[Sequence[HypertokenUse]] = field(default_factory=list)
 
     def prompt_ids(self, engine: Any, text: str, options: Mapping[str, Any]) -> list[int]:
         """Returns the base ids of the conversation with one more message of the user.
@@ -51,7 +51,7 @@ class Conversation:
         """Notes the user's next message, which is added with its answer."""
         self.asked, self.answered = question, False
 
-    def add(self, answer: str, uses: Sequence[Use] = ()) -> None:
+    def add(self, answer: str, uses: Sequence[HypertokenUse] = ()) -> None:
         """Adds the user's last message and its answer. uses: the answer's hypertokens."""
         assert self.asked is not None
         question, self.answered = self.asked, True
@@ -70,7 +70,7 @@ class Conversation:
         The file has one line, {"messages": [...]}, as training data have. A file is replaced only if it holds this
         conversation. Raises `DataError`.
         """
-        path = _named(name)
+        path = _conversation_path(name)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         line = json.dumps({"messages": [*before, *self.messages]}, ensure_ascii=False)
         try:
@@ -87,7 +87,7 @@ class Conversation:
     @classmethod
     def load(cls, name: str) -> Conversation:
         """Returns the conversation in a .jsonl file. Raises `DataError` naming what it cannot go on with."""
-        path = _named(name)
+        path = _conversation_path(name)
         try:
             if kind_of(str(path)) != "json":
                 raise DataError(f"{path}: a conversation is read from a {_SUFFIX} file")
@@ -101,10 +101,10 @@ class Conversation:
             raise DataError(f"{record.where}: {record.reason}")
         if record.messages is None:
             raise DataError(f"{record.where}: holds no messages")
-        return cls._of(record.messages, record.where, path)
+        return cls._from_messages(record.messages, record.where, path)
 
     @classmethod
-    def _of(cls, messages: tuple[Mapping[str, Any], ...], where: str, path: Path) -> Conversation:
+    def _from_messages(cls, messages: tuple[Mapping[str, Any], ...], where: str, path: Path) -> Conversation:
         """Returns the conversation of these messages. where: file and line, for errors."""
         texts = [{"role": message["role"], "content": message.get("content") or ""} for message in messages]
         system = texts.pop(0)["content"] if texts and texts[0]["role"] == "system" else None
@@ -116,7 +116,7 @@ class Conversation:
         return cls(system, texts, asked, left is None, {path.resolve()})
 
 
-def _named(name: str) -> Path:
+def _conversation_path(name: str) -> Path:
     """Returns the path of a conversation's file; a name without a suffix gets one. Raises `DataError`."""
     path = at_home(name)
     if path.name in ("", "..") or "\0" in name:
@@ -128,20 +128,20 @@ def _named(name: str) -> Path:
     return path
 
 
-class Use(NamedTuple):
+class HypertokenUse(NamedTuple):
     """One use of a hypertoken. base_ids: its parts. learned: where, "pack", "prompt" or "answer"."""
 
     base_ids: tuple[int, ...]
-    learned: str
+    origin: str
 
 
-def vocabulary_lines(uses: Sequence[Use], tokenizer: Any) -> Iterator[str]:
+def vocabulary_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Iterator[str]:
     """Yields a heading, and a line for each of the hypertokens used most: its uses, where it was learned, its parts.
 
     uses: of all answers, the first one first. Of two hypertokens with as many uses the longer one comes first, then the
     one used first. A hypertoken that was learned in several places is shown with the place of its last use.
     """
-    found = _counted(uses)
+    found = _count_uses(uses)
     if not found:
         yield "no hypertokens yet; answers from a loaded file are not counted"
         return
@@ -151,10 +151,10 @@ def vocabulary_lines(uses: Sequence[Use], tokenizer: Any) -> Iterator[str]:
     texts = TokenTexts(tokenizer)
     for base_ids in most:
         count, learned = found[base_ids]
-        yield f"{count:>7,}x  {learned:6}  {_parts(texts, base_ids)}"
+        yield f"{count:>7,}x  {learned:6}  {_join_parts(texts, base_ids)}"
 
 
-def _counted(uses: Iterable[Use]) -> dict[tuple[int, ...], tuple[int, str]]:
+def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[int, str]]:
     """Returns for each hypertoken, in the order of the first uses, its number of uses and where it was learned last."""
     found: dict[tuple[int, ...], tuple[int, str]] = {}
     for base_ids, learned in uses:
@@ -162,6 +162,6 @@ def _counted(uses: Iterable[Use]) -> dict[tuple[int, ...], tuple[int, str]]:
     return found
 
 
-def _parts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
+def _join_parts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
     """Returns the texts of base ids with bars between them; spaces and line ends are shown by marks."""
     return " | ".join(texts[(one,)][0].translate(_VISIBLE) for one in base_ids)

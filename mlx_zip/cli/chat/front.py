@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO
 
 from mlx_zip.cli import colours
-from mlx_zip.cli.actions import printable
+from mlx_zip.cli.actions import escape_unprintable
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.screen import harmless
+from mlx_zip.cli.chat.screen import replace_controls
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import GenerationError
 
@@ -25,11 +25,11 @@ class View(Protocol):
         """Shows a piece of text, which came as an id of `length` base tokens."""
         ...
 
-    def think(self, text: str) -> None:
+    def feed_reasoning(self, text: str) -> None:
         """Shows a piece of the model's reasoning; called only if a person reads the answer."""
         ...
 
-    def reading(self, read: int, total: int) -> None:
+    def show_prefill(self, read: int, total: int) -> None:
         """Shows how many ids of the prompt have been read, and of how many."""
         ...
 
@@ -37,12 +37,13 @@ class View(Protocol):
 class Front(ABC):
     """Where messages come from and answers go to; a context, in which a chat runs.
 
-    colours: whether hypertokens are coloured. asks: whether a person answers. keys: lines for /help on what keys do.
+    colours: whether hypertokens are coloured. is_interactive: whether a person answers. key_help: lines for /help on
+    what keys do.
     """
 
     colours: bool
-    asks = False
-    keys: Sequence[str] = ()
+    is_interactive = False
+    key_help: Sequence[str] = ()
 
     def __enter__(self) -> Front:
         return self
@@ -59,7 +60,7 @@ class Front(ABC):
         """Returns the next message, None when there are no more."""
 
     @abstractmethod
-    def answering(self, stop: Callable[[], None]) -> AbstractContextManager[View]:
+    def show_answer(self, stop: Callable[[], None]) -> AbstractContextManager[View]:
         """Returns a context in which an answer is shown. stop: called in it when the user wants the answer to end."""
 
     @abstractmethod
@@ -76,11 +77,11 @@ class Front(ABC):
 
     def fail(self, line: str) -> None:
         """Shows an error as one line on standard error."""
-        print(f"error: {printable(' '.join(line.split())[:1000])}", file=sys.stderr, flush=True)
+        print(f"error: {escape_unprintable(' '.join(line.split())[:1000])}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def interrupts(stop: Callable[[], None]) -> Iterator[None]:
+def call_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     """Has Ctrl-C call `stop`, and raise nothing, until the block ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -100,16 +101,16 @@ class PlainView:
 
     def feed(self, text: str, length: int = 1) -> None:
         """Writes a piece of text, which came as an id of `length` base tokens."""
-        shown = harmless(text)
-        self._out.write(colours.painted(shown, length) if self._coloured else shown)
+        shown = replace_controls(text)
+        self._out.write(colours.colour_text(shown, length) if self._coloured else shown)
         self._out.flush()
         self._last = text[-1:] or self._last
 
-    def think(self, text: str) -> None:
+    def feed_reasoning(self, text: str) -> None:
         """Writes a piece of reasoning like text."""
         self.feed(text)
 
-    def reading(self, read: int, total: int) -> None:
+    def show_prefill(self, read: int, total: int) -> None:
         """Shows nothing."""
 
     def finish(self) -> None:
@@ -145,11 +146,11 @@ class LineFront(Front):
             raise GenerationError(f"standard input, line {n}: not valid UTF-8 at byte {error.start}") from error
 
     @contextmanager
-    def answering(self, stop: Callable[[], None]) -> Iterator[View]:
+    def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
         """Prints an answer. Ctrl-C stops it if a person types the messages; else it ends the program."""
         view = PlainView(sys.stdout, self.colours)
         if sys.stdin.isatty():
-            with interrupts(stop):
+            with call_on_interrupt(stop):
                 yield view
         else:
             yield view
@@ -161,7 +162,7 @@ class LineFront(Front):
 
     def say(self, line: str) -> None:
         """Prints a line on standard error, so that standard output holds the model's words alone."""
-        print(harmless(line), file=sys.stderr, flush=True)
+        print(replace_controls(line), file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
         """Shows nothing."""

@@ -20,7 +20,7 @@ from pygments.util import ClassNotFound
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mlx_zip.cli.chat.screen import Screen, harmless, last_break, styled
+from mlx_zip.cli.chat.screen import Screen, last_break_length, replace_controls, style_text
 
 _MOST_HELD = 400  # characters in which a closing mark must come
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -48,16 +48,16 @@ class MarkdownStream:
 
     def __init__(self, screen: Screen, tint: Callable[[int], str], coloured: bool = True) -> None:
         self.screen, self._tint, self._coloured = screen, tint, coloured
-        self._text = self._marks = ""  # what is not written yet, and for each character its length in base tokens
-        self._state = self._line_start
+        self._text = self._lengths = ""  # what is not written yet, and for each character its length in base tokens
+        self._state = self._at_line_start
         self._code: _Highlighter | None = None
         self._table: list[str] = []
 
     def feed(self, text: str, length: int = 1) -> None:
         """Takes the next piece of text, which came as an id of `length` base tokens; writes what is finished."""
-        text = harmless(text)
+        text = replace_controls(text)
         self._text += text
-        self._marks += chr(length) * len(text)
+        self._lengths += chr(length) * len(text)
         while self._state(False):
             pass
         self.screen.flush()
@@ -72,45 +72,44 @@ class MarkdownStream:
 
     # States. Each looks at the text that is left, and returns whether there is more to look at.
 
-    def _line_start(self, final: bool) -> bool:
-        """At the beginning of a line."""
-        line, whole = self._line(final)
+    def _at_line_start(self, final: bool) -> bool:
+        line, whole = self._next_line(final)
         if not whole and (_UNDECIDED.fullmatch(line.strip(" ")) or _WHOLE.match(line)):
             return False
         if not line.startswith("|"):
             self._end_table()
-        if not (whole and self._whole_line(line)):
+        if not (whole and self._write_whole_line(line)):
             self._begin_text(line)
         return True
 
-    def _line(self, final: bool) -> tuple[str, bool]:
+    def _next_line(self, final: bool) -> tuple[str, bool]:
         line, newline, _ = self._text.partition("\n")
         return line, bool(newline) or final
 
-    def _whole_line(self, line: str) -> bool:
+    def _write_whole_line(self, line: str) -> bool:
         """Writes a line of a kind that is written as a whole; returns False for other lines."""
         if fence := _FENCE.fullmatch(line):
-            self.screen.raw(styled(line, _FAINT))
+            self.screen.write_lines(style_text(line, _FAINT))
             coloured = self._coloured and not self._tint(2)
             self._code, self._state = _Highlighter(fence[1], fence[2].strip(), coloured), self._in_code
         elif heading := _HEADING.fullmatch(line):
-            self._heading(heading)
+            self._write_heading(heading)
         elif _RULE.fullmatch(line):
-            self.screen.raw(styled("─" * min(self.screen.columns, 40), _FAINT))
+            self.screen.write_lines(style_text("─" * min(self.screen.columns, 40), _FAINT))
         elif line.startswith("|"):
             self._table.append(line)
         elif not line.strip():
             self.screen.newline()
         else:
             return False
-        self._drop(len(line) + 1)
+        self._drop_written(len(line) + 1)
         return True
 
-    def _heading(self, found: re.Match[str]) -> None:
+    def _write_heading(self, found: re.Match[str]) -> None:
         text = found[2].rstrip(" ")
         if (bare := text.rstrip("#")).endswith(" "):
             text = bare.rstrip(" ")
-        self._write(text, self._marks[found.start(2) :], [_STRONG], _parsed(text))
+        self._write(text, self._lengths[found.start(2) :], [_STRONG], _parse_inline(text))
         self.screen.newline()
 
     def _begin_text(self, line: str) -> None:
@@ -118,15 +117,14 @@ class MarkdownStream:
         assert lead is not None
         bars, bullet = "│ " * lead[2].count(">"), lead[4] or ""
         shown = lead[1] + bars + lead[3] + ("• " if bullet in ("-", "*", "+") else bullet + " ") * bool(bullet)
-        self.screen.lead(shown, lead[1] + bars + " " * (len(shown) - len(lead[1]) - len(bars)))
-        self._drop(lead.end())
+        self.screen.begin_line(shown, lead[1] + bars + " " * (len(shown) - len(lead[1]) - len(bars)))
+        self._drop_written(lead.end())
         self._state = self._in_text
 
     def _in_text(self, final: bool) -> bool:
-        """Within a line of text."""
-        line, whole = self._line(final)
-        endless = len(line) > _MOST_HELD and not last_break(line)
-        ready = len(line) if whole or endless else last_break(line)
+        line, whole = self._next_line(final)
+        endless = len(line) > _MOST_HELD and not last_break_length(line)
+        ready = len(line) if whole or endless else last_break_length(line)
         if ready and not self._write_ready(line[:ready], whole):
             return False
         if endless:
@@ -134,36 +132,35 @@ class MarkdownStream:
         if not whole:
             return False
         self.screen.newline() if self._text.startswith("\n") else self.screen.end_word()
-        self._drop(1)
-        self._state = self._line_start
+        self._drop_written(1)
+        self._state = self._at_line_start
         return True
 
     def _write_ready(self, piece: str, whole: bool) -> bool:
         """Writes the piece up to a mark that may yet be closed; returns whether that was all of it."""
         special = _SPECIAL.search(piece)
-        tokens = _parsed(piece)
+        tokens = _parse_inline(piece)
         if special and not (whole or len(piece) > _MOST_HELD or _is_closed(tokens)):
-            piece = piece[: last_break(piece[: special.start()])]
-            self._put(piece, self._marks, [])
-            self._drop(len(piece))
+            piece = piece[: last_break_length(piece[: special.start()])]
+            self._put_text(piece, self._lengths, [])
+            self._drop_written(len(piece))
             return False
-        self._write(piece, self._marks, [], tokens)
-        self._drop(len(piece))
+        self._write(piece, self._lengths, [], tokens)
+        self._drop_written(len(piece))
         return True
 
     def _in_code(self, final: bool) -> bool:
-        """Within a block of code."""
-        line, whole = self._line(final)
+        line, whole = self._next_line(final)
         if not whole:
             return False
         assert self._code is not None
-        if self._code.ends(line):
-            self.screen.raw(styled(line, _FAINT))
-            self._state = self._line_start
+        if self._code.is_end(line):
+            self.screen.write_lines(style_text(line, _FAINT))
+            self._state = self._at_line_start
         else:
-            lit = self._code.line(line)
-            self.screen.raw((lit if lit is not None else self._tinted(line, self._marks)) + "\n")
-        self._drop(len(line) + 1)
+            lit = self._code.highlight_line(line)
+            self.screen.write_lines((lit if lit is not None else self._tint_line(line, self._lengths)) + "\n")
+        self._drop_written(len(line) + 1)
         return True
 
     def _end_table(self) -> None:
@@ -182,11 +179,11 @@ class MarkdownStream:
         console.print(table)
         self._table = []
         lines = out.getvalue().split("\n")
-        self.screen.raw("\n".join(line.rstrip() for line in lines if _SGR.sub("", line).strip()))
+        self.screen.write_lines("\n".join(line.rstrip() for line in lines if _SGR.sub("", line).strip()))
 
     # Text of one line.
 
-    def _write(self, piece: str, marks: str, styles: Sequence[str], tokens: Sequence[Token]) -> None:
+    def _write(self, piece: str, lengths: str, styles: Sequence[str], tokens: Sequence[Token]) -> None:
         """Writes a piece of a line whose marks are all closed. styles: SGR codes for all of it. tokens: its parts."""
         at, styles, links = 0, list(styles), [("", 0)]
         for token in tokens:
@@ -196,36 +193,36 @@ class MarkdownStream:
             elif token.nesting < 0:
                 styles.pop()
                 if token.type == "link_close" and (link := links.pop())[0] not in piece[link[1] : at]:
-                    self.screen.put(f" ({link[0]})", _FAINT)
+                    self.screen.put_text(f" ({link[0]})", _FAINT)
             elif token.content:
                 found = piece.find(token.content, at)  # not there if it was spelt another way, as &amp;
                 at = found + len(token.content) if found >= 0 else at
                 code = [_CODE] if token.type == "code_inline" and self._coloured else []
-                self._put(token.content, marks[found:at] if found >= 0 else "", [*styles, *code])
+                self._put_text(token.content, lengths[found:at] if found >= 0 else "", [*styles, *code])
         if piece[at:].endswith(" "):  # the parser may drop it
-            self.screen.put(" ")
+            self.screen.put_text(" ")
 
-    def _put(self, text: str, marks: str, styles: Sequence[str]) -> None:
+    def _put_text(self, text: str, lengths: str, styles: Sequence[str]) -> None:
         """Adds text in the tints of its characters. marks: their lengths; may be longer, and shorter for no tint."""
         at = 0
         while at < len(text):
             end = at + 1
-            mark = marks[at : at + 1]
-            while end < len(text) and marks[end : end + 1] == mark:
+            mark = lengths[at : at + 1]
+            while end < len(text) and lengths[end : end + 1] == mark:
                 end += 1
             tint = self._tint(ord(mark)) if mark else ""
-            self.screen.put(text[at:end], ";".join(filter(None, [*styles, tint])))
+            self.screen.put_text(text[at:end], ";".join(filter(None, [*styles, tint])))
             at = end
 
-    def _tinted(self, line: str, marks: str) -> str:
-        runs = re.finditer(r"(.)\1*", marks[: len(line)], re.DOTALL)
-        return "".join(styled(line[run.start() : run.end()], self._tint(ord(run[1]))) for run in runs)
+    def _tint_line(self, line: str, lengths: str) -> str:
+        runs = re.finditer(r"(.)\1*", lengths[: len(line)], re.DOTALL)
+        return "".join(style_text(line[run.start() : run.end()], self._tint(ord(run[1]))) for run in runs)
 
-    def _drop(self, n: int) -> None:
-        self._text, self._marks = self._text[n:], self._marks[n:]
+    def _drop_written(self, n: int) -> None:
+        self._text, self._lengths = self._text[n:], self._lengths[n:]
 
 
-def _parsed(piece: str) -> Sequence[Token]:
+def _parse_inline(piece: str) -> Sequence[Token]:
     """Returns the inline tokens of a piece of a line; plain text is one token."""
     if not _SPECIAL.search(piece):
         return [Token("text", "", 0, content=piece)]
@@ -241,16 +238,16 @@ class _Highlighter:
 
     def __init__(self, fence: str, language: str, coloured: bool) -> None:
         self._fence = fence
-        self._lexer = _lexer(language) if coloured else None
+        self._lexer = _find_lexer(language) if coloured else None
         self._formatter: Any = TerminalFormatter()
         self._lines: list[str] = []
 
-    def ends(self, line: str) -> bool:
+    def is_end(self, line: str) -> bool:
         """Returns whether a line is the block's last one."""
         bare = line.strip()
         return len(bare) >= len(self._fence) and not bare.strip(self._fence[0])
 
-    def line(self, line: str) -> str | None:
+    def highlight_line(self, line: str) -> str | None:
         """Returns the block's next line in colours, None if that is not to be coloured."""
         if self._lexer is None or len(line) > _LONGEST_COLOURED:
             return None
@@ -259,7 +256,7 @@ class _Highlighter:
         return shown[len(self._lines) - 1]
 
 
-def _lexer(language: str) -> Any:
+def _find_lexer(language: str) -> Any:
     """Returns what cuts code of a language into tokens, None if the language is not known."""
     name = language.split(" ")[0].split("{")[0]
     try:

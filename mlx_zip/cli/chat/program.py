@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_zip.cli.chat.answer import Answer, Arrived, follow, split_reasoning
+from mlx_zip.cli.chat.answer import Answer, Arrived, split_reasoning, stream_answer
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.engine import Counts, Engine, Submission
@@ -43,7 +43,7 @@ class Program:
     """
 
     def __init__(self, engine: Engine, settings: Settings, front: Front, talk: Conversation) -> None:
-        self.engine, self.settings, self.front, self.talk = engine, settings, front, talk
+        self.engine, self.settings, self.front, self.conversation = engine, settings, front, talk
         self.totals, self.ended = _Totals(), False
         self.pack: Any = None
         self.pack_names: Sequence[str] = ()
@@ -56,31 +56,31 @@ class Program:
         Nothing is added without an answer. temp: in place of that of the settings. Raises `MlxZipError`.
         """
         arrived = Arrived()
-        self.talk.ask(question)
-        with self.front.answering(lambda: arrived.put(None)) as view:
-            submission = self._submission(question, temp)
+        self.conversation.ask(question)
+        with self.front.show_answer(lambda: arrived.put(None)) as view:
+            submission = self._make_submission(question, temp)
             parts = (
                 split_reasoning(view, self.engine.tokenizer, submission.base_ids)
-                if self.front.asks
+                if self.front.is_interactive
                 else nullcontext(view.feed)
             )
             with parts as show:
-                answer = follow(self.engine, submission, arrived, show, view.reading)
+                answer = stream_answer(self.engine, submission, arrived, show, view.show_prefill)
         self.totals.add(answer.counts)
         if answer.text:
-            self.talk.add(answer.text, answer.uses)
-        self._close(answer)
+            self.conversation.add(answer.text, answer.uses)
+        self._report_end(answer)
 
     def retry(self, temp: float | None) -> None:
         """Asks the last message again, in place of its answer. Without a new answer the old one stays."""
-        before = self.talk
+        before = self.conversation
         assert before.asked is not None
-        self.talk = before.before_answer()
+        self.conversation = before.before_answer()
         try:
             self.ask(before.asked, temp)
         finally:
-            if not self.talk.answered:
-                self.talk = before
+            if not self.conversation.answered:
+                self.conversation = before
 
     def check_system(self, system: str | None) -> None:
         """Raises `GenerationError` for a system message that the model's chat template cannot render; None is none."""
@@ -119,14 +119,14 @@ class Program:
             return "codebooks begin empty"
         return f"codebooks begin with {len(self.pack):,} entries of {', '.join(self.pack_names)}"
 
-    def _submission(self, question: str, temp: float | None) -> Submission:
+    def _make_submission(self, question: str, temp: float | None) -> Submission:
         """Returns what the engine is asked. Raises `GenerationError`."""
         settings = self.settings
         seed = None if settings.seed is None else (settings.seed + self._asked) % 2**64
         self._asked += 1
         changed = {} if temp is None else {"temp": temp}
         return Submission(
-            base_ids=self.talk.prompt_ids(self.engine, question, settings.template_options),
+            base_ids=self.conversation.prompt_ids(self.engine, question, settings.template_options),
             max_tokens=settings.max_tokens,
             eos_ids=frozenset(self.engine.tokenizer.eos_token_ids),
             sampling={**settings.sampling, "seed": seed, **changed},
@@ -134,7 +134,7 @@ class Program:
             show=self.engine.info.codebook_size > 0,
         )
 
-    def _close(self, answer: Answer) -> None:
+    def _report_end(self, answer: Answer) -> None:
         """Says, after an answer, what the user ought to know of its end."""
         if not answer.text:
             self.front.say(f"{'stopped' if answer.reason == 'cancelled' else 'no answer'}; the message is taken back")
@@ -144,7 +144,7 @@ class Program:
             full = answer.counts.base_tokens < (most := self.settings.max_tokens)
             self.front.say(_FULL if full else f"cut off after {most:,} base tokens (--max-tokens)")
         if answer.text and self.engine.info.codebook_size:
-            self.front.note(self.totals.line())
+            self.front.note(self.totals.last_answer_line())
 
 
 @dataclass
@@ -162,38 +162,37 @@ class _Totals:
         self.steps += counts.steps
         self.last = counts
 
-    def line(self) -> str:
+    def last_answer_line(self) -> str:
         """Returns the last answer's figures in one line that fits into a terminal."""
         last = self.last
         rate = f" ({last.base_tokens / last.steps:.2f} per step)" if last.steps else ""
         cached = f", {last.cached_tokens:,} of {last.prompt_tokens:,} cached" * bool(last.cached_tokens)
         return f"{counted(last.base_tokens, 'base token')}, {counted(last.steps, 'step')}{rate}{cached}"
 
-    def lines(self) -> Iterator[str]:
+    def summary_lines(self) -> Iterator[str]:
         """Yields all figures, one line each: the last answer, all answers, prompt, codebook, KV cache."""
         if not self.answers:
             yield "no answer yet"
             return
         last = self.last
-        yield f"last answer: {_steps(last.base_tokens, last.steps)}"
+        yield f"last answer: {_steps_in_words(last.base_tokens, last.steps)}"
         if (seconds := last.total_s - last.first_id_s) > 0 and last.steps > 1:
             steps_per_s = (last.steps - 1) / seconds  # the time is from the first id on
             tokens_per_s = steps_per_s * last.base_tokens / last.steps
             yield f"its speed: {tokens_per_s:,.0f} base tokens/s, {steps_per_s:,.0f} steps/s"
-        yield f"{counted(self.answers, 'answer')}: {_steps(self.base_tokens, self.steps)}"
+        yield f"{counted(self.answers, 'answer')}: {_steps_in_words(self.base_tokens, self.steps)}"
         yield f"last prompt: {counted(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
         if last.codebook_size:
             yield f"codebook: {last.entries:,} of {counted(last.codebook_size, 'entry')}"
-            yield f"KV cache: {_size(last.kv_bytes_saved)} saved"
+            yield f"KV cache: {_size_in_words(last.kv_bytes_saved)} saved"
 
 
-def _steps(base_tokens: int, steps: int) -> str:
+def _steps_in_words(base_tokens: int, steps: int) -> str:
     """Returns in words: base tokens, steps, their ratio, and the steps saved."""
     rate = f" ({base_tokens / steps:.2f} per step)" if steps else ""
     saved = f", {counted(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
     return f"{counted(base_tokens, 'base token')} in {counted(steps, 'step')}{rate}{saved}"
 
 
-def _size(count: int) -> str:
-    """Returns a number of bytes in the unit that suits it."""
+def _size_in_words(count: int) -> str:
     return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), counted(count, "byte"))

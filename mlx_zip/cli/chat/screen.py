@@ -28,7 +28,7 @@ _RUNS = re.compile(rf"\s+|[{_WIDE}]|[^\s{_WIDE}]+")
 _BROKEN = re.compile(rf".*[\s{_WIDE}]", re.DOTALL)
 
 
-def harmless(text: str) -> str:
+def replace_controls(text: str) -> str:
     """Returns the text with control characters replaced by pictures of them, such as ␛ for escape.
 
     Newlines and tabs stay. A line that ends in a carriage return and a newline ends in a newline alone. Characters
@@ -39,7 +39,7 @@ def harmless(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_TABLE)
 
 
-def valid(text: str) -> str:
+def repair_surrogates(text: str) -> str:
     """Returns typed text as valid Unicode: bytes that were not UTF-8 become the replacement character.
 
     A terminal's reader keeps such bytes as halves of surrogate pairs. Bytes that form a character together become it.
@@ -49,13 +49,13 @@ def valid(text: str) -> str:
     return _NO_BYTES.sub("\ufffd", text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def last_break(text: str) -> int:
+def last_break_length(text: str) -> int:
     """Returns the length of the longest beginning of a text after which a line may break."""
     found = _BROKEN.match(text)
     return found.end() if found else 0
 
 
-def styled(text: str, codes: str) -> str:
+def style_text(text: str, codes: str) -> str:
     """Returns text with terminal attributes (SGR codes such as "1;36"), as it is without codes."""
     return f"\x1b[{codes}m{text}\x1b[0m" if codes and text else text
 
@@ -83,12 +83,12 @@ class Screen:
             found = 0
         return min(found or 80, _WIDEST)
 
-    def lead(self, text: str, hang: str, codes: str = "") -> None:
+    def begin_line(self, text: str, hang: str, codes: str = "") -> None:
         """Begins a line with text such as a bullet. hang: what the lines begin with that it is wrapped to."""
         self._write(text, codes)
         self._hang, self._margin = hang, cell_len(hang)
 
-    def put(self, text: str, codes: str = "") -> None:
+    def put_text(self, text: str, codes: str = "") -> None:
         """Adds text without newlines; a word may come in several parts, and is placed when it ends."""
         for run in _RUNS.findall(text):
             if run.isspace():
@@ -130,7 +130,7 @@ class Screen:
         if self._column:
             self.newline()
 
-    def raw(self, lines: str) -> None:
+    def write_lines(self, lines: str) -> None:
         """Writes whole lines as they are; they may hold SGR codes."""
         self.end_line()
         if lines:
@@ -147,5 +147,5 @@ class Screen:
 
     def _write(self, text: str, codes: str = "") -> None:
         if text:
-            self._pending.append(styled(text, codes))
+            self._pending.append(style_text(text, codes))
             self._column = (self._column + cell_len(text) - 1) % self.columns + 1  # a terminal breaks what is too long

@@ -25,9 +25,9 @@ from prompt_toolkit.keys import Keys
 from mlx_zip.cli import colours
 from mlx_zip.cli.chat.commands import ALIASES, COMMANDS
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.front import Front, PlainView, View, interrupts
+from mlx_zip.cli.chat.front import Front, PlainView, View, call_on_interrupt
 from mlx_zip.cli.chat.markdown import MarkdownStream
-from mlx_zip.cli.chat.screen import Screen, harmless, styled, valid
+from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_controls, style_text
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import DataError, reason
 from mlx_zip.files import check_in, whole_file
@@ -50,28 +50,28 @@ class TerminalView:
 
     def feed(self, text: str, length: int = 1) -> None:
         """Shows a piece of text, which came as an id of `length` base tokens."""
-        self._clear()
+        self._clear_status()
         self._answering = True
         self._end_thinking("\n\n")
         self._render.feed(text, length)
 
-    def think(self, text: str) -> None:
+    def feed_reasoning(self, text: str) -> None:
         """Shows a piece of the model's reasoning, faintly and as it is."""
-        self._clear()
+        self._clear_status()
         self._thinking = self._answering = True
-        sys.stdout.write(styled(harmless(text), _FAINT))
+        sys.stdout.write(style_text(replace_controls(text), _FAINT))
         sys.stdout.flush()
 
-    def reading(self, read: int, total: int) -> None:
+    def show_prefill(self, read: int, total: int) -> None:
         """Shows, in a line that goes away, how much of a long prompt has been read; nothing within an answer."""
         if not self._answering and read < total and time.monotonic() - self._begun >= _PATIENCE_S:
-            sys.stdout.write(f"\r\x1b[K{styled(f'reading: {read:,} of {total:,} ids', _FAINT)}")
+            sys.stdout.write(f"\r\x1b[K{style_text(f'reading: {read:,} of {total:,} ids', _FAINT)}")
             sys.stdout.flush()
             self._status = True
 
     def finish(self) -> None:
         """Shows the text that was held back, and ends the line."""
-        self._clear()
+        self._clear_status()
         self._end_thinking("\n")
         self._render.finish()
 
@@ -80,7 +80,7 @@ class TerminalView:
             sys.stdout.write(newlines)
             self._thinking = False
 
-    def _clear(self) -> None:
+    def _clear_status(self) -> None:
         if self._status:
             sys.stdout.write("\r\x1b[K")
             self._status = False
@@ -92,8 +92,8 @@ class TerminalFront(Front):
     may_colour: whether colours may be used at all.
     """
 
-    asks = True
-    keys = (
+    is_interactive = True
+    key_help = (
         "Enter sends; Alt-Enter (or Esc, then Enter) begins a new line; pasted lines stay together",
         "Up and Down bring back what was typed; Ctrl-R searches it; Tab completes commands and file names",
         "Ctrl-C stops an answer, which is kept; Ctrl-D, or Ctrl-C twice at an empty prompt, ends the chat",
@@ -107,10 +107,10 @@ class TerminalFront(Front):
         self._answered = False  # since the last prompt
         self._opened = contextlib.ExitStack()
         self._session: PromptSession[str] = PromptSession(
-            history=InMemoryHistory() if history is None else TypedLines(history, self.fail),
+            history=InMemoryHistory() if history is None else TypedHistory(history, self.fail),
             multiline=True,
-            key_bindings=self._bindings(),
-            completer=_Commands(),
+            key_bindings=self._key_bindings(),
+            completer=_CommandCompleter(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             prompt_continuation=" " * len(_PROMPT),
             placeholder=FormattedText([("fg:ansibrightblack", "a message, or /help")]),
@@ -119,8 +119,8 @@ class TerminalFront(Front):
 
     def __enter__(self) -> TerminalFront:
         """Has keys wait for the next prompt, without being shown, and Ctrl-C end nothing."""
-        self._opened.enter_context(interrupts(lambda: None))
-        self._opened.enter_context(_keys_unseen())
+        self._opened.enter_context(call_on_interrupt(lambda: None))
+        self._opened.enter_context(_hide_typed_keys())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -139,7 +139,7 @@ class TerminalFront(Front):
         warned = self._answered = False
         while True:
             try:
-                text = valid(self._session.prompt(_PROMPT))
+                text = repair_surrogates(self._session.prompt(_PROMPT))
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -156,10 +156,10 @@ class TerminalFront(Front):
             return text
 
     @contextmanager
-    def answering(self, stop: Callable[[], None]) -> Iterator[View]:
+    def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
         """Shows an answer; Ctrl-C stops it."""
-        view, self._answered = TerminalView(self._renderer(sys.stdout)), True
-        with interrupts(stop):
+        view, self._answered = TerminalView(self._make_renderer(sys.stdout)), True
+        with call_on_interrupt(stop):
             try:
                 yield view
             finally:
@@ -170,31 +170,30 @@ class TerminalFront(Front):
         self.note(f"loaded {len(talk.messages)} messages" + (f"; system message: {talk.system}" if talk.system else ""))
         for message in talk.messages[-2:]:
             if message["role"] == "user":
-                print(styled(_PROMPT, _BOLD) + harmless(message["content"]), flush=True)
+                print(style_text(_PROMPT, _BOLD) + replace_controls(message["content"]), flush=True)
                 continue
-            render = self._renderer(sys.stdout)
+            render = self._make_renderer(sys.stdout)
             render.feed(message["content"], 1)
             render.finish()
         if talk.asked is not None and not talk.answered:
-            print(styled(_PROMPT, _BOLD) + harmless(talk.asked), flush=True)
+            print(style_text(_PROMPT, _BOLD) + replace_controls(talk.asked), flush=True)
             self.note("nothing has answered the last message; /retry asks it")
 
     def say(self, line: str) -> None:
         """Shows a line that is not the model's."""
-        print(harmless(line), flush=True)
+        print(replace_controls(line), flush=True)
 
     def note(self, line: str) -> None:
         """Shows a line that could be missed, faintly."""
-        print(styled(harmless(line), _FAINT), flush=True)
+        print(style_text(replace_controls(line), _FAINT), flush=True)
 
-    def _renderer(self, out: Any) -> Any:
+    def _make_renderer(self, out: Any) -> Any:
         coloured = self.colours and self._may_colour
         if self._plain:
             return PlainView(out, coloured)
-        return MarkdownStream(Screen(out), colours.code if coloured else lambda length: "", self._may_colour)
+        return MarkdownStream(Screen(out), colours.colour_code if coloured else lambda length: "", self._may_colour)
 
-    def _bindings(self) -> KeyBindings:
-        """Returns what Enter, Alt-Enter and pasting do."""
+    def _key_bindings(self) -> KeyBindings:
         bindings = KeyBindings()
 
         @bindings.add("enter")
@@ -208,11 +207,11 @@ class TerminalFront(Front):
 
         @bindings.add(Keys.BracketedPaste)
         def _(event: KeyPressEvent) -> None:
-            event.current_buffer.insert_text(self._pasted(event.data.replace("\r\n", "\n").replace("\r", "\n")))
+            event.current_buffer.insert_text(self._shown_paste(event.data.replace("\r\n", "\n").replace("\r", "\n")))
 
         return bindings
 
-    def _pasted(self, text: str) -> str:
+    def _shown_paste(self, text: str) -> str:
         """Returns what is shown for a paste: itself, or a long one's size, in place of which it is sent."""
         if len(text) <= _MOST_SHOWN:
             return text
@@ -221,7 +220,7 @@ class TerminalFront(Front):
         return shown
 
 
-class _Commands(Completer):
+class _CommandCompleter(Completer):
     """Completes commands, and file names after commands that take one."""
 
     def __init__(self) -> None:
@@ -243,7 +242,7 @@ class _Commands(Completer):
 
 
 @contextmanager
-def _keys_unseen() -> Iterator[None]:
+def _hide_typed_keys() -> Iterator[None]:
     """Keeps typed keys as they are and unseen between prompts, until the block ends; the next prompt reads them."""
     handle = sys.stdin.fileno()
     before = termios.tcgetattr(handle)
@@ -258,12 +257,12 @@ def _keys_unseen() -> Iterator[None]:
             termios.tcsetattr(handle, termios.TCSADRAIN, before)
 
 
-def is_dumb() -> bool:
+def is_dumb_terminal() -> bool:
     """Returns whether the terminal says that it knows no control sequences."""
     return os.environ.get("TERM", "") in ("", "dumb", "unknown")
 
 
-class TypedLines(History):
+class TypedHistory(History):
     """The typed messages, one JSON string per line of a file, the newest last.
 
     warn: called with one line if the file cannot be read or written; the chat goes on without it.
@@ -271,19 +270,19 @@ class TypedLines(History):
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
         self.file, self._warn, self._works = file, warn, True
-        self._try(self._shorten)
+        self._try_with_file(self._shorten)
         super().__init__()
 
     def load_history_strings(self) -> Iterable[str]:
         """Returns the messages in the file, the newest first; lines that are damaged are left out."""
         lines: list[str] = []
-        self._try(lambda: lines.extend(self._read()))
-        return reversed([text for line in lines if (text := _message_in(line))])
+        self._try_with_file(lambda: lines.extend(self._read()))
+        return reversed([text for line in lines if (text := _parse_message(line))])
 
     def store_string(self, string: str) -> None:
         """Adds a message to the file."""
         if len(string) <= MOST_CHARACTERS:
-            self._try(lambda: self._append(json.dumps(string) + "\n"))
+            self._try_with_file(lambda: self._append(json.dumps(string) + "\n"))
 
     def _read(self) -> list[str]:
         if not self.file.exists():
@@ -308,7 +307,7 @@ class TypedLines(History):
             partial.touch(mode=0o600)
             partial.write_text("".join(line + "\n" for line in lines[len(lines) // 2 :]), encoding="utf-8")
 
-    def _try(self, work: Callable[[], None]) -> None:
+    def _try_with_file(self, work: Callable[[], None]) -> None:
         """Does something with the file. After the first failure the file is left alone."""
         if not self._works:
             return
@@ -321,7 +320,7 @@ class TypedLines(History):
             self._warn(f"what you type is not kept: {self.file}: {why}")
 
 
-def _message_in(line: str) -> str:
+def _parse_message(line: str) -> str:
     try:
         text = json.loads(line)
     except (ValueError, RecursionError):

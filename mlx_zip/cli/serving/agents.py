@@ -25,12 +25,12 @@ NAME = "mlx_zip"
 MOST_OUTPUT = 8192  # base tokens of an answer that agents ask for
 SMALL_CONTEXT = 32_768
 WAIT_S = 10.0
-COPY = ".before-mlx_zip"
+BACKUP_SUFFIX = ".before-mlx_zip"
 _SET_ONCE = "master_key"  # a value that stays if there is one
 
 
 @dataclass(frozen=True)
-class Server:
+class RunningServer:
     """A running server. url: without /v1. key: its API key, "" for none. context: positions, None for no limit."""
 
     url: str
@@ -39,13 +39,13 @@ class Server:
     context: int | None
 
     @property
-    def output(self) -> int:
+    def max_output_tokens(self) -> int:
         """Base tokens of an answer that an agent may ask for."""
         return MOST_OUTPUT if self.context is None else min(MOST_OUTPUT, self.context // 2)
 
 
 @dataclass(frozen=True)
-class Client:
+class AgentSettings:
     """What an agent needs. files: settings by file. start: how to start it then."""
 
     files: Mapping[Path, Any]
@@ -55,20 +55,20 @@ class Client:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `mlx_zip agent`."""
     add = parser.add_argument
-    add("client", metavar="CLIENT", choices=tuple(CLIENTS), help=f"the agent: {', '.join(CLIENTS)}")
+    add("client", metavar="CLIENT", choices=tuple(AGENTS), help=f"the agent: {', '.join(AGENTS)}")
     add("--url", default="http://127.0.0.1:8080", help="address of the server (default: http://127.0.0.1:8080)")
     add(
         "--write",
         action="store_true",
-        help=f"write the settings into the agent's own files; a file that changes is first copied to FILE{COPY} "
-        "(default: print them)",
+        help="write the settings into the agent's own files; a file that changes is first copied to "
+        f"FILE{BACKUP_SUFFIX} (default: print them)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints or writes an agent's settings; returns 0. Raises `MlxZipError`."""
-    server = _running(args.url)
-    client = CLIENTS[args.client](server)
+    server = _ask_server(args.url)
+    client = AGENTS[args.client](server)
     if server.context is not None and server.context < SMALL_CONTEXT:
         print(
             f"warning: {server.model} has a context of {server.context} tokens, and what most agents say of themselves "
@@ -76,20 +76,20 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.write:
-        texts = {path: _read(path) for path in client.files}
+        texts = {path: _read_settings(path) for path in client.files}
         merged = {
-            path: _merged(path, text, client.files[path]) for path, text in texts.items()
+            path: _merge_into_text(path, text, client.files[path]) for path, text in texts.items()
         }  # all, or none is written
         for path, text in merged.items():
-            print(_written(path, texts[path], text))
+            print(_write_settings(path, texts[path], text))
     else:
         for path, settings in client.files.items():
-            print(f"{path}:\n\n{_merged(path, '', settings)}")
+            print(f"{path}:\n\n{_merge_into_text(path, '', settings)}")
     print(f"then: {client.start}")
     return 0
 
 
-def _running(url: str) -> Server:
+def _ask_server(url: str) -> RunningServer:
     """Returns what a running server says of itself. Raises `GenerationError` if none answers there."""
     url, key = url.rstrip("/").removesuffix("/v1"), os.environ.get(API_KEY, "")
     try:
@@ -97,7 +97,7 @@ def _running(url: str) -> Server:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is near
         with opener.open(request, timeout=WAIT_S) as answer:
             model = json.load(answer)["data"][0]
-        return Server(url, key, model["id"], model.get("context_length"))
+        return RunningServer(url, key, model["id"], model.get("context_length"))
     except urllib.error.HTTPError as error:
         hint = f"; set {API_KEY} to its key" if error.code == 401 else ""
         raise GenerationError(f"--url {url}: the server answers {error.code}{hint}") from error
@@ -109,27 +109,26 @@ def _running(url: str) -> Server:
 # ---- the agents
 
 
-def _codex(server: Server) -> Client:
+def _codex_settings(server: RunningServer) -> AgentSettings:
     provider = {"name": NAME, "base_url": f"{server.url}/v1", "wire_api": "responses"}
     provider |= {"env_key": API_KEY} if server.key else {}
     window = {} if server.context is None else {"model_context_window": server.context}
     settings = {"model": server.model, "model_provider": NAME, **window, "model_providers": {NAME: provider}}
-    return Client({_folder("CODEX_HOME", "~/.codex") / "config.toml": settings}, "codex")
+    return AgentSettings({_config_folder("CODEX_HOME", "~/.codex") / "config.toml": settings}, "codex")
 
 
-def _claude(server: Server) -> Client:
+def _claude_settings(server: RunningServer) -> AgentSettings:
     models = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
     env = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key or "none"}
     env |= {f"ANTHROPIC_{name}": server.model for name in models}
-    env |= {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output)}
+    env |= {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.max_output_tokens)}
     if server.context is not None:
         env |= {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context)}
-    return Client({_folder("CLAUDE_CONFIG_DIR", "~/.claude") / "settings.json": {"env": env}}, "claude")
+    return AgentSettings({_config_folder("CLAUDE_CONFIG_DIR", "~/.claude") / "settings.json": {"env": env}}, "claude")
 
 
-def _opencode(server: Server) -> Client:
-    """Returns the settings of opencode."""
-    limit = {} if server.context is None else {"limit": {"context": server.context, "output": server.output}}
+def _opencode_settings(server: RunningServer) -> AgentSettings:
+    limit = {} if server.context is None else {"limit": {"context": server.context, "output": server.max_output_tokens}}
     key = f"{{env:{API_KEY}}}" if server.key else "none"
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -139,27 +138,29 @@ def _opencode(server: Server) -> Client:
     }
     chosen = f"{NAME}/{server.model}"
     settings = {"model": chosen, "small_model": chosen, "provider": {NAME: provider}}
-    return Client({_folder("XDG_CONFIG_HOME", "~/.config") / "opencode" / "opencode.json": settings}, "opencode")
+    return AgentSettings(
+        {_config_folder("XDG_CONFIG_HOME", "~/.config") / "opencode" / "opencode.json": settings}, "opencode"
+    )
 
 
-def _aider(server: Server) -> Client:
+def _aider_settings(server: RunningServer) -> AgentSettings:
     """Returns the settings of aider. It has no reminder, which would move to each new message, as the next one's prefix
     would end before it.
     """
     name, home = f"openai/{server.model}", at_home("~")
     of_server = {"openai-api-base": f"{server.url}/v1", "openai-api-key": server.key or "none"}
     free = {"input_cost_per_token": 0, "output_cost_per_token": 0}
-    facts = {"litellm_provider": "openai", "mode": "chat", "max_output_tokens": server.output, **free}
+    facts = {"litellm_provider": "openai", "mode": "chat", "max_output_tokens": server.max_output_tokens, **free}
     facts |= {} if server.context is None else {"max_tokens": server.context, "max_input_tokens": server.context}
     files = {
         home / ".aider.conf.yml": {"model": name, "weak-model": name, **of_server},
         home / ".aider.model.settings.yml": [{"name": name, "edit_format": "whole", "reminder": None}],
         home / ".aider.model.metadata.json": {name: facts},
     }
-    return Client(files, "aider")
+    return AgentSettings(files, "aider")
 
 
-def _litellm(server: Server) -> Client:
+def _litellm_settings(server: RunningServer) -> AgentSettings:
     """Returns the settings of litellm's proxy, which asks for a key of its own."""
     path = Path("litellm.yaml").absolute()
     key = f"os.environ/{API_KEY}" if server.key else "none"
@@ -167,29 +168,29 @@ def _litellm(server: Server) -> Client:
     model = {
         "model_name": server.model,
         "litellm_params": {"model": f"openai/{server.model}", "api_base": f"{server.url}/v1", "api_key": key},
-        "model_info": {"max_output_tokens": server.output, "supports_function_calling": True, **length},
+        "model_info": {"max_output_tokens": server.max_output_tokens, "supports_function_calling": True, **length},
     }
     settings = {"model_list": [model], "general_settings": {_SET_ONCE: f"sk-{secrets.token_hex(16)}"}}
-    return Client({path: settings}, f"litellm --host 127.0.0.1 --config {path.name}")
+    return AgentSettings({path: settings}, f"litellm --host 127.0.0.1 --config {path.name}")
 
 
-CLIENTS: dict[str, Callable[[Server], Client]] = {
-    "codex": _codex,
-    "claude": _claude,
-    "opencode": _opencode,
-    "aider": _aider,
-    "litellm": _litellm,
+AGENTS: dict[str, Callable[[RunningServer], AgentSettings]] = {
+    "codex": _codex_settings,
+    "claude": _claude_settings,
+    "opencode": _opencode_settings,
+    "aider": _aider_settings,
+    "litellm": _litellm_settings,
 }
 
 
-def _folder(variable: str, default: str) -> Path:
+def _config_folder(variable: str, default: str) -> Path:
     return at_home(os.environ.get(variable) or default)
 
 
 # ---- files
 
 
-def _read(path: Path) -> str:
+def _read_settings(path: Path) -> str:
     check_in(path)
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
@@ -198,13 +199,13 @@ def _read(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {why}") from error
 
 
-def _written(path: Path, old: str, new: str) -> str:
+def _write_settings(path: Path, old: str, new: str) -> str:
     """Writes a file's new text, and returns a line that says what was done. old: its text now. Raises `DataError`."""
     if new == old:
         return f"{path}: unchanged"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy = _copied(path, old) if old else None
+        copy = _back_up(path, old) if old else None
         with whole_file(path) as partial:
             partial.touch(mode=0o600)
             partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)  # there may be a key in it
@@ -214,24 +215,24 @@ def _written(path: Path, old: str, new: str) -> str:
     return f"{path}: written" + ("" if copy is None else f"; what was there is in {copy}")
 
 
-def _copied(path: Path, text: str) -> Path:
+def _back_up(path: Path, text: str) -> Path:
     """Copies a file's text to a new file beside it, and returns that file. Raises `OSError`."""
-    number, copy = 1, path.with_name(path.name + COPY)
+    number, copy = 1, path.with_name(path.name + BACKUP_SUFFIX)
     while copy.exists():
         number += 1
-        copy = path.with_name(f"{path.name}{COPY}-{number}")
+        copy = path.with_name(f"{path.name}{BACKUP_SUFFIX}-{number}")
     with whole_file(copy) as partial:
         partial.touch(mode=0o600)
         partial.write_text(text, encoding="utf-8")
     return copy
 
 
-def _merged(path: Path, text: str, settings: Any) -> str:
+def _merge_into_text(path: Path, text: str, settings: Any) -> str:
     """Returns a file's text with settings in it. Raises `DataError` for a text that is not of the file's form."""
-    old = _parsed(path, text)
+    old = _parse_settings(path, text)
     if path.suffix == ".toml":
-        return _with_toml(path, text, old, settings)
-    new = _with(old, settings)
+        return _merge_toml(path, text, old, settings)
+    new = _merge_values(old, settings)
     if text and new == old:
         return text
     if path.suffix == ".json":
@@ -242,7 +243,7 @@ def _merged(path: Path, text: str, settings: Any) -> str:
     return yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _parse_settings(path: Path, text: str) -> Any:
     """Returns the values in a file's text, {} for none. Raises `DataError`."""
     import yaml
 
@@ -256,22 +257,25 @@ def _parsed(path: Path, text: str) -> Any:
         ) from error
 
 
-def _with(old: Any, new: Any) -> Any:
+def _merge_values(old: Any, new: Any) -> Any:
     """Returns values with others set in them: maps are merged, and items of lists that have the same name replaced."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         changed = {key: value for key, value in new.items() if key not in old or key != _SET_ONCE}
-        return {**old, **{key: _with(old[key], value) if key in old else value for key, value in changed.items()}}
+        return {
+            **old,
+            **{key: _merge_values(old[key], value) if key in old else value for key, value in changed.items()},
+        }
     if isinstance(old, list) and isinstance(new, list):
-        names = [_name(item) for item in new]
-        return [*(item for item in old if _name(item) not in names), *new]
+        names = [_item_name(item) for item in new]
+        return [*(item for item in old if _item_name(item) not in names), *new]
     return new
 
 
-def _name(item: Any) -> Any:
+def _item_name(item: Any) -> Any:
     return item.get("name", item.get("model_name")) if isinstance(item, Mapping) else item
 
 
-def _with_toml(path: Path, text: str, old: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _merge_toml(path: Path, text: str, old: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Returns TOML with settings in it; everything else stays as it is written. Raises `DataError` if that fails."""
     values = {key: value for key, value in settings.items() if not isinstance(value, Mapping)}
     ((group, tables),) = ((key, value) for key, value in settings.items() if isinstance(value, Mapping))
@@ -279,15 +283,15 @@ def _with_toml(path: Path, text: str, old: Mapping[str, Any], settings: Mapping[
     wanted = {**old, **values, group: {**old.get(group, {}), name: table}}
     if old == wanted:
         return text
-    kept = _without(text, values, f"{group}.{name}").strip("\n")
-    parts = [_toml(values), kept, f"[{group}.{name}]\n{_toml(table)}"]
+    kept = _remove_from_toml(text, values, f"{group}.{name}").strip("\n")
+    parts = [_format_toml(values), kept, f"[{group}.{name}]\n{_format_toml(table)}"]
     new = "\n\n".join(part for part in parts if part) + "\n"
-    if _parsed(path, new) != wanted:
+    if _parse_settings(path, new) != wanted:
         raise DataError(f"{path}: cannot be changed here; add by hand what is printed without --write")
     return new
 
 
-def _without(text: str, keys: Mapping[str, Any], table: str) -> str:
+def _remove_from_toml(text: str, keys: Mapping[str, Any], table: str) -> str:
     """Returns TOML without some values outside of tables, and without a table."""
     kept, inside = [], ""
     for line in text.splitlines():
@@ -299,5 +303,5 @@ def _without(text: str, keys: Mapping[str, Any], table: str) -> str:
     return "\n".join(kept)
 
 
-def _toml(values: Mapping[str, Any]) -> str:
+def _format_toml(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())

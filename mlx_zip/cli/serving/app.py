@@ -13,21 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook, check_at_least
+from mlx_zip.arguments import add_codebook_flags, check_at_least
 from mlx_zip.cli import row_cache
-from mlx_zip.cli.engine_choice import choose, open_row_store
-from mlx_zip.cli.generation_flags import add_kv
-from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server_packs
-from mlx_zip.cli.serving.serving_flags import SAMPLING, add_model, add_wired, check_wired
-from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
+from mlx_zip.cli.engine_choice import choose_engine, open_row_store
+from mlx_zip.cli.generation_flags import add_kv_quantization_flags, check_model_flag
+from mlx_zip.cli.serving.opening import (
+    engine_options,
+    import_server_part,
+    open_chosen_engine,
+    parse_json_map,
+    report_engine_fault,
+    server_pack_options,
+)
+from mlx_zip.cli.serving.serving_flags import (
+    DEFAULT_SAMPLING_FLAGS,
+    add_keep_wired_flag,
+    add_model_flags,
+    check_keep_wired,
+)
+from mlx_zip.errors import GenerationError, MlxZipError, missing_library
 from mlx_zip.files import at_home, data_folder, make_private
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import counted
 from mlx_zip.sampling.options import Sampling
 
-LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
-_OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
+_SERVE_DEFAULTS = {  # of flags that only mlx_zip serve has; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
     "decode_concurrency": 4,
     "max_waiting": 16,
     "max_prompt_tokens": None,
@@ -41,8 +52,8 @@ _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; those of the model are `mlx_zip serve`'s."""
     add = parser.add_argument
-    add_model(add, "model to chat with")
-    _add_page(add)
+    add_model_flags(add, "model to chat with")
+    _add_page_flags(add)
     add(
         "--race-against",
         metavar="MODEL",
@@ -51,17 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
-    for name, (kind, default, text) in SAMPLING.items():
+    for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
         add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
-    add_codebook(add)
-    add_wired(add)
-    add_kv(add)
-    row_cache.add_flags(add)
-    parser.set_defaults(**_OF_SERVE)
+    add_codebook_flags(add)
+    add_keep_wired_flag(add)
+    add_kv_quantization_flags(add)
+    row_cache.add_row_cache_flags(add)
+    parser.set_defaults(**_SERVE_DEFAULTS)
 
 
-def _add_page(add: Any) -> None:
-    """Declares the flags of the page and of what is kept."""
+def _add_page_flags(add: Any) -> None:
     add("--port", type=int, help="port of this machine for the page; 0 for a free one (default: 7437, or a free one)")
     add("--no-open", action="store_true", help="print the page's address only, do not open a browser")
     add("--window", action="store_true", help="show the page in a window of its own (needs pywebview)")
@@ -77,44 +87,44 @@ def _add_page(add: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves the app until a signal comes; returns 1 if the engine's thread ends by a fault. Raises `MlxZipError`."""
-    _check(args)
+    _check_flags(args)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    running, kept = _app_module("running"), _app_module("store")
+    running, kept = _import_app_module("running"), _import_app_module("store")
     file = None if args.no_history else at_home(args.data) if args.data else kept.default_file()
     if args.purge:
-        return _purge(kept, file)
-    with _listener(running, args.port) as listener:
-        store = _store(kept, file)
+        return _purge_conversations(kept, file)
+    with _open_listener(running, args.port) as listener:
+        store = _open_conversations(kept, file)
         try:
             for line in filter(None, (store.database.note, store.database.problem)):
                 print(f"note: {line}", file=sys.stderr)
-            fault = _serve(args, running, listener, store)
+            fault = _open_and_serve(args, running, listener, store)
         finally:
             store.close()
-    if fault is not None:
-        print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
-    return 0 if fault is None else 1
+    return report_engine_fault(fault)
 
 
-def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
+def _open_and_serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) -> BaseException | None:
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # --engine auto is chosen anew for each further model
-    choose(args, name)
+    choose_engine(args, name)
     with (
         open_row_store(args) as row_store,
-        opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
+        open_chosen_engine(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
     ):
         from mlx_zip.engine.engines import Engines, other_models
 
-        rival, open_model = args.race_against, partial(_other, asked)
-        options = _options(args, name, running.new_token(), server_packs(chosen, is_plain_model(name), engine))
+        rival, open_model = args.race_against, partial(_open_other_model, asked)
+        options = _server_options(
+            args, name, running.new_token(), server_pack_options(chosen, is_plain_model(name), engine)
+        )
         ceiling = engine.ceiling()
-        settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
-        kept = None if args.no_history or not args.window else _window_folder()
-        showing = running.Showing(browser=not args.no_open, window=args.window, kept=kept)
+        settings = _import_app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
+        storage = None if args.no_history or not args.window else _window_folder()
+        showing = running.PageDisplay(browser=not args.no_open, window=args.window, storage_folder=storage)
         hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
-        engines = Engines(engine, other_models(engine, rival, open_model, _offered(name)))
+        engines = Engines(engine, other_models(engine, rival, open_model, _offered_models(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
 
@@ -127,7 +137,7 @@ def _window_folder() -> Path | None:
     return folder if problem is None else None
 
 
-def _offered(main: str) -> dict[str, str]:
+def _offered_models(main: str) -> dict[str, str]:
     """Returns the models that the page offers beside a bundled one: those that nothing has to be fetched for."""
     if main not in named.KNOWN:
         return {}
@@ -135,49 +145,43 @@ def _offered(main: str) -> dict[str, str]:
     return {name: named.KNOWN[name] for name in offered}
 
 
-def _other(args: argparse.Namespace, name: str) -> Any:
+def _open_other_model(args: argparse.Namespace, name: str) -> Any:
     """Returns the engine of a model beside the main one; it keeps no conversations. Raises `MlxZipError`.
 
     args: the flags as they were given, so --engine may be auto.
     """
     own = {"adapter_path": None, "pack": None, "codebook_size": None, "canonical": None, "chat_template": None}
     changed = argparse.Namespace(**{**vars(args), **own})
-    choose(changed, name)
-    return opened(None, name, **{**engine_options(changed, name, None), "sessions": None})
+    choose_engine(changed, name)
+    return open_chosen_engine(None, name, **{**engine_options(changed, name, None), "sessions": None})
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` for values out of range, and `InstallationError` for a window without its library."""
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
+    check_model_flag(args)
     check_at_least(args, 1, "max_tokens")
-    check_wired(args.keep_wired)
+    check_keep_wired(args.keep_wired)
     if args.port is not None and not 0 <= args.port <= 65535:
         raise GenerationError(f"--port must be from 0 to 65535, got {args.port}")
-    Sampling(**{name: getattr(args, name) for name in SAMPLING})
+    Sampling(**{name: getattr(args, name) for name in DEFAULT_SAMPLING_FLAGS})
     if args.no_history and (args.data or args.purge):
         raise GenerationError("--no-history keeps nothing, so --data and --purge have no meaning with it")
     if args.window and find_spec("webview") is None:
         raise missing_library("mlx_zip app --window", "pywebview", extra="window")
 
 
-def _app_module(name: str) -> Any:
-    try:
-        return import_module(f"mlx_zip.apps.chat.{name}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in LIBRARIES:
-            raise
-        raise missing_library("mlx_zip app", *LIBRARIES, extra="serve") from error
+def _import_app_module(name: str) -> Any:
+    return import_server_part(f"mlx_zip.apps.chat.{name}", "mlx_zip app")
 
 
-def _listener(running: Any, port: int | None) -> Any:
+def _open_listener(running: Any, port: int | None) -> Any:
     try:
-        return running.listening(port)
+        return running.open_listener(port)
     except OSError as error:
         raise GenerationError(f"--port {port}: {error.strerror or error}; choose another --port") from error
 
 
-def _store(kept: Any, file: Any) -> Any:
+def _open_conversations(kept: Any, file: Any) -> Any:
     """Returns the conversations in a file, None for memory. Raises `GenerationError` if the file cannot be used."""
     try:
         return kept.Store(file)
@@ -185,11 +189,11 @@ def _store(kept: Any, file: Any) -> Any:
         raise GenerationError(f"{error} (--data FILE names another file, --no-history keeps none)") from error
 
 
-def _purge(kept: Any, file: Any) -> int:
+def _purge_conversations(kept: Any, file: Any) -> int:
     """Deletes all kept conversations and prints how many there were; returns 0. Raises `GenerationError`."""
     count = 0
     if file.exists():
-        store = _store(kept, file)
+        store = _open_conversations(kept, file)
         try:
             count = store.purge()
             if store.database.problem:
@@ -200,13 +204,12 @@ def _purge(kept: Any, file: Any) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace, name: str, token: str, more: dict[str, Any]) -> Any:
-    """Returns the server's settings."""
+def _server_options(args: argparse.Namespace, name: str, token: str, more: dict[str, Any]) -> Any:
     return import_module("mlx_zip.server.options").Options(
         model=name,
         max_tokens=args.max_tokens,
-        sampling={flag: getattr(args, flag) for flag in SAMPLING},
-        template_options=json_map("--chat-template-args", args.chat_template_args),
+        sampling={flag: getattr(args, flag) for flag in DEFAULT_SAMPLING_FLAGS},
+        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
         api_key=token,
         drain_s=2.0,
         **more,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
-from mlx_zip.errors import DataError, GenerationError, reason
+from mlx_zip.errors import DataError, GenerationError, first_line, missing_library, reason
 from mlx_zip.files import at_home, check_in
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import check_slots, load_options, named
@@ -19,13 +21,26 @@ if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
 
 
-def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
+LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")  # of the server
+
+
+def import_server_part(module: str, command: str) -> Any:
+    """Imports a module that needs the server's libraries. Raises `InstallationError` if one of them is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in LIBRARIES:
+            raise
+        raise missing_library(command, *LIBRARIES, extra="serve") from error
+
+
+def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
     """Returns the engine of a model. group: the machines that the model is split over, None for one.
 
     engine: mlx, torch or cuda.
     """
     if engine != engine_choice.MLX:
-        return engine_choice.open_torch(name, engine, **options)
+        return engine_choice.open_torch_engine(name, engine, **options)
     if group is None:
         from mlx_zip.engine.mlx.mlx_engine import open_engine
 
@@ -35,18 +50,26 @@ def opened(group: Any, name: str, engine: str = engine_choice.MLX, **options: An
     return open_split_engine(group, name, **options)
 
 
+def report_engine_fault(fault: BaseException | None) -> int:
+    """Prints the fault that ended the engine's thread, if there was one; returns the exit status of the command."""
+    if fault is None:
+        return 0
+    print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
+    return 1
+
+
 def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
-    """Returns the arguments of `opened`. chosen: the packs of --pack.
+    """Returns the arguments of `open_chosen_engine`. chosen: the packs of --pack.
 
     Raises `GenerationError` for flags that cannot be used together.
     """
     from mlx_zip.engine.sessions.store import SessionOptions
 
-    engine_choice.check_flags(args)
+    engine_choice.check_engine_flags(args)
     plain = (chosen is not None or args.codebook_size is not None) and is_plain_model(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
-    template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
+    template = {} if args.chat_template is None else {"chat_template": _read_template(args.chat_template)}
     return {
         "engine": args.engine,
         "adapter_path": args.adapter_path,
@@ -97,7 +120,7 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     return chosen
 
 
-def _template(given: str) -> str:
+def _read_template(given: str) -> str:
     if "{" in given:
         return given
     try:
@@ -107,7 +130,7 @@ def _template(given: str) -> str:
         raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
 
 
-def json_map(flag: str, text: str | None) -> dict[str, Any]:
+def parse_json_map(flag: str, text: str | None) -> dict[str, Any]:
     """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
     try:
         value = json.loads(text or "{}")
@@ -118,7 +141,7 @@ def json_map(flag: str, text: str | None) -> dict[str, Any]:
     return value
 
 
-def server_packs(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
+def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
     """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
     pack = request_pack(chosen, plain, engine)
     if chosen is None or plain:

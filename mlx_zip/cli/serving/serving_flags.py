@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.arguments import add_codebook
+from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.cli.generation_flags import add_kv
+from mlx_zip.cli.generation_flags import add_adapter_flag, add_canonical_flag, add_kv_quantization_flags
 from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
@@ -20,7 +20,7 @@ REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
     "pipeline": "a model on several machines is split inside its layers, not between them",
     "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
 }
-SAMPLING = {  # flags of requests that do not say otherwise: (type, default, help)
+DEFAULT_SAMPLING_FLAGS = {  # flags of requests that do not say otherwise: (type, default, help)
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
     "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
     "top_k": (int, 0, "sample from this many likeliest ids; 0 samples from all"),
@@ -31,24 +31,24 @@ SAMPLING = {  # flags of requests that do not say otherwise: (type, default, hel
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; those of mlx_lm.server keep their names."""
     add = parser.add_argument
-    add_model(add)
-    _add_network(add)
+    add_model_flags(add)
+    _add_network_flags(add)
     add(
         "--max-tokens",
         type=int,
         help="base tokens of an answer that asks for no number (default: 512, but what is left of the context for "
         "requests with tools and for Responses)",
     )
-    for name, (kind, default, text) in SAMPLING.items():
+    for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
         flag = "--" + name.replace("_", "-")
         add(flag, type=kind, default=default, help=f"{text}; for requests without this field (default: {default:g})")
-    _add_bounds(add)
-    add_wired(add)
-    add_sessions(add)
+    _add_limit_flags(add)
+    add_keep_wired_flag(add)
+    add_session_flags(add)
     add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
-    add_codebook(add)
-    add_kv(add)
-    row_cache.add_flags(add)
+    add_codebook_flags(add)
+    add_kv_quantization_flags(add)
+    row_cache.add_row_cache_flags(add)
     for name, kind in (
         ("draft_model", str),
         *((one, int) for one in REFUSED if one not in ("draft_model", "pipeline")),
@@ -57,23 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", action="store_true", default=None, help="refused: " + REFUSED["pipeline"])
 
 
-def add_model(add: Any, purpose: str = "model to serve") -> None:
+def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
     """Declares the flags of the model and of its chat template. purpose: what --model names, for the help."""
     add(
         "--model",
         help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
     )
-    engine_choice.add_flag(add)
-    add(
-        "--adapter-path",
-        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
-        "with mlx_zip convert instead",
-    )
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with the tokenizer (default: off)",
-    )
+    engine_choice.add_engine_flag(add)
+    add_adapter_flag(add)
+    add_trust_remote_code_flag(add)
     add("--chat-template", metavar="TEXT|FILE", help="chat template in Jinja's language (default: the model's own)")
     add(
         "--use-default-chat-template",
@@ -81,16 +73,10 @@ def add_model(add: Any, purpose: str = "model to serve") -> None:
         help="no effect; accepted because mlx_lm.server has it (the model's own chat template is used)",
     )
     add("--chat-template-args", help="JSON map of further arguments for the chat template (default: none)")
-    add(
-        "--canonical",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as in the model's config.json)",
-    )
+    add_canonical_flag(add)
 
 
-def _add_network(add: Any) -> None:
+def _add_network_flags(add: Any) -> None:
     """Declares the flags of who may come in, and how the server stops."""
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: 127.0.0.1)")
     add("--port", type=int, default=8080, help="port to listen on; 0 for a free one (default: 8080)")
@@ -130,12 +116,18 @@ def _add_network(add: Any) -> None:
     )
 
 
-def _add_bounds(add: Any) -> None:
+def _add_limit_flags(add: Any) -> None:
     """Declares the flags of how much the server does at a time."""
     add("--decode-concurrency", metavar="N", type=int, default=8, help="answers at a time (default: 8)")
     add("--max-waiting", metavar="N", type=int, default=64, help="requests that may wait; beyond, 429 (default: 64)")
     add("--max-prompt-tokens", metavar="N", type=int, help="base tokens of a prompt (default: the model's context)")
-    add("--max-body-bytes", metavar="N", type=row_cache.size, default=32 << 20, help="size of a body (default: 32 MiB)")
+    add(
+        "--max-body-bytes",
+        metavar="N",
+        type=row_cache.parse_size,
+        default=32 << 20,
+        help="size of a body (default: 32 MiB)",
+    )
     add(
         "--prefill-step-size",
         type=int,
@@ -144,7 +136,7 @@ def _add_bounds(add: Any) -> None:
     )
 
 
-def add_wired(add: Any) -> None:
+def add_keep_wired_flag(add: Any) -> None:
     """Declares the flag of how long an idle model stays in wired memory."""
     add(
         "--keep-wired",
@@ -156,18 +148,18 @@ def add_wired(add: Any) -> None:
     )
 
 
-def check_wired(seconds: float) -> None:
+def check_keep_wired(seconds: float) -> None:
     """Raises `GenerationError` for a time of --keep-wired that cannot be."""
     if not 0 <= seconds < MOST_S:
         raise GenerationError(f"--keep-wired must be from 0 to below {MOST_S}, got {seconds:g}")
 
 
-def add_sessions(add: Any) -> None:
+def add_session_flags(add: Any) -> None:
     """Declares the flags of kept conversations."""
     add(
         "--prompt-cache-bytes",
         metavar="N",
-        type=row_cache.size,
+        type=row_cache.parse_size,
         default=4 << 30,
         help="memory for kept conversations, for example 500M or 2G (default: 4 GiB)",
     )
@@ -180,7 +172,7 @@ def add_sessions(add: Any) -> None:
     add(
         "--session-disk-bytes",
         metavar="N",
-        type=row_cache.size,
+        type=row_cache.parse_size,
         default=16 << 30,
         help="maximum size of the --session-cache folder (default: 16 GiB)",
     )

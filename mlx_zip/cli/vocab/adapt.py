@@ -11,15 +11,28 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_limit_bytes
-from mlx_zip.cli.actions import DATA, TOKENIZER, add_actions, add_json, first_stage, printable, writable
-from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
+from mlx_zip.arguments import add_limit_bytes_flag
+from mlx_zip.cli.actions import (
+    DATA_HELP,
+    TOKENIZER_HELP,
+    add_actions,
+    add_json_flag,
+    escape_unprintable,
+    open_first_stage,
+    writable_path,
+)
+from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.named import here_or_bundled
 from mlx_zip.progress import ProgressBar
 
 _ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
-_SWAPS = {"margin": 0, "max_swaps": None, "tie": "high", "counting": "overlapping"}  # defaults of --method adapt
+_SWAP_DEFAULTS = {
+    "margin": 0,
+    "max_swaps": None,
+    "tie": "high",
+    "counting": "overlapping",
+}  # defaults of --method adapt
 _EXAMPLE = """examples:
   mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
   mlx_zip vocab adapt show adapted.json --tokenizer model-folder --data held-out.txt
@@ -39,17 +52,15 @@ def run(args: argparse.Namespace) -> int:
     return args.do(args)
 
 
-def _learn_flags(parser: argparse.ArgumentParser) -> None:
+def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
+    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER_HELP}")
     add(
         "--data",
-        "--text",
-        dest="data",
         nargs="+",
         required=True,
         metavar="FILE",
-        help=f"texts to adapt the tokenizer to: {DATA}",
+        help=f"texts to adapt the tokenizer to: {DATA_HELP}",
     )
     add(
         "--held-out",
@@ -114,10 +125,10 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the adapted tokenizer to FILE as a tokenizer.json; an error if a merge was swapped out",
     )
-    _common(add, "--data, and at most N of --held-out")
+    _add_shared_flags(add, "--data, and at most N of --held-out")
 
 
-def _common(add: Any, texts: str) -> None:
+def _add_shared_flags(add: Any, texts: str) -> None:
     """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
     add(
         "--columns",
@@ -126,25 +137,25 @@ def _common(add: Any, texts: str) -> None:
         metavar="KEY=NAME",
         help="column of .jsonl records that holds the text, as text=NAME (default: text)",
     )
-    add_limit_bytes(add, texts)
-    add_plot(add, "bytes per token of the adapted and the base tokenizer")
-    add_json(add)
+    add_limit_bytes_flag(add, texts)
+    add_plot_flag(add, "bytes per token of the adapted and the base tokenizer")
+    add_json_flag(add)
 
 
-def _learn(args: argparse.Namespace) -> int:
+def _run_learn(args: argparse.Namespace) -> int:
     """Adapts a tokenizer to texts, writes it and prints its counts; returns the exit status 0."""
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
-    settings, read = _settings(args), [*args.data, *args.held_out, args.tokenizer]
-    out, plain = writable("--out", args.out, read=read), None
+    settings, read = _method_settings(args), [*args.data, *args.held_out, args.tokenizer]
+    out, plain = writable_path("--out", args.out, read=read), None
     if args.tokenizer_json is not None:
-        plain = writable("--tokenizer-json", args.tokenizer_json, read=[*read, out])
-    plot = plot_file(args.plot, read=[*read, out, plain])
-    base = read_base(first_stage(args.tokenizer), args.pieces)
-    texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
+        plain = writable_path("--tokenizer-json", args.tokenizer_json, read=[*read, out])
+    plot = checked_plot_path(args.plot, read=[*read, out, plain])
+    base = read_base(open_first_stage(args.tokenizer), args.pieces)
+    texts, held_out = _read_texts(args, args.data), _read_texts(args, args.held_out)
     begun = time.perf_counter()
     words = words_of(base.front, _with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
@@ -154,19 +165,19 @@ def _learn(args: argparse.Namespace) -> int:
     vocabulary.save(out)
     if plain is not None:
         write_json(plain, exact)
-    record = _record(vocabulary, base) | _counts(vocabulary, base, texts)
+    record = _vocabulary_record(vocabulary, base) | _count_tokens(vocabulary, base, texts)
     if held_out:
-        record["held_out"] = _counts(vocabulary, base, held_out)
-    _plot(plot, record)
+        record["held_out"] = _count_tokens(vocabulary, base, held_out)
+    _draw_plot(plot, record)
     record |= {"seconds": round(took_s, 3), "file": str(out)}
-    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
+    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_format_record(record)))
     return 0
 
 
-def _plot(path: Path | None, record: dict[str, Any]) -> None:
+def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
     """Draws bytes per token of the adapted and the base tokenizer, on the texts and on the held-out texts.
 
-    record: as `_learn` and `_show` print it. Draws nothing if `path` is None.
+    record: as `_run_learn` and `_run_show` print it. Draws nothing if `path` is None.
     """
     if path is None:
         return
@@ -177,39 +188,35 @@ def _plot(path: Path | None, record: dict[str, Any]) -> None:
     draw_bars(path, bars, ("", "bytes per token"))
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
+def _method_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
-    chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
-    if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
+    chosen = {name: value for name in (*_SWAP_DEFAULTS, "rule") if (value := getattr(args, name)) is not None}
+    if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAP_DEFAULTS]):
         raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
     if args.method == "top-k" and args.rule == "replay":
         raise GenerationError("--rule replay has no swaps to replay with --method top-k, whose rule is final")
-    return _SWAPS | chosen if args.method == "adapt" else chosen
+    return _SWAP_DEFAULTS | chosen if args.method == "adapt" else chosen
 
 
-def _show_flags(parser: argparse.ArgumentParser) -> None:
+def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
         "--tokenizer",
-        "--base",
-        dest="tokenizer",
         metavar="NAME",
-        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER}",
+        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER_HELP}",
     )
     add(
         "--data",
-        "--text",
-        dest="data",
         nargs="+",
         default=[],
         metavar="FILE",
-        help=f"texts to count tokens in: {DATA}",
+        help=f"texts to count tokens in: {DATA_HELP}",
     )
-    _common(add, "--data")
+    _add_shared_flags(add, "--data")
 
 
-def _show(args: argparse.Namespace) -> int:
+def _run_show(args: argparse.Namespace) -> int:
     """Prints what an adapted tokenizer keeps, and its tokens in --data; returns the exit status 0."""
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
@@ -217,20 +224,20 @@ def _show(args: argparse.Namespace) -> int:
 
     if args.plot is not None and not args.data:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
-    plot, vocabulary, base = plot_file(args.plot, [*args.data, args.file]), read_adapted(args.file), None
+    plot, vocabulary, base = checked_plot_path(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
         pieces = vocabulary.front.pieces  # one that is not in PIECES stands in the base's own file
-        base = read_base(first_stage(args.tokenizer), pieces if pieces in PIECES else None)
+        base = read_base(open_first_stage(args.tokenizer), pieces if pieces in PIECES else None)
         vocabulary.check_base(base)
-    record = _record(vocabulary, base)
+    record = _vocabulary_record(vocabulary, base)
     if args.data:
-        record |= _counts(vocabulary, base, _texts(args, args.data))
-        _plot(plot, record)
-    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
+        record |= _count_tokens(vocabulary, base, _read_texts(args, args.data))
+        _draw_plot(plot, record)
+    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_format_record(record)))
     return 0
 
 
-def _encode_flags(parser: argparse.ArgumentParser) -> None:
+def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -245,10 +252,10 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print base ids instead of adapted ids; with --decode, read base ids (default: off)",
     )
-    add_json(add)
+    add_json_flag(add)
 
 
-def _encode(args: argparse.Namespace) -> int:
+def _run_encode(args: argparse.Namespace) -> int:
     """Prints the ids of a text, or the text of ids; returns the exit status 0."""
     from mlx_zip.cli.compression import read_text
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
@@ -256,7 +263,7 @@ def _encode(args: argparse.Namespace) -> int:
     vocabulary = read_adapted(args.file)
     text = read_text(args.data)
     if args.decode:
-        ids = _ids(args.data, text)
+        ids = _parse_ids(args.data, text)
         data = vocabulary.decode(vocabulary.ids_of(ids) if args.base_ids else ids)
         if args.json:
             print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data)}, ensure_ascii=False))
@@ -270,7 +277,7 @@ def _encode(args: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_flags(parser: argparse.ArgumentParser) -> None:
+def _add_convert_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -281,29 +288,27 @@ def _convert_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--out",
-        "--mlx-path",
-        dest="out",
         required=True,
         metavar="DIR",
         help="folder to write the converted model to; it must not exist",
     )
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _run_convert(args: argparse.Namespace) -> int:
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
         print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
     return 0
 
 
-def _ids(name: str, text: str) -> list[int]:
+def _parse_ids(name: str, text: str) -> list[int]:
     words = text.split()
     if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
         raise DataError(f"{name}: {wrong!r:.40} is not an id")
     return [int(word) for word in words]
 
 
-def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
+def _read_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
     from mlx_zip.text.documents import read_corpus
 
     if not files:
@@ -319,7 +324,7 @@ def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
             count()
 
 
-def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
+def _vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
     """Returns what an adapted tokenizer keeps as a record for --json. base: the tokenizer adapted; None: not known."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
@@ -339,7 +344,7 @@ def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
     }
 
 
-def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
+def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
     """Returns the bytes of texts, and tokens and utility of the adapted tokenizer and, unless None, of the base.
 
     Utility is 1 - tokens per byte (arXiv 2601.21665).
@@ -354,10 +359,10 @@ def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
     return counts
 
 
-def _lines(record: dict[str, Any]) -> list[str]:
-    """Returns a record of `_record` and `_counts` as lines to print."""
+def _format_record(record: dict[str, Any]) -> list[str]:
+    """Returns a record of `_vocabulary_record` and `_count_tokens` as lines to print."""
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
-    base = printable(record["base"])
+    base = escape_unprintable(record["base"])
     lines = [
         f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
         f"{letters}{record['added_tokens']} added tokens",
@@ -371,9 +376,9 @@ def _lines(record: dict[str, Any]) -> list[str]:
             f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary always uses its merges"
         )
     if "bytes" in record:
-        lines += _count_lines("texts", base, record)
+        lines += _format_counts("texts", base, record)
     if "held_out" in record:
-        lines += _count_lines("held-out texts", base, record["held_out"])
+        lines += _format_counts("held-out texts", base, record["held_out"])
     elif "file" in record:
         lines.append("these counts are of the texts adapted to: --held-out FILE counts others")
     if "seconds" in record:
@@ -381,7 +386,7 @@ def _lines(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
+def _format_counts(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
     def per_token(tokens: int) -> str:
         return f"{tokens} tokens ({counts['bytes'] / tokens:.3f} bytes per token)"
 
@@ -392,16 +397,16 @@ def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
 
 
 ACTIONS = {
-    "learn": (_learn_flags, "adapt a tokenizer to texts and write the adapted one", _learn),
+    "learn": (_add_learn_flags, "adapt a tokenizer to texts and write the adapted one", _run_learn),
     "show": (
-        _show_flags,
+        _add_show_flags,
         "show what an adapted tokenizer keeps, check its base, count its tokens in texts",
-        _show,
+        _run_show,
     ),
-    "encode": (_encode_flags, "turn a text into ids, or ids into text", _encode),
+    "encode": (_add_encode_flags, "turn a text into ids, or ids into text", _run_encode),
     "convert": (
-        _convert_flags,
+        _add_convert_flags,
         "write a model folder that keeps the adapted tokenizer's rows and ids",
-        _convert,
+        _run_convert,
     ),
 }

@@ -11,11 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.arguments import add_limit_bytes, add_separator, check_at_least
-from mlx_zip.cli.actions import DATA, TOKENIZER, Action, add_actions, add_json, first_stage, writable
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, check_at_least
+from mlx_zip.cli.actions import (
+    DATA_HELP,
+    TOKENIZER_HELP,
+    Action,
+    add_actions,
+    add_json_flag,
+    open_first_stage,
+    writable_path,
+)
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.cli.training import add_some, stopped
-from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
+from mlx_zip.cli.training import add_training_flags, report_stop
+from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError
 from mlx_zip.progress import counted
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
@@ -40,34 +48,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_actions(parser, ACTIONS, EXAMPLES)
 
 
-def _learn_flags(parser: argparse.ArgumentParser) -> None:
+def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    _tokenizer_flag(add)
+    _add_tokenizer_flag(add)
     add("--out", required=True, metavar="TABLE", help="file to write the patch table to (.npz)")
-    _patch_flags(add)
-    _show_flag(add, "merges")
-    add_plot(add, "the number of patches of each length")
-    add_json(add)
+    _add_patch_flags(add)
+    _add_show_flag(add, "merges")
+    add_plot_flag(add, "the number of patches of each length")
+    add_json_flag(add)
 
 
-def _show_flags(parser: argparse.ArgumentParser) -> None:
+def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("table", metavar="TABLE", help=_TABLE)
-    _show_flag(add, "merges")
-    add_plot(add, "the number of patches of each length")
-    add_json(add)
+    _add_show_flag(add, "merges")
+    add_plot_flag(add, "the number of patches of each length")
+    add_json_flag(add)
 
 
-def _encode_flags(parser: argparse.ArgumentParser) -> None:
+def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("table", metavar="TABLE", help=_TABLE)
-    _tokenizer_flag(add)
+    _add_tokenizer_flag(add)
     add("--data", required=True, metavar="FILE", help="UTF-8 text file to turn into patches; - reads standard input")
-    _show_flag(add, "patches")
-    add_json(add)
+    _add_show_flag(add, "patches")
+    add_json_flag(add)
 
 
-def _patch_flags(add: Any) -> None:
+def _add_patch_flags(add: Any) -> None:
     add(
         "--patch-size",
         type=int,
@@ -84,16 +92,16 @@ def _patch_flags(add: Any) -> None:
     )
 
 
-def _tokenizer_flag(add: Any) -> None:
+def _add_tokenizer_flag(add: Any) -> None:
     add(
         "--tokenizer",
         required=True,
         metavar="NAME",
-        help=f"tokenizer whose tokens become patches: {TOKENIZER}; or a .json list of tokens in hex",
+        help=f"tokenizer whose tokens become patches: {TOKENIZER_HELP}; or a .json list of tokens in hex",
     )
 
 
-def _show_flag(add: Any, what: str) -> None:
+def _add_show_flag(add: Any, what: str) -> None:
     add("--show", type=int, default=10, metavar="N", help=f"number of {what} to list; --json lists all (default: 10)")
 
 
@@ -110,14 +118,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Learns a patch table and writes it; returns what it holds as a record for --json and as lines to print."""
     from mlx_zip.vocab.hbpe.patch_merges import learn, too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
-    out = writable("--out", args.out, "a patch table", SUFFIX)
-    plot = plot_file(args.plot, read=[args.tokenizer, out])
-    tokens = first_stage(args.tokenizer).tokens()
+    out = writable_path("--out", args.out, "a patch table", SUFFIX)
+    plot = checked_plot_path(args.plot, read=[args.tokenizer, out])
+    tokens = open_first_stage(args.tokenizer).tokens()
     learned = learn(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
     try:
@@ -125,29 +133,29 @@ def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise DataError(f"{out}: {error.strerror or error}") from error
     pool = len(too_long(tokens, args.patch_size))
-    record, lines = _describe(table, args.show, learned.counts.tolist())
-    _plot(plot, record)
+    record, lines = _describe_table(table, args.show, learned.counts.tolist())
+    _draw_plot(plot, record)
     record["tokens_too_long"] = pool
     return record, [f"{out} is written; merges were learned from {pool} tokens that did not fit", *lines]
 
 
-def _show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe.patch_table import PatchTable
 
-    plot = plot_file(args.plot, read=[args.table])
-    record, lines = _describe(PatchTable.load(args.table), args.show)
-    _plot(plot, record)
+    plot = checked_plot_path(args.plot, read=[args.table])
+    record, lines = _describe_table(PatchTable.load(args.table), args.show)
+    _draw_plot(plot, record)
     return record, lines
 
 
-def _plot(path: Path | None, record: dict[str, Any]) -> None:
-    """Draws the number of patches of each length, from a record of `_describe`; draws nothing if `path` is None."""
+def _draw_plot(path: Path | None, record: dict[str, Any]) -> None:
+    """Draws the number of patches of each length if there is a path. record: as of `_describe_table`."""
     if path is not None:
         lengths = {str(length): count for length, count in record["patch_lengths"].items()}
         draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))
 
 
-def _describe(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+def _describe_table(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
     """Returns what a patch table holds as a record for --json and as lines to print.
 
     show: number of merges that the lines list. counts: how often each merge's pair occurred when it was learned; None
@@ -175,18 +183,18 @@ def _describe(table: Any, show: int, counts: list[int] | None = None) -> tuple[d
     ]
     for k, (left, right) in enumerate(table.merges.pairs[:show]):
         seen = "" if counts is None else f", seen {counts[k]} times"
-        lines.append(f"{257 + k:>6} = {left} {right}  {_text(spelled[257 + k])}{seen}")
+        lines.append(f"{257 + k:>6} = {left} {right}  {_token_text(spelled[257 + k])}{seen}")
     return record, lines
 
 
-def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Turns a text into patches; returns them and their rates as a record for --json and as lines to print."""
     from mlx_zip.cli.compression import read_text
     from mlx_zip.text.formats import read_library
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
     from mlx_zip.vocab.hbpe.patch_table import PatchTable, encoder_of
 
-    text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), first_stage(args.tokenizer)
+    text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), open_first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
     ids = list(encoder_of(read_library(tokenizer.path) if ranks else tokenizer.library())(text))
@@ -214,11 +222,11 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if not record["exact"]:
         lines.append("the patches do not spell the text exactly: the tokenizer normalizes the text before it splits it")
     for i, patch in zip(ids[: args.show], patches, strict=False):
-        lines.append(f"{i:>8}  {_text(table.tokens[i])}  {' '.join(map(str, patch))}")
+        lines.append(f"{i:>8}  {_token_text(table.tokens[i])}  {' '.join(map(str, patch))}")
     return record, lines
 
 
-def _text(token: bytes) -> str:
+def _token_text(token: bytes) -> str:
     try:
         return repr(token.decode("utf-8"))
     except UnicodeDecodeError:
@@ -245,20 +253,20 @@ _PURPOSES = {
 }
 
 
-def _fit_flags(parser: argparse.ArgumentParser) -> None:
+def _add_fit_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "out",
         metavar="RUN",
         help="folder for checkpoints, metrics.jsonl and the finished model/; a run found there is continued",
     )
-    _add_data(add, "texts to learn from")
+    _add_data_flags(add, "texts to learn from")
     add(
         "--valid",
         nargs="+",
         default=[],
         metavar="FILE",
-        help=f"texts to measure the finished model on: {DATA} (default: none)",
+        help=f"texts to measure the finished model on: {DATA_HELP} (default: none)",
     )
     add(
         "--tokenizer",
@@ -273,7 +281,7 @@ def _fit_flags(parser: argparse.ArgumentParser) -> None:
         default=4096,
         help="number of tokens in a tokenizer that is learned, without --tokenizer (default: 4096)",
     )
-    _patch_flags(add)
+    _add_patch_flags(add)
     add("--context", type=int, default=128, help="number of patches per window (default: 128)")
     add(
         "--latent",
@@ -290,11 +298,11 @@ def _fit_flags(parser: argparse.ArgumentParser) -> None:
         help="size of the local encoder and of the local decoder, which read and write a patch's symbols; FFN: width "
         "of the MLP (default: 2,128,128,2)",
     )
-    add_some(add, _SETTINGS, _PURPOSES)
+    add_training_flags(add, _SETTINGS, _PURPOSES)
     add("--json", action="store_true", help="print one JSON object, and no progress")
 
 
-def _generate_flags(parser: argparse.ArgumentParser) -> None:
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="model folder that `mlx_zip vocab hbpe fit` wrote: RUN/model")
     add("--prompt", "-p", help="text to continue; - reads UTF-8 text from standard input (default: begin a document)")
@@ -304,20 +312,20 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object at the end instead of the text")
 
 
-def _evaluate_flags(parser: argparse.ArgumentParser) -> None:
+def _add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="model folder that `mlx_zip vocab hbpe fit` wrote: RUN/model")
-    _add_data(parser.add_argument, "texts to measure on")
+    _add_data_flags(parser.add_argument, "texts to measure on")
     parser.add_argument("--batch-size", type=int, default=16, help="number of windows per model call (default: 16)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_data(add: Any, purpose: str) -> None:
-    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: {DATA}")
-    add_separator(add)
-    add_limit_bytes(add, "--data")
+def _add_data_flags(add: Any, purpose: str) -> None:
+    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: {DATA_HELP}")
+    add_separator_flag(add)
+    add_limit_bytes_flag(add, "--data")
 
 
-def _fit(args: argparse.Namespace) -> int:
+def _run_fit(args: argparse.Namespace) -> int:
     """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
     from mlx_zip.files import at_home
     from mlx_zip.training.loop import Stopped
@@ -328,13 +336,13 @@ def _fit(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)
     options = FitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
-    texts = _texts(args.data, args.separator, args.limit_bytes)
-    valid = _texts(args.valid, args.separator, None) if args.valid else []
+    texts = _read_texts(args.data, args.separator, args.limit_bytes)
+    valid = _read_texts(args.valid, args.separator, None) if args.valid else []
     out = at_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
     except Stopped as early:
-        return stopped(early.progress.step, early.number)
+        return report_stop(early.progress.step, early.number)
     record = {"model": str(out / MODEL), **saved.source["progress"]}
     if valid:
         record["valid"] = evaluate_texts(saved, valid)
@@ -347,7 +355,7 @@ def _fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(args: argparse.Namespace) -> int:
+def _run_generate(args: argparse.Namespace) -> int:
     """Prints text as it is generated. Returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     from mlx_zip.models.patches.patch_generation import generate_text
     from mlx_zip.models.patches.patch_model import load_patch_model
@@ -399,14 +407,14 @@ def _print_parts(prompt: str, written: Iterator[WrittenPatch], silent: bool) -> 
     return parts, 0
 
 
-def _evaluate(args: argparse.Namespace) -> int:
+def _run_evaluate(args: argparse.Namespace) -> int:
     """Measures a model and prints its bits per byte. Returns 0. Raises `MlxZipError`."""
     from mlx_zip.models.patches.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_texts
 
     check_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
-    found = evaluate_texts(saved, _texts(args.data, args.separator, args.limit_bytes), args.batch_size)
+    found = evaluate_texts(saved, _read_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
     if args.json:
         print(json.dumps({"model": args.model, **found}))
     else:
@@ -426,17 +434,17 @@ def _print_measures(found: dict[str, Any]) -> None:
         print("the patches do not spell the texts: the tokenizer changes them before it splits them")
 
 
-def _texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
+def _read_texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
     from mlx_zip.text.documents import read_corpus
 
     return [document.text for document in read_corpus(files, separator, limit_bytes).documents]
 
 
 ACTIONS: dict[str, Action] = {
-    "learn": (_learn_flags, "learn merges from a tokenizer's tokens and write a patch table", _learn),
-    "show": (_show_flags, "show the merges and patch lengths of a patch table", _show),
-    "encode": (_encode_flags, "turn a text into patches and show them", _encode),
-    "fit": (_fit_flags, "train a model over patches on texts; an interrupted run is continued", _fit),
-    "generate": (_generate_flags, "print the text that a model over patches generates", _generate),
-    "evaluate": (_evaluate_flags, "measure the bits per byte of a model over patches on texts", _evaluate),
+    "learn": (_add_learn_flags, "learn merges from a tokenizer's tokens and write a patch table", _run_learn),
+    "show": (_add_show_flags, "show the merges and patch lengths of a patch table", _run_show),
+    "encode": (_add_encode_flags, "turn a text into patches and show them", _run_encode),
+    "fit": (_add_fit_flags, "train a model over patches on texts; an interrupted run is continued", _run_fit),
+    "generate": (_add_generate_flags, "print the text that a model over patches generates", _run_generate),
+    "evaluate": (_add_evaluate_flags, "measure the bits per byte of a model over patches on texts", _run_evaluate),
 }

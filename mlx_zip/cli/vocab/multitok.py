@@ -9,19 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, writable
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_actions, add_json_flag, writable_path
 from mlx_zip.cli.vocab.multitok_texts import (
     DICTIONARY,
     TRAINED,
     add_text_flags,
+    format_rate,
     ids_writer,
-    rate,
-    rate_line,
-    texts_of,
-    tokenizer_for,
+    make_texts,
+    rate_record,
+    read_dictionary_tokenizer,
 )
-from mlx_zip.cli.vocab.multitok_training import draw_uses, train, train_flags
-from mlx_zip.cli.vocab.plots import add_plot, plot_file
+from mlx_zip.cli.vocab.multitok_training import add_train_flags, draw_uses, train
+from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path
 from mlx_zip.errors import DataError
 
 EXAMPLES = """\
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 # ---- encode
 
 
-def _encode_flags(parser: argparse.ArgumentParser) -> None:
+def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
     add_text_flags(add, "the one that the dictionary was trained with, if any; otherwise such a unit is an error")
@@ -67,56 +67,54 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--out",
-        "--encoded",
-        dest="encoded",
         metavar="FILE",
         help="file to write the ids to, one JSON list per sample and line (default: print them)",
     )
-    add_json(add)
+    add_json_flag(add)
 
 
-def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Encodes texts and writes or prints their ids; returns the rate as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
-    if args.encoded is not None:
-        args.encoded = writable("--out", args.encoded, read=[*args.data, args.dictionary, args.tokenizer])
+    if args.out is not None:
+        args.out = writable_path("--out", args.out, read=[*args.data, args.dictionary, args.tokenizer])
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)
-    tokenizer = tokenizer_for(dictionary.settings.units, args)
+    tokenizer = read_dictionary_tokenizer(dictionary.settings.units, args)
     totals, shown, unknown = Totals(), list[list[int]](), 0
-    with ids_writer(args.encoded) as write:
-        for batch in texts_of(args, args.data, tokenizer).batches():
+    with ids_writer(args.out) as write:
+        for batch in make_texts(args, args.data, tokenizer).batches():
             units = dictionary.number(batch)
             ids = dictionary.encode_all(units, args.window or 0, args.matching)
             totals.add(units, ids)
             unknown += int((units.ids >= dictionary.settings.units.size).sum())
             write(ids)
-            if args.encoded is None and args.json:
+            if args.out is None and args.json:
                 shown += ids.lists()
-            elif args.encoded is None:
+            elif args.out is None:
                 print("\n".join(map(json.dumps, ids.lists())))
-    record = rate(totals)
+    record = rate_record(totals)
     if dictionary.settings.unk_id is not None:
         record |= {"unknown_units": unknown, "unknown_share": unknown / totals.units if totals.units else 0.0}
         line = f"{unknown} of {totals.units} units are unknown ({record['unknown_share']:.2%}) and became the --unk-id"
         print(line, file=sys.stderr)
-    if args.encoded is None:
+    if args.out is None:
         return {**record, "ids": shown}, []
-    return record, [rate_line(record)]
+    return record, [format_rate(record)]
 
 
 # ---- stats
 
 
-def _stats_flags(parser: argparse.ArgumentParser) -> None:
+def _add_stats_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
     add(
         "--tokenizer",
         metavar="NAME",
-        help=f"tokenizer that shows phrases of ids as text: {TOKENIZER} (default: show the ids)",
+        help=f"tokenizer that shows phrases of ids as text: {TOKENIZER_HELP} (default: show the ids)",
     )
     add(
         "--show",
@@ -125,17 +123,17 @@ def _stats_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of phrases to list, those that save most units first (default: 20)",
     )
-    add_plot(add, "how often training used each phrase")
-    add_json(add)
+    add_plot_flag(add, "how often training used each phrase")
+    add_json_flag(add)
 
 
-def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns the counts and best phrases of a dictionary as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary
 
-    plot = plot_file(args.plot, read=[args.dictionary])
+    plot = checked_plot_path(args.plot, read=[args.dictionary])
     dictionary = Dictionary.load(args.dictionary)
-    spell = _text_of_units(dictionary.settings.units, args)
+    spell = _unit_decoder(dictionary.settings.units, args)
     shown = [
         {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": spell(run)}
         for id, uses in dictionary.saving(args.show)
@@ -152,25 +150,25 @@ def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "shown": shown,
     }
     hint = [] if record["of"] == "words" or args.tokenizer else ["--tokenizer NAME shows these ids as text"]
-    return record, [*_stats_lines(record), *hint]
+    return record, [*_format_stats(record), *hint]
 
 
-def _text_of_units(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
+def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
     """Returns a function from a list of units to their text; ids stay numbers without --tokenizer."""
     if args.tokenizer is None:
         return units.shown
-    tokenizer = tokenizer_for(units, args)
+    tokenizer = read_dictionary_tokenizer(units, args)
     return lambda run: tokenizer.decode(run)
 
 
-def _stats_lines(record: dict[str, Any]) -> list[str]:
-    """Returns a record of `_stats` as lines to print."""
+def _format_stats(record: dict[str, Any]) -> list[str]:
+    """Returns a record of `_run_stats` as lines to print."""
     lengths = ", ".join(f"{count} of {n}" for n, count in list(record["phrases_by_length"].items())[:8])
     pruned = record["pruning"]
     lines = [
         f"{record['units']} {record['of']}, {record['phrases']} phrases: {record['never_used']} never used, "
         f"{record['used_once']} once" + (f"; pruned ({pruned['mode']}, at most {pruned['at_most']})" if pruned else ""),
-        rate_line({name: record[key] for name, key in TRAINED.items()}) + ", in training",
+        format_rate({name: record[key] for name, key in TRAINED.items()}) + ", in training",
         f"window {record['window'] or 'of any size'}; phrases by number of units: {lengths or 'none'}",
         f"{record['memory_bytes']} bytes in memory",
     ]
@@ -183,10 +181,10 @@ def _stats_lines(record: dict[str, Any]) -> list[str]:
 # ---- export
 
 
-def _export_flags(parser: argparse.ArgumentParser) -> None:
+def _add_export_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=f"{DICTIONARY} with --tokenizer")
-    add("--tokenizer", metavar="NAME", help=f"tokenizer that the dictionary was trained with: {TOKENIZER}")
+    add("--tokenizer", metavar="NAME", help=f"tokenizer that the dictionary was trained with: {TOKENIZER_HELP}")
     add("--out", required=True, metavar="PACK", help="file to write the pack to (.npz)")
     add(
         "--size",
@@ -202,10 +200,10 @@ def _export_flags(parser: argparse.ArgumentParser) -> None:
         help="maximum number of base ids in an entry (default: that of the zip2zip model that --tokenizer names, or "
         f"{_MERGE_SIZE})",
     )
-    add_json(add)
+    add_json_flag(add)
 
 
-def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Writes the pack; returns what it holds as a record for --json and as lines to print. Raises `MlxZipError`."""
     from mlx_zip.packs.pack import SUFFIX, save_pack
     from mlx_zip.packs.phrases import pack_of_phrases
@@ -215,14 +213,14 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
     check_at_least(args, 1, "size")
     check_at_least(args, 2, "merge_size")
-    out = writable("--out", args.out, "a pack", SUFFIX)
+    out = writable_path("--out", args.out, "a pack", SUFFIX)
     dictionary = Dictionary.load(args.dictionary)
     if isinstance(dictionary.settings.units, Words):
         raise DataError(
             f"{args.dictionary} was trained on words, and a codebook holds a tokenizer's ids: train with --tokenizer"
         )
-    tokenizer = tokenizer_for(dictionary.settings.units, args)
-    codec = _codec_of(args.tokenizer)
+    tokenizer = read_dictionary_tokenizer(dictionary.settings.units, args)
+    codec = _model_codec(args.tokenizer)
     merge_size = args.merge_size or (codec.merge_size if codec else _MERGE_SIZE)
     disabled = codec.disabled_ids if codec else special_ids(tokenizer)
     mark = tokenizer_fingerprint(tokenizer)
@@ -240,7 +238,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return record, [line]
 
 
-def _codec_of(name: str) -> Any:
+def _model_codec(name: str) -> Any:
     """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
     from mlx_zip.models.loading import read_model_config
     from mlx_zip.named import here_or_bundled
@@ -255,8 +253,8 @@ def _codec_of(name: str) -> Any:
 
 
 ACTIONS = {
-    "train": (train_flags, "learn a dictionary of phrases from texts", train),
-    "encode": (_encode_flags, "turn texts into ids of units and phrases", _encode),
-    "stats": (_stats_flags, "show the phrases of a dictionary, their uses and lengths", _stats),
-    "export": (_export_flags, "write the phrases of a dictionary over a tokenizer's ids as a pack", _export),
+    "train": (add_train_flags, "learn a dictionary of phrases from texts", train),
+    "encode": (_add_encode_flags, "turn texts into ids of units and phrases", _run_encode),
+    "stats": (_add_stats_flags, "show the phrases of a dictionary, their uses and lengths", _run_stats),
+    "export": (_add_export_flags, "write the phrases of a dictionary over a tokenizer's ids as a pack", _run_export),
 }

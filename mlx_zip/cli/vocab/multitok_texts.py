@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import DATA, TOKENIZER
+from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
 from mlx_zip.errors import DataError
 from mlx_zip.progress import ProgressBar, counted
 
@@ -28,14 +28,14 @@ def add_text_flags(add: Any, unk_id: str) -> None:
     add(
         "--tokenizer",
         metavar="NAME",
-        help=f"tokenizer whose ids are the units: {TOKENIZER} (default: the units are words between blanks)",
+        help=f"tokenizer whose ids are the units: {TOKENIZER_HELP} (default: the units are words between blanks)",
     )
     add(
         "--data",
         nargs="+",
         required=True,
         metavar="FILE",
-        help=f"texts to read: {DATA}; each record and each .txt file is one sample",
+        help=f"texts to read: {DATA_HELP}; each record and each .txt file is one sample",
     )
     add("--separator", metavar="LINE", help="line that ends a sample in a .txt file (default: a file is one sample)")
     add("--lines", action="store_true", help="take each line of a text as one sample (default: off)")
@@ -48,18 +48,18 @@ def add_text_flags(add: Any, unk_id: str) -> None:
     )
 
 
-def texts_of(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
+def make_texts(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
     """Returns the samples in `files`, cut as --separator and --lines say; tokenizer None: samples of words."""
     return Texts(files, args.separator, args.lines, tokenizer)
 
 
-def rate(totals: Any) -> dict[str, Any]:
+def rate_record(totals: Any) -> dict[str, Any]:
     """Returns the counts of a `multitok.Totals` as a record; ratio is tokens per unit."""
     return {"samples": totals.samples, "units": totals.units, "tokens": totals.tokens, "ratio": totals.ratio}
 
 
-def rate_line(record: dict[str, Any]) -> str:
-    """Returns a record of `rate` as one line of text."""
+def format_rate(record: dict[str, Any]) -> str:
+    """Returns a record of `rate_record` as one line of text."""
     names = ("sample", "unit", "token")
     samples, units, tokens = (counted(record[f"{name}s"], name) for name in names)
     return f"{samples}: {units} -> {tokens} ({record['ratio']:.3f} per unit)"
@@ -81,7 +81,7 @@ class Texts:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Yields every sample, in order. Raises `DataError` naming file and line, or files that have changed since."""
-        split: Callable[[str], Sequence[Any]] = ids_of(self.tokenizer) if self.tokenizer else str.split
+        split: Callable[[str], Sequence[Any]] = make_encoder(self.tokenizer) if self.tokenizer else str.split
         parts: list[str] = []
         for text, ends in self._documents():
             if self.lines:
@@ -134,7 +134,7 @@ class Texts:
             yield batch
 
 
-def tokens_of(name: str | None) -> tuple[Any, Any]:
+def read_tokenizer_units(name: str | None) -> tuple[Any, Any]:
     """Returns the tokenizer that `name` names, and its ids as units; (None, None) for None, which means words."""
     if name is None:
         return None, None
@@ -146,7 +146,7 @@ def tokens_of(name: str | None) -> tuple[Any, Any]:
     return tokenizer, Tokens(1 + max(tokenizer.get_vocab().values()), tokenizer_fingerprint(tokenizer))
 
 
-def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+def make_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     """Returns a function from text to the tokenizer's ids, without special tokens.
 
     A fast tokenizer is called through the `tokenizers` library; its truncation and padding are switched off.
@@ -159,7 +159,7 @@ def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
-def tokenizer_for(units: Any, args: argparse.Namespace) -> Any:
+def read_dictionary_tokenizer(units: Any, args: argparse.Namespace) -> Any:
     """Returns the tokenizer of --tokenizer, None for a dictionary over words. units: the dictionary's.
 
     Raises `DataError` if the dictionary was trained on ids of another tokenizer, on ids but the flag is missing, or on
@@ -170,7 +170,7 @@ def tokenizer_for(units: Any, args: argparse.Namespace) -> Any:
     if isinstance(units, Words) != (args.tokenizer is None):
         said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
         raise DataError(f"{args.dictionary} was trained on {said}")
-    tokenizer, own = tokens_of(args.tokenizer)
+    tokenizer, own = read_tokenizer_units(args.tokenizer)
     if own is not None and not own.may_be(units):
         raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
     return tokenizer

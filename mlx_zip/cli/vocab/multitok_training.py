@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import add_json, writable
+from mlx_zip.cli.actions import add_json_flag, writable_path
 from mlx_zip.cli.vocab.multitok_texts import (
     TRAINED,
     Texts,
     add_text_flags,
+    format_rate,
     ids_writer,
-    rate,
-    rate_line,
-    texts_of,
-    tokens_of,
+    make_texts,
+    rate_record,
+    read_tokenizer_units,
 )
-from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
+from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import CodecError, DataError, GenerationError
 
 _SETTINGS = ("window", "first_id", "limit", "unk_id")
 
 
-def train_flags(parser: argparse.ArgumentParser) -> None:
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
     add_text_flags(add, "none; such a unit is an error")
@@ -67,8 +67,8 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the ids of the samples in --data to FILE, one JSON list per sample and line",
     )
-    add_plot(add, "how often training used each phrase")
-    add_json(add)
+    add_plot_flag(add, "how often training used each phrase")
+    add_json_flag(add)
 
 
 def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -79,9 +79,9 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import prune
     from mlx_zip.vocab.multitok.units import Pruning
 
-    out, plot = _check(args)
+    out, plot = _check_paths(args)
     pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
-    dictionary, texts, learn = _untrained(args)
+    dictionary, texts, learn = _make_dictionary(args)
     with ids_writer(None if args.prune is not None else args.encoded) as write:
         for learned, passed in _train_batches(dictionary, texts, learn):
             write(learned)
@@ -92,10 +92,10 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     result = dictionary
     if args.prune is not None:
         result = prune(dictionary, pruning.at_most, pruning.mode)
-        _rewrite(args, dictionary, result, texts, learn)
+        _write_pruned_ids(args, dictionary, result, texts, learn)
         record["pruned"] = {"at_most": pruning.at_most, "mode": pruning.mode, **result.stats()}
     if args.held_out:
-        record["held_out"] = _held_out(args, result, texts.tokenizer)
+        record["held_out"] = _measure_held_out(args, result, texts.tokenizer)
     try:
         result.save(out)
     except OSError as error:
@@ -103,10 +103,10 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if plot is not None:
         draw_uses(plot, result)
     record["file_bytes"] = out.stat().st_size
-    return record, _lines(record, str(out))
+    return record, _format_record(record, str(out))
 
 
-def _check(args: argparse.Namespace) -> tuple[Path, Path | None]:
+def _check_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """Returns the paths of --out and --plot (None without the flag).
 
     Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` for a file that cannot be
@@ -119,20 +119,20 @@ def _check(args: argparse.Namespace) -> tuple[Path, Path | None]:
     if args.words_of and args.tokenizer:
         raise GenerationError("--words-of cannot be used with --tokenizer: all ids of a tokenizer are units already")
     read = [*args.data, *(args.words_of or ()), *(args.held_out or ()), args.tokenizer]
-    out = writable("--out", args.out, read=read)
+    out = writable_path("--out", args.out, read=read)
     if args.encoded is not None:
-        args.encoded = writable("--encoded", args.encoded, read=[*read, out])
+        args.encoded = writable_path("--encoded", args.encoded, read=[*read, out])
     args.fraction = 100.0 if args.fraction is None else args.fraction
     leading(0, args.fraction)
-    return out, plot_file(args.plot, read=[*read, out, args.encoded])
+    return out, checked_plot_path(args.plot, read=[*read, out, args.encoded])
 
 
-def _untrained(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
+def _make_dictionary(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
     """Returns an empty dictionary, the texts of --data, and the number of samples to learn from (None: all)."""
     from mlx_zip.vocab.multitok import Dictionary, Settings, leading
 
-    tokenizer, units = tokens_of(args.tokenizer)
-    texts, samples = texts_of(args, args.data, tokenizer), 0
+    tokenizer, units = read_tokenizer_units(args.tokenizer)
+    texts, samples = make_texts(args, args.data, tokenizer), 0
     if units is None or args.fraction < 100:
         units, samples = _read_units(args, texts, units)
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
@@ -152,7 +152,7 @@ def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any
         samples += 1
         if units is None:
             words.update(dict.fromkeys(sample))
-    for sample in texts_of(args, args.words_of) if args.words_of else ():
+    for sample in make_texts(args, args.words_of) if args.words_of else ():
         words.update(dict.fromkeys(sample))
     if units is None and not words:
         raise DataError(f"{', '.join(args.data)}: no text to learn from")
@@ -173,7 +173,7 @@ def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator
         yield dictionary.train(first), dictionary.pass_by(rest)
 
 
-def _rewrite(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
+def _write_pruned_ids(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
     """Reads the texts once more, writes their ids to --encoded and sets the totals, both of the pruned dictionary.
 
     dictionary: the unpruned one. learn: number of samples that it learned from (None: all).
@@ -189,19 +189,19 @@ def _rewrite(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Text
     pruned.totals.samples, pruned.totals.units = again.totals.samples, again.totals.units
 
 
-def _held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any) -> dict[str, Any]:
+def _measure_held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any) -> dict[str, Any]:
     """Returns the dictionary's rate on --held-out as a record; a word that is no unit counts as one token."""
     from mlx_zip.vocab.multitok import Totals
 
     settings, totals, unknown = dictionary.settings, Totals(), 0
     counted = dictionary if settings.unk_id is not None else dictionary.with_unk_id(settings.first_id)
-    for batch in texts_of(args, args.held_out, tokenizer).batches():
+    for batch in make_texts(args, args.held_out, tokenizer).batches():
         units = counted.number(batch)
         totals.add(units, counted.encode_all(units, settings.window))
         unknown += int((units.ids >= settings.units.size).sum())
     if not totals.samples:
         raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
-    return rate(totals) | {"unknown_units": unknown, "unknown_share": unknown / totals.units}
+    return rate_record(totals) | {"unknown_units": unknown, "unknown_share": unknown / totals.units}
 
 
 def draw_uses(path: Path, dictionary: Any) -> None:
@@ -213,11 +213,11 @@ def draw_uses(path: Path, dictionary: Any) -> None:
     draw_curves(path, {"uses": points}, ("rank of the phrase", "uses in training"), "log")
 
 
-def _lines(record: dict[str, Any], path: str) -> list[str]:
+def _format_record(record: dict[str, Any], path: str) -> list[str]:
     """Returns a record of `train` as lines to print. path: of the dictionary."""
     trained, pruned, held_out = record["trained"], record.get("pruned"), record.get("held_out")
     lines = [
-        rate_line({name: trained[key] for name, key in TRAINED.items()}) + ", in training",
+        format_rate({name: trained[key] for name, key in TRAINED.items()}) + ", in training",
         f"{trained['units']} units, {trained['phrases']} phrases, of which {trained['never_used']} were never used and "
         f"{trained['used_once']} once; the longest has {trained['longest']} units",
     ]
@@ -227,7 +227,7 @@ def _lines(record: dict[str, Any], path: str) -> list[str]:
             f"{pruned['corpus_tokens']} tokens ({pruned['ratio']:.3f} per unit)"
         )
     if held_out:
-        lines.append(f"{rate_line(held_out)}, held out; {held_out['unknown_share']:.2%} of the units are unknown")
+        lines.append(f"{format_rate(held_out)}, held out; {held_out['unknown_share']:.2%} of the units are unknown")
     else:
         lines.append("these rates are of the texts that were learned from: --held-out FILE measures others")
     return [*lines, f"{record['file_bytes']} bytes: {path}"]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli.actions import add_json, writable
-from mlx_zip.cli.preparation import add_text_flags, sources
-from mlx_zip.cli.training import add_some, stopped
+from mlx_zip.cli.actions import add_json_flag, writable_path
+from mlx_zip.cli.preparation import add_text_flags, make_sources
+from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.errors import DataError
 from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.progress import counted
@@ -98,9 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="floating-point type of the saved rows (default: float32)",
     )
-    add_some(add, _DEFAULTS, _PURPOSES)
+    add_training_flags(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the folder of --run; needs matplotlib (default: off)")
-    add_json(add)
+    add_json_flag(add)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.training.settings import TrainSettings
 
     check_at_least(args, 1, "most_ids", "valid_ids")
-    args.out = writable("--out", args.out, "a pack", SUFFIX, read=[args.file])
+    args.out = writable_path("--out", args.out, "a pack", SUFFIX, read=[args.file])
     place = args.run or args.out.with_suffix("")
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):
         raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
@@ -124,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
     settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, **chosen)
     pack = load_pack(args.file)
-    plan, tokenizer, plain = _plan(args, pack)
-    data, valid = _texts(args, plan, tokenizer)
+    plan, tokenizer, plain = _make_plan(args, pack)
+    data, valid = _read_windows(args, plan, tokenizer)
     model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     name = model.fingerprint
     if args.dequantize:
@@ -136,12 +136,12 @@ def run(args: argparse.Namespace) -> int:
 
         plot(place)
     if found.rows is None:
-        return stopped(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
-    _write(args, pack, found, (data, valid), tokenizer)
+        return report_stop(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
+    _write_tuned_pack(args, pack, found, (data, valid), tokenizer)
     return 0
 
 
-def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
+def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """Returns the plan (codec and context), the tokenizer, and whether the model is plain. Raises `DataError`."""
     from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
 
@@ -154,7 +154,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
         raise DataError("--position-mode is for plain models: a zip2zip model's config sets it")
     sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
     options = PrepareOptions(
-        sources=sources(args),
+        sources=make_sources(args),
         out=args.out,
         model=args.model,
         context=args.context,
@@ -167,7 +167,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     return *make_plan(options)[:2], plain
 
 
-def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _read_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
     from mlx_zip.text.sources import Source
     from mlx_zip.training.prepare.text_windows import compress_windows, cut_pieces, read_pieces
@@ -176,7 +176,7 @@ def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, An
         return cut_pieces(list(read_pieces(some, tokenizer, most_ids, report)), tokenizer, plan.context)
 
     report = lambda line: print(line, file=sys.stderr)
-    own, data = sources(args), windows(sources(args), args.most_ids)
+    own, data = make_sources(args), windows(make_sources(args), args.most_ids)
     if args.valid is None:
         _check_enough(len(data), plan.context)
         data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
@@ -211,7 +211,7 @@ def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
     return kept
 
 
-def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
+def _write_tuned_pack(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
     """Writes the tuned pack and prints what it gains. found: what `tune` returned. texts: to train, to validate on."""
     from mlx_zip.packs.pack import Pack, save_pack
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, printable, writable
-from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_actions, add_json_flag, escape_unprintable, writable_path
+from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, make_sources, parse_disabled_ids
 from mlx_zip.cli.vocab import pack_tuning
-from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
+from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import DataError
 from mlx_zip.progress import ProgressBar, counted
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 # ---- learn
 
 
-def _learn_flags(parser: argparse.ArgumentParser) -> None:
+def _add_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_source_flags(parser)
     add_codec_flags(parser)
@@ -67,11 +67,11 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"maximum number of base ids to learn from; reading stops there (default: {_SAMPLE_IDS})",
     )
-    add_plot(add, "base ids per id against the number of entries")
-    add_json(add)
+    add_plot_flag(add, "base ids per id against the number of entries")
+    add_json_flag(add)
 
 
-def _learn(args: argparse.Namespace) -> int:
+def _run_learn(args: argparse.Namespace) -> int:
     """Learns a pack, writes it and prints its rates; returns the exit status 0."""
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
     from mlx_zip.training.prepare.plan import make_plan
@@ -80,22 +80,22 @@ def _learn(args: argparse.Namespace) -> int:
 
     args.window = WINDOW if args.window is None else args.window
     check_at_least(args, 1, "size", "window", "most_ids")
-    args.out = writable("--out", args.out, "a pack", SUFFIX)
-    plot, options = plot_file(args.plot, [args.out]), _options(args)
+    args.out = writable_path("--out", args.out, "a pack", SUFFIX)
+    plot, options = checked_plot_path(args.plot, [args.out]), _learn_options(args)
     held_out_texts = _held_out_source(args, options.sources[0])
     plan, tokenizer, _ = make_plan(options, pads=False)
-    texts = _read(args, options.sources, tokenizer)
-    held_out = _read(args, held_out_texts, tokenizer) if held_out_texts else []
+    texts = _read_base_ids(args, options.sources, tokenizer)
+    held_out = _read_base_ids(args, held_out_texts, tokenizer) if held_out_texts else []
     if held_out_texts and not any(map(len, held_out)):
         raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
-    cost = _head_cost(args)
+    cost = _parse_head_cost(args)
     with ProgressBar(None, "round", "Learning") as count:
-        found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_shown_in(count))
+        found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_make_progress(count))
     about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
         "window": args.window,
         "merge_size": plan.params.merge_size,
-        **_rates(found),
+        **_rates_record(found),
         "uses": list(found.uses),
         "texts": [tokenizer.decode(list(entry)) for entry in found.entries],
     }
@@ -103,11 +103,11 @@ def _learn(args: argparse.Namespace) -> int:
         about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
     if held_out:
         held = measured(plan.params, found.entries, held_out, args.window)
-        about["held_out"] = {"texts": args.held_out, **_rates(held)}
+        about["held_out"] = {"texts": args.held_out, **_rates_record(held)}
     pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     if plot is not None:
-        _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
+        _draw_rates(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
     if len(found.entries) < args.size and not cost and not args.json:
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
@@ -115,18 +115,18 @@ def _learn(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Any:
+def _learn_options(args: argparse.Namespace) -> Any:
     """Returns the flags as `PrepareOptions`, with which `make_plan` reads tokenizer and codec."""
     from mlx_zip.training.prepare.plan import PrepareOptions
 
     return PrepareOptions(
-        sources=sources(args),
+        sources=make_sources(args),
         out=args.out,
         model=args.model,
         tokenizer=args.tokenizer,
         merge_size=args.merge_size,
         codebook_size=args.codebook_size,
-        disable=disabled_ids(args),
+        disable=parse_disabled_ids(args),
         protect=tuple(args.protect),
         train_on="all",
         empty_start=True,
@@ -148,7 +148,7 @@ def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
     return (source,)
 
 
-def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
+def _read_base_ids(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
     from mlx_zip.training.prepare.text_windows import read_pieces
 
@@ -160,12 +160,12 @@ def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     return found
 
 
-def _rates(found: Any) -> dict[str, int]:
+def _rates_record(found: Any) -> dict[str, int]:
     """Returns the counts of a `learner.Learned` as a record: base ids, ids without the pack, ids with it."""
     return {"base_ids": found.base_ids, "ids_without": found.ids_without, "ids": found.ids}
 
 
-def _plot(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
+def _draw_rates(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
     """Draws base ids per id with none, the first 1/8, 1/4, 1/2 and all of the entries.
 
     measure: function from entries and texts to a `learner.Learned`. texts, held_out: base ids, one array per text.
@@ -179,7 +179,7 @@ def _plot(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: li
     draw_curves(path, curves, ("entries of the pack", "base ids per id"))
 
 
-def _head_cost(args: argparse.Namespace) -> float:
+def _parse_head_cost(args: argparse.Namespace) -> float:
     """Returns --head-cost as a fraction of a step, 0 without the flag; computes it from --model for `model`.
 
     Raises `DataError` for a value that is neither a number nor `model`, and for `model` without --model.
@@ -198,7 +198,7 @@ def _head_cost(args: argparse.Namespace) -> float:
         raise DataError(f"--head-cost {args.head_cost!r} is neither a number nor model") from error
 
 
-def _shown_in(count: ProgressBar) -> Any:
+def _make_progress(count: ProgressBar) -> Any:
     """Returns the function that `learn` calls after each round, which shows the stage and its figures in a bar."""
 
     def show(stage: str, entries: int, ids: int) -> None:
@@ -211,44 +211,43 @@ def _shown_in(count: ProgressBar) -> Any:
 # ---- show
 
 
-def _show_flags(parser: argparse.ArgumentParser) -> None:
+def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to show (.npz, .json or .npy)")
     add(
         "--tokenizer",
         metavar="NAME",
-        help=f"tokenizer that shows entries as text: {TOKENIZER} (default: show the texts in the pack, else base ids)",
+        help=f"tokenizer that shows entries as text: {TOKENIZER_HELP} (default: show the texts in the pack, else base "
+        "ids)",
     )
     add(
         "--show",
-        "--entries",
-        dest="show",
         type=int,
         default=20,
         metavar="N",
         help="number of entries to list, best first (default: 20)",
     )
-    add_plot(add, "how often each entry was used in the texts learned from")
-    add_json(add)
+    add_plot_flag(add, "how often each entry was used in the texts learned from")
+    add_json_flag(add)
 
 
-def _show(args: argparse.Namespace) -> int:
+def _run_show(args: argparse.Namespace) -> int:
     """Prints what a pack holds and its best entries; returns the exit status 0."""
     from mlx_zip.packs.pack import load_pack
 
     check_at_least(args, 0, "show")
-    plot, pack = plot_file(args.plot, [args.file]), load_pack(args.file)
+    plot, pack = checked_plot_path(args.plot, [args.file]), load_pack(args.file)
     entries = pack.entries[: args.show]
     if args.tokenizer is not None:
-        tokenizer = _tokenizer(args.tokenizer)
+        tokenizer = _load_tokenizer(args.tokenizer)
         pack.check_made_for(tokenizer, args.file)
         if wrong := [i for entry in entries for i in entry if i >= len(tokenizer)]:
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
     else:
-        texts = _own_texts(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
+        texts = _texts_in_pack(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
     if plot is not None:
-        if not (uses := _uses(pack)):
+        if not (uses := _uses_in_pack(pack)):
             raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
         points = [(rank, n) for rank, n in enumerate(sorted(uses, reverse=True), 1) if n]
         draw_curves(plot, {"uses": points}, ("rank of the entry", "uses in the texts learned from"), "log")
@@ -256,13 +255,13 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _own_texts(pack: Any) -> list[str]:
+def _texts_in_pack(pack: Any) -> list[str]:
     texts = pack.about.get("texts")
     fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
     return texts if fit else []
 
 
-def _uses(pack: Any) -> list[int]:
+def _uses_in_pack(pack: Any) -> list[int]:
     """Returns how often each entry was used in the texts learned from, or [] if the pack's file does not hold that."""
     uses = pack.about.get("uses")
     fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
@@ -272,7 +271,7 @@ def _uses(pack: Any) -> list[int]:
 # ---- merge
 
 
-def _merge_flags(parser: argparse.ArgumentParser) -> None:
+def _add_merge_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="pack files to merge (.npz, .json or .npy), all of the same tokenizer")
     add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
@@ -286,15 +285,15 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="drop tuned rows, as is necessary unless all packs are tuned for the same model (default: keep them)",
     )
-    add_json(add)
+    add_json_flag(add)
 
 
-def _merge(args: argparse.Namespace) -> int:
+def _run_merge(args: argparse.Namespace) -> int:
     """Merges packs, writes the result and prints what it holds; returns the exit status 0."""
     from mlx_zip.packs.pack import SUFFIX, load_pack, merge_packs, save_pack
 
     check_at_least(args, 1, "size")
-    args.out = writable("--out", args.out, "a pack", SUFFIX)
+    args.out = writable_path("--out", args.out, "a pack", SUFFIX)
     pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
     save_pack(args.out, pack)
     _print_pack(args, args.out, pack)
@@ -304,14 +303,14 @@ def _merge(args: argparse.Namespace) -> int:
 # ---- check
 
 
-def _check_flags(parser: argparse.ArgumentParser) -> None:
+def _add_check_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to check (.npz, .json or .npy)")
     add("--model", required=True, help="model that shall use the pack: model folder, bundled model or hub id")
-    add_json(add)
+    add_json_flag(add)
 
 
-def _check(args: argparse.Namespace) -> int:
+def _run_check(args: argparse.Namespace) -> int:
     """Prints what a pack holds if the model can use it; returns the exit status 0. Raises `DataError` if it cannot."""
     from mlx_zip.errors import CodecError
     from mlx_zip.models.loading import read_model_config
@@ -323,7 +322,7 @@ def _check(args: argparse.Namespace) -> int:
     codec = own_codec(read_model_config(folder))
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
-    pack.check_made_for(_tokenizer(args.model), args.file)
+    pack.check_made_for(_load_tokenizer(args.model), args.file)
     try:
         if codec is not None:
             codec.with_start(pack)
@@ -348,7 +347,7 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
 
 
-def _tokenizer(name: str) -> Any:
+def _load_tokenizer(name: str) -> Any:
     from mlx_zip.text.tokenizers import load_tokenizer
 
     return load_tokenizer(name)
@@ -373,48 +372,48 @@ def _print_pack(args: argparse.Namespace, path: Path, pack: Any, texts: list[str
         "rows_of": pack.rows and pack.rows.model,
     }
     if texts is not None:
-        rows = zip(texts, pack.entries, [*_uses(pack), *[None] * len(texts)], strict=False)
+        rows = zip(texts, pack.entries, [*_uses_in_pack(pack), *[None] * len(texts)], strict=False)
         record["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
     if args.json:
         print(json.dumps(record, ensure_ascii=False))
     else:
-        print("\n".join(_lines(path, pack, about, record.get("best", []))))
+        print("\n".join(_format_pack(path, pack, about, record.get("best", []))))
 
 
-def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
+def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
     """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
     entries = f"{counted(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
     lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
-    if _has_numbers(about, "base_ids", "ids", "ids_without", "window"):
-        lines.append(f"learned from {_rate(about)}, in windows of {about['window']}")
+    if _has_positive_numbers(about, "base_ids", "ids", "ids_without", "window"):
+        lines.append(f"learned from {_format_rate(about)}, in windows of {about['window']}")
         held_out = about.get("held_out")
-        if isinstance(held_out, dict) and _has_numbers(held_out, "base_ids", "ids", "ids_without"):
-            lines.append(f"held out: {_rate(held_out)}")
+        if isinstance(held_out, dict) and _has_positive_numbers(held_out, "base_ids", "ids", "ids_without"):
+            lines.append(f"held out: {_format_rate(held_out)}")
         else:
             lines.append("this rate is of the texts learned from: learn with --held-out FILE to measure others")
-    if _has_numbers(about, "head_cost", "steps_cost", "ids_without"):
+    if _has_positive_numbers(about, "head_cost", "steps_cost", "ids_without"):
         speedup = about["ids_without"] / about["steps_cost"]
         lines.append(f"a row costs {about['head_cost']:.2e} of a step: {speedup:.3f} times as fast as without the pack")
     if pack.rows is not None:
-        shape, model = list(pack.rows.output.shape), printable(pack.rows.model[:12])
+        shape, model = list(pack.rows.output.shape), escape_unprintable(pack.rows.model[:12])
         lines.append(f"rows tuned for model {model}: {pack.rows.output.dtype} {shape}")
     return lines + [f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}" for row in best]
 
 
-def _rate(about: dict[str, Any]) -> str:
+def _format_rate(about: dict[str, Any]) -> str:
     base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
     return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
 
 
-def _has_numbers(about: dict[str, Any], *names: str) -> bool:
+def _has_positive_numbers(about: dict[str, Any], *names: str) -> bool:
     """Returns whether `about` holds a positive number under each name; a pack's file may hold anything."""
     return all(type(about.get(name)) in (int, float) and about[name] > 0 for name in names)
 
 
 ACTIONS = {
-    "learn": (_learn_flags, "learn the entries that shorten texts most, and write them as a pack", _learn),
+    "learn": (_add_learn_flags, "learn the entries that shorten texts most, and write them as a pack", _run_learn),
     "tune": (pack_tuning.add_arguments, "train the rows of a pack's entries for one model", pack_tuning.run),
-    "show": (_show_flags, "show the entries of a pack as text, with their uses and rates", _show),
-    "merge": (_merge_flags, "merge several packs into one", _merge),
-    "check": (_check_flags, "check that a model can use a pack", _check),
+    "show": (_add_show_flags, "show the entries of a pack as text, with their uses and rates", _run_show),
+    "merge": (_add_merge_flags, "merge several packs into one", _run_merge),
+    "check": (_add_check_flags, "check that a model can use a pack", _run_check),
 }

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import writable
+from mlx_zip.cli.actions import writable_path
 from mlx_zip.errors import DataError
 
 SUFFIXES = (".svg", ".png")
 Points = Sequence[tuple[float, float]]
 
 
-def add_plot(add: Any, what: str) -> None:
+def add_plot_flag(add: Any, what: str) -> None:
     """Declares --plot. what: completes "write a plot of ..."."""
     add("--plot", metavar="FILE", help=f"write a plot of {what} to FILE (.svg or .png; needs matplotlib)")
 
 
-def plot_file(name: str | None, read: Iterable[str | Path | None] = ()) -> Path | None:
+def checked_plot_path(name: str | None, read: Iterable[str | Path | None] = ()) -> Path | None:
     """Returns the path of --plot after checks; None without the flag. read: files that the command reads or writes.
 
     Raises `DataError` for a suffix not in `SUFFIXES` and for a file that cannot be written, `InstallationError` without
@@ -31,7 +31,7 @@ def plot_file(name: str | None, read: Iterable[str | Path | None] = ()) -> Path 
     if Path(name).suffix not in SUFFIXES:
         raise DataError(f"--plot {name}: a plot is a {' or '.join(SUFFIXES)} file")
     load_matplotlib()
-    return writable("--plot", name, read=read)
+    return writable_path("--plot", name, read=read)
 
 
 def draw_curves(path: Path, curves: Mapping[str, Points], axes: tuple[str, str], scale: str = "linear") -> None:
@@ -44,7 +44,7 @@ def draw_curves(path: Path, curves: Mapping[str, Points], axes: tuple[str, str],
         axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
     axis.set(xscale=scale, yscale=scale)
     axis.grid(alpha=0.3)
-    _finish(path, figure, axis, len(curves) > 1)
+    _write_figure(path, figure, axis, len(curves) > 1)
 
 
 def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[str, str]) -> None:
@@ -55,7 +55,7 @@ def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[s
     for i, (name, heights) in enumerate(bars.items()):
         axis.bar([at + i * width for at in range(len(groups))], [heights[g] for g in groups], width, label=name)
     axis.set_xticks([at + width * (len(bars) - 1) / 2 for at in range(len(groups))], groups)
-    _finish(path, figure, axis, len(bars) > 1)
+    _write_figure(path, figure, axis, len(bars) > 1)
 
 
 def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
@@ -67,7 +67,7 @@ def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
     return figure, axis
 
 
-def _finish(path: Path, figure: Any, axis: Any, legend: bool) -> None:
+def _write_figure(path: Path, figure: Any, axis: Any, legend: bool) -> None:
     """Writes a figure to its file, with a legend if asked for. Raises `DataError` if the file cannot be written."""
     from mlx_zip.files import whole_file
 

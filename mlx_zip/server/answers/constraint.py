@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.answers import marked_calls
-from mlx_zip.server.answers.splitter import Reasons, reasoning_at
+from mlx_zip.server.answers.splitter import ReasoningStart, reasoning_start
 from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.text.grammar import GrammarConstraint, json_by, literal, mark, until, without
@@ -17,8 +17,8 @@ from mlx_zip.text.tokenizers import think_marks
 
 MOST_CALLS = 16  # in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_LISTS_NONE = {"type": "object", "properties": {}, "required": []}
-_ABOUT = frozenset({"title", "description", "$schema", "$id", "$comment"})
+_EMPTY_OBJECT = {"type": "object", "properties": {}, "required": []}
+_ANNOTATIONS = frozenset({"title", "description", "$schema", "$id", "$comment"})
 
 
 def make_constraint(
@@ -31,11 +31,11 @@ def make_constraint(
     model, None for the tokenizer's. Raises `GenerationError` for a schema that cannot be followed, calls in a format
     that cannot be forced, and a prefill that does not fit; `InstallationError` without llguidance.
     """
-    body = _body(tokenizer, turn)
+    body = _body_rules(tokenizer, turn)
     if body is None:
         return None
-    reasons = reasoning_at(tokenizer, turn, prompt_ids, prefilled=False)
-    grammar = "\n".join([*_beginning(tokenizer, reasons), *body])
+    reasons = reasoning_start(tokenizer, turn, prompt_ids, prefilled=False)
+    grammar = "\n".join([*_start_rules(tokenizer, reasons), *body])
     constraint = GrammarConstraint(tokenizer, grammar, vocab_size)
     if turn.prefill:
         _push_prefill(constraint, tokenizer, turn.prefill)
@@ -49,39 +49,39 @@ def _push_prefill(constraint: GrammarConstraint, tokenizer: Any, prefill: str) -
     constraint.push(ids)
 
 
-def _beginning(tokenizer: Any, reasons: Reasons) -> list[str]:
+def _start_rules(tokenizer: Any, reasons: ReasoningStart) -> list[str]:
     """Returns the rule `start`: the reasoning, if there is any, and then the rule `body`."""
     marks = think_marks(tokenizer)
-    if reasons is Reasons.NO or marks is None:
+    if reasons is ReasoningStart.NO or marks is None:
         return ["start: body"]
     thought = 'thought ("\\n" | "\\n\\n")?'
-    begun = thought if reasons is Reasons.BEGUN else f"({mark(tokenizer, marks[0])} {thought})?"
+    begun = thought if reasons is ReasoningStart.BEGUN else f"({mark(tokenizer, marks[0])} {thought})?"
     return [f"start: {begun} body", until(tokenizer, "thought", marks[1])]
 
 
-def _body(tokenizer: Any, turn: Turn) -> list[str] | None:
+def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
     """Returns the rule `body`, what follows the reasoning, with the rules it needs; None for any text."""
     tools = turn.tools if turn.tool_choice != "none" else ()
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_by(turn.schema)}"
     if not (forced or any(tool.strict for tool in tools)):
-        return None if schema is None else _schema_only(tokenizer, schema, tools, turn.parallel_tool_calls)
+        return None if schema is None else _schema_rules(tokenizer, schema, tools, turn.parallel_tool_calls)
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(
             f"tools: this model writes calls in the format {form.kind}, which cannot be forced; leave tool_choice at "
             "auto and strict off"
         )
-    chosen = tools if turn.tool_choice in ("auto", "required") else _named(tools, turn.tool_choice)
-    calls = _calls(tokenizer, form, chosen, turn.parallel_tool_calls and turn.tool_choice in ("auto", "required"))
+    chosen = tools if turn.tool_choice in ("auto", "required") else _find_tool(tools, turn.tool_choice)
+    calls = _calls_rules(tokenizer, form, chosen, turn.parallel_tool_calls and turn.tool_choice in ("auto", "required"))
     if forced:
         return ["body: calls", *calls]
     if schema is not None:
         return ["body: answer | calls", schema, *calls]
-    return [*_free(tokenizer, form, turn.parallel_tool_calls), *calls]
+    return [*_free_text_rules(tokenizer, form, turn.parallel_tool_calls), *calls]
 
 
-def _schema_only(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bool) -> list[str]:
+def _schema_rules(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bool) -> list[str]:
     """Returns the rules for an answer by a schema; with tools, a call in the model's format, or several, may come
     instead.
     """
@@ -90,95 +90,95 @@ def _schema_only(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bo
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(f"a schema and tools cannot go together in this model's format of calls, {form.kind}")
-    return ["body: answer | calls", schema, *_calls(tokenizer, form, tools, several)]
+    return ["body: answer | calls", schema, *_calls_rules(tokenizer, form, tools, several)]
 
 
-def _named(tools: Sequence[Tool], name: str) -> list[Tool]:
+def _find_tool(tools: Sequence[Tool], name: str) -> list[Tool]:
     found = [tool for tool in tools if tool.name == name]
     if not found:
         raise GenerationError(f"tool_choice names the tool {name!r:.80}, which is not among the tools")
     return found
 
 
-def _calls(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], several: bool) -> list[str]:
+def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], several: bool) -> list[str]:
     """Returns the rule `calls`, one call or up to `MOST_CALLS`, with the rules it needs."""
     start = mark(tokenizer, form.start) if form.start else ""
     most = MOST_CALLS if several and form.start else 1
-    between = '"\\n"' if form.kind == "tags" else _lead(form)
-    if _is_grouped(form):
-        calls = f"{start} {_after_start(tokenizer, form, most)}"
+    between = '"\\n"' if form.kind == "tags" else _lead_rule(form)
+    if _groups_calls(form):
+        calls = f"{start} {_after_start_rule(tokenizer, form, most)}"
     else:
         calls = (
             f"({start} after_start) ({between} {start} after_start){{0,{most - 1}}}"
             if most > 1
             else f"{start} after_start"
         )
-    return [f"calls: {calls}", *_call_rules(tokenizer, form, tools, most)]
+    return [f"calls: {calls}", *_after_start_rules(tokenizer, form, tools, most)]
 
 
-def _call_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], most: int) -> list[str]:
+def _after_start_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], most: int) -> list[str]:
     """Returns the rule `after_start`, what follows a start mark, with the rules it needs. most: calls in a group."""
     choices = " | ".join(f"call_{i}" for i in range(len(tools)))
-    calls = [rule for i, tool in enumerate(tools) for rule in _call(tokenizer, form, tool, f"call_{i}")]
-    return [f"after_start: {_after_start(tokenizer, form, most)}", f"call: {choices}", *calls]
+    calls = [rule for i, tool in enumerate(tools) for rule in _call_rules(tokenizer, form, tool, f"call_{i}")]
+    return [f"after_start: {_after_start_rule(tokenizer, form, most)}", f"call: {choices}", *calls]
 
 
-def _after_start(tokenizer: Any, form: ToolFormat, most: int) -> str:
+def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
     """Returns the rule for what follows a start mark. most: calls in a group."""
     if form.kind == "tags":
         return f'"\\n" call "\\n" {mark(tokenizer, form.end)}'
     if form.kind == "list":
-        more = _repeated('", " call', most - 1)
+        more = _repeat_rule('", " call', most - 1)
         return f'" "? "[" call {more} "]"'
     if form.kind in marked_calls.FORMATS:
-        more = _repeated("call", most - 1) if _is_grouped(form) else ""
-        return f"{_lead(form)} call {more} {mark(tokenizer, form.end)}"
+        more = _repeat_rule("call", most - 1) if _groups_calls(form) else ""
+        return f"{_lead_rule(form)} call {more} {mark(tokenizer, form.end)}"
     return "call"
 
 
-def _is_grouped(form: ToolFormat) -> bool:
+def _groups_calls(form: ToolFormat) -> bool:
     marked = marked_calls.FORMATS.get(form.kind)
     return form.kind == "list" if marked is None else marked.grouped
 
 
-def _lead(form: ToolFormat) -> str:
+def _lead_rule(form: ToolFormat) -> str:
     """Returns the rule for what stands before a call whose arguments have marks, "" for nothing and other formats."""
-    return marked_calls.lead(form.kind) if form.kind in marked_calls.FORMATS else ""
+    return marked_calls.lead_rule(form.kind) if form.kind in marked_calls.FORMATS else ""
 
 
-def _repeated(rule: str, most: int) -> str:
+def _repeat_rule(rule: str, most: int) -> str:
     return f"({rule}){{0,{most}}}" if most else ""
 
 
-def _call(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
+def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
     """Returns the rule called `name` for a call of a tool, without marks, and the rules that it needs.
 
     Tools that are not strict may have keywords ignored; their objects have no properties but those that are listed.
     """
     if form.kind in marked_calls.FORMATS:
         return marked_calls.call_rules(tokenizer, form.kind, form.end, tool, name)
-    arguments = json_by(_object(tool), lenient=not tool.strict)
+    arguments = json_by(_arguments_schema(tool), lenient=not tool.strict)
     if form.kind == "headers":
         return [f"{name}: {literal(tool.name)} {mark(tokenizer, '[ARGS]')} {arguments}"]
     begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{form.arguments}": '
     return [f'{name}: {literal(begin)} {arguments} "}}"']
 
 
-def _object(tool: Tool) -> Mapping[str, Any]:
+def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Returns the schema of a tool's arguments, which are an object. Raises `GenerationError` for another type.
 
     A tool that is not strict has no arguments if its schema lists none and says nothing of others.
     """
     parameters = dict(tool.parameters)
-    said = {**_LISTS_NONE, **{key: value for key, value in parameters.items() if key not in _ABOUT}}
-    if not parameters or ("properties" in parameters and said == _LISTS_NONE and not tool.strict):
+    said = {**_EMPTY_OBJECT, **{key: value for key, value in parameters.items() if key not in _ANNOTATIONS}}
+    if not parameters or ("properties" in parameters and said == _EMPTY_OBJECT and not tool.strict):
         return _NO_ARGUMENTS
     if parameters.setdefault("type", "object") != "object":
         raise GenerationError(f"the parameters of the tool {tool.name!r:.80} must be an object")
     return parameters
 
 
-def _free(tokenizer: Any, form: ToolFormat, several: bool) -> list[str]:
+def _free_text_rules(tokenizer: Any, form: ToolFormat, several: bool) -> list[str]:
     """Returns the rule `body`, text in which calls may stand, with the rules it needs but for those of the calls."""
     if not form.start:
         return ["body: calls | TEXT?", "TEXT: /[ \\t\\n]*[^ \\t\\n{\\[](.|\\n)*/"]

@@ -19,13 +19,13 @@ MOST_LENGTH = 10_000  # characters of a text that a schema bounds
 _NAME = re.compile(r"[^\s<>\"'&]+")
 _MARK = re.compile(r"(</?[a-z_]+>)")
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
-_OF_TEXT = frozenset({"type", "enum", "const", "minLength", "maxLength"})
-_ABOUT = frozenset({"description", "title", "default", "examples", "$schema", "$id", "$comment", "deprecated"})
-_OF_OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+_TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+_ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema", "$id", "$comment", "deprecated"})
+_OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedFormat:
     """The texts of a call between the marks around it, in their order.
 
     lead: before the first call. begin: before the tool's name. named: after it. key, value, close: before and after an
@@ -45,11 +45,11 @@ class Marked:
 
 
 FORMATS = {  # by the name of mlx-lm's parser
-    "qwen3_coder": Marked(
+    "qwen3_coder": MarkedFormat(
         "\n", "<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n", "</parameter>"
     ),
-    "glm47": Marked("", "", "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "", "</arg_value>"),
-    "minimax_m2": Marked(
+    "glm47": MarkedFormat("", "", "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "", "</arg_value>"),
+    "minimax_m2": MarkedFormat(
         "\n",
         '<invoke name="',
         '">\n',
@@ -60,7 +60,7 @@ FORMATS = {  # by the name of mlx-lm's parser
         "</parameter>",
         grouped=True,
     ),
-    "minicpm5": Marked("", '"', '">', '<param name="', '">', "</param>", "", "<"),
+    "minicpm5": MarkedFormat("", '"', '">', '<param name="', '">', "</param>", "", "<"),
 }
 
 
@@ -69,28 +69,31 @@ def call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> li
 
     Raises `GenerationError` for parameters that cannot be forced in this format.
     """
-    form, schema = FORMATS[kind], _checked(tool)
+    form, schema = FORMATS[kind], _arguments_schema(tool)
     properties, required = schema.get("properties", {}), schema.get("required", ())
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    whole, rules = [_spelled(tokenizer, form.begin + tool.name + form.named)], list[str]()
-    for i, (key, of_key) in enumerate(properties.items()):
+    whole, rules = [_literal_with_marks(tokenizer, form.begin + tool.name + form.named)], list[str]()
+    for i, (key, argument_schema) in enumerate(properties.items()):
         argument = f"{name}_{i}"
         whole.append(argument if key in required else f"{argument}?")
-        begin = _spelled(tokenizer, form.key + key + form.value)
-        if _is_text(tool, key, of_key):
-            rules += [f"{argument}: {begin} {argument}_text", *_text(tokenizer, form, end, tool, of_key, argument)]
+        begin = _literal_with_marks(tokenizer, form.key + key + form.value)
+        if _is_text_argument(tool, key, argument_schema):
+            rules += [
+                f"{argument}: {begin} {argument}_text",
+                *_text_rules(tokenizer, form, end, tool, argument_schema, argument),
+            ]
         else:
-            value = json_by({**of_key, **shared}, lenient=not tool.strict)
-            rules.append(f"{argument}: {begin} {value} {_spelled(tokenizer, form.close)}")
-    return [f"{name}: {' '.join(filter(None, [*whole, _spelled(tokenizer, form.end)]))}", *rules]
+            value = json_by({**argument_schema, **shared}, lenient=not tool.strict)
+            rules.append(f"{argument}: {begin} {value} {_literal_with_marks(tokenizer, form.close)}")
+    return [f"{name}: {' '.join(filter(None, [*whole, _literal_with_marks(tokenizer, form.end)]))}", *rules]
 
 
-def lead(kind: str) -> str:
+def lead_rule(kind: str) -> str:
     """Returns the rule for what stands between the mark before the calls and the first call, "" for nothing."""
     return literal(FORMATS[kind].lead) if FORMATS[kind].lead else ""
 
 
-def _checked(tool: Tool) -> Mapping[str, Any]:
+def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Returns the schema of a tool's arguments. Raises `GenerationError` for one that says more than names and types.
 
     Of tools that are not strict, other keywords are ignored.
@@ -98,46 +101,48 @@ def _checked(tool: Tool) -> Mapping[str, Any]:
     schema = tool.parameters
     properties = schema.get("properties", {})
     if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
-        raise _refusal(tool, "they are no object with properties")
-    if more := sorted(schema.keys() - _OF_OBJECT - _ABOUT) if tool.strict else ():
-        raise _refusal(tool, f"{more[0]} is not supported")
+        raise _unforceable_error(tool, "they are no object with properties")
+    if more := sorted(schema.keys() - _OBJECT_KEYWORDS - _ANNOTATIONS) if tool.strict else ():
+        raise _unforceable_error(tool, f"{more[0]} is not supported")
     if missing := [key for key in schema.get("required", ()) if key not in properties]:
-        raise _refusal(tool, f"{missing[0]!r:.80} is required and not among the properties")
+        raise _unforceable_error(tool, f"{missing[0]!r:.80} is required and not among the properties")
     if wrong := [key for key in properties if not _NAME.fullmatch(key)]:
-        raise _refusal(tool, f"{wrong[0]!r:.80} cannot be written as a name")
+        raise _unforceable_error(tool, f"{wrong[0]!r:.80} cannot be written as a name")
     return schema
 
 
-def _is_text(tool: Tool, key: str, of_key: Any) -> bool:
+def _is_text_argument(tool: Tool, key: str, argument_schema: Any) -> bool:
     """Returns whether an argument is text. Raises `GenerationError` for an argument without exactly one type."""
-    kind = of_key.get("type") if isinstance(of_key, Mapping) else None
+    kind = argument_schema.get("type") if isinstance(argument_schema, Mapping) else None
     if kind not in _TYPES:
-        raise _refusal(tool, f"{key!r:.80} needs exactly one type")
+        raise _unforceable_error(tool, f"{key!r:.80} needs exactly one type")
     if kind != "string":
         return False
-    if more := sorted(of_key.keys() - _OF_TEXT - _ABOUT) if tool.strict else ():
-        raise _refusal(tool, f"{more[0]} of {key!r:.80} is not supported")
+    if more := sorted(argument_schema.keys() - _TEXT_KEYWORDS - _ANNOTATIONS) if tool.strict else ():
+        raise _unforceable_error(tool, f"{more[0]} of {key!r:.80} is not supported")
     return True
 
 
-def _refusal(tool: Tool, reason: str) -> GenerationError:
+def _unforceable_error(tool: Tool, reason: str) -> GenerationError:
     return GenerationError(f"the parameters of the tool {tool.name!r:.80} cannot be forced in this format: {reason}")
 
 
-def _text(tokenizer: Any, form: Marked, end: str, tool: Tool, schema: Mapping[str, Any], argument: str) -> list[str]:
+def _text_rules(
+    tokenizer: Any, form: MarkedFormat, end: str, tool: Tool, schema: Mapping[str, Any], argument: str
+) -> list[str]:
     """Returns the rule for a text and the mark that closes it, with the rules it needs.
 
     A text begins and ends without white space, which parsers drop, and is not "null", which they read as no value.
     """
     rule, terminal = f"{argument}_text", f"{argument}_body".upper()
-    if (choices := _choices(schema)) is not None:
+    if (choices := _enum_texts(schema)) is not None:
         avoid = (form.avoid, end)
         known = [one for one in choices if one == one.strip() and one.lower() != "null"]
         known = [literal(one) for one in known if not any(mark in one for mark in avoid)]
         if not known:
-            raise _refusal(tool, "no text of an enum can be written")
-        return [f"{rule}: ({' | '.join(known)}) {_spelled(tokenizer, form.close)}"]
-    body = [f"{terminal}_IN: {_lengths(tool, schema)} & /(\\S((.|\\n)*\\S)?)?/ & ~/[nN][uU][lL][lL]/"]
+            raise _unforceable_error(tool, "no text of an enum can be written")
+        return [f"{rule}: ({' | '.join(known)}) {_literal_with_marks(tokenizer, form.close)}"]
+    body = [f"{terminal}_IN: {_length_pattern(tool, schema)} & /(\\S((.|\\n)*\\S)?)?/ & ~/[nN][uU][lL][lL]/"]
     body += [without(f"{terminal}_CLOSE", form.avoid), without(f"{terminal}_END", end)]
     body.append(f"{terminal}: {terminal}_IN & {terminal}_CLOSE & {terminal}_END")
     if token_id(tokenizer, form.close) in vocabulary_of(tokenizer).special_token_ids:
@@ -145,19 +150,19 @@ def _text(tokenizer: Any, form: Marked, end: str, tool: Tool, schema: Mapping[st
     return [f"{rule}[suffix={literal(form.close)}]: {terminal}", *body]
 
 
-def _choices(schema: Mapping[str, Any]) -> list[str] | None:
+def _enum_texts(schema: Mapping[str, Any]) -> list[str] | None:
     given = [schema["const"]] if "const" in schema else schema.get("enum")
     return None if given is None else [one for one in given if isinstance(one, str)]
 
 
-def _lengths(tool: Tool, schema: Mapping[str, Any]) -> str:
+def _length_pattern(tool: Tool, schema: Mapping[str, Any]) -> str:
     least, most = schema.get("minLength", 0), schema.get("maxLength", MOST_LENGTH)
     if not all(type(n) is int and 0 <= n <= MOST_LENGTH for n in (least, most)):
-        raise _refusal(tool, f"lengths of texts must be integers from 0 to {MOST_LENGTH}")
+        raise _unforceable_error(tool, f"lengths of texts must be integers from 0 to {MOST_LENGTH}")
     return f"/(.|\\n){{{least},{most}}}/" if least or "maxLength" in schema else "/(.|\\n)*/"
 
 
-def _spelled(tokenizer: Any, text: str) -> str:
+def _literal_with_marks(tokenizer: Any, text: str) -> str:
     """Returns the rule for a text in which marks that are tokens are written as these, "" for no text."""
     parts = [part for part in _MARK.split(text) if part]
     return " ".join(mark(tokenizer, part) if _MARK.fullmatch(part) else literal(part) for part in parts)

@@ -10,20 +10,21 @@ from typing import Any
 
 from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.answers.turn import Delta, Reasoning, ShownToken, Text, TokenLogprob, Turn
+from mlx_zip.text.stream import partial_mark_length
 from mlx_zip.text.tokenizers import think_marks
 
 MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
 MOST_SPACE = 64  # characters of white space that are dropped at a mark, and so held back
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
-_BEGINNINGS = ('{"name":', '{"type":', '{"function":', '[{"name":', '[{"type":', "<|python_tag|>")
-_BEGINNING = 256  # characters, within which one of those must be found
+_CALL_BEGINNINGS = ('{"name":', '{"type":', '{"function":', '[{"name":', '[{"type":', "<|python_tag|>")
+_BEGINNING_CHARACTERS = 256  # characters, within which one of those must be found
 _TAIL_IDS = 64  # base ids of the prompt's end in which a mark is looked for
 
 
 # ---- where an answer begins: in the reasoning, before it, or after it
 
 
-class Reasons(Enum):
+class ReasoningStart(Enum):
     """Where an answer stands in a model's reasoning when it begins.
 
     NO: no reasoning will come. BEGUN: the prompt ends with the start mark. MAYBE: the answer may begin with it.
@@ -34,7 +35,9 @@ class Reasons(Enum):
     MAYBE = "maybe"
 
 
-def reasoning_at(tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), prefilled: bool = True) -> Reasons:
+def reasoning_start(
+    tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), prefilled: bool = True
+) -> ReasoningStart:
     """Returns where the answer stands. prompt_ids: the prompt, of which only the end is looked at.
 
     prefilled: whether the answer goes on after `turn.prefill`, which the prompt ends with; False to say where the
@@ -42,20 +45,20 @@ def reasoning_at(tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = (), pre
     """
     marks = think_marks(tokenizer)
     if marks is None or turn.prompt is not None:
-        return Reasons.NO
+        return ReasoningStart.NO
     tail = tokenizer.decode(list(prompt_ids)[-_TAIL_IDS:], skip_special_tokens=False) if len(prompt_ids) else ""
     prefill = (turn.prefill or "").strip()
-    before = _where(tail.rstrip().removesuffix(prefill).rstrip(), *marks)
+    before = _reasoning_after(tail.rstrip().removesuffix(prefill).rstrip(), *marks)
     if not (prefill and prefilled):
         return before
-    begun = before is Reasons.BEGUN or prefill.startswith(marks[0])
-    return Reasons.BEGUN if begun and marks[1] not in prefill else Reasons.NO
+    begun = before is ReasoningStart.BEGUN or prefill.startswith(marks[0])
+    return ReasoningStart.BEGUN if begun and marks[1] not in prefill else ReasoningStart.NO
 
 
-def _where(text: str, start: str, end: str) -> Reasons:
+def _reasoning_after(text: str, start: str, end: str) -> ReasoningStart:
     if text.endswith(start):
-        return Reasons.BEGUN
-    return Reasons.NO if text.endswith(end) else Reasons.MAYBE
+        return ReasoningStart.BEGUN
+    return ReasoningStart.NO if text.endswith(end) else ReasoningStart.MAYBE
 
 
 # ---- the pieces of an answer
@@ -77,10 +80,14 @@ class Splitter:
         self._turn = turn
         self._think = think_marks(tokenizer) or ("", "")
         self._format = tool_format(tokenizer) if turn.tools and turn.tool_choice != "none" else None
-        reasons = reasoning_at(tokenizer, turn, prompt_ids)
-        states = {Reasons.NO: self._first, Reasons.BEGUN: self._reason, Reasons.MAYBE: self._begin}
+        reasons = reasoning_start(tokenizer, turn, prompt_ids)
+        states = {
+            ReasoningStart.NO: self._before_text,
+            ReasoningStart.BEGUN: self._in_reasoning,
+            ReasoningStart.MAYBE: self._before_reasoning,
+        }
         self._state: Callable[[bool], bool] = states[reasons]
-        self._skip = reasons is Reasons.BEGUN  # whether white space that comes next is dropped
+        self._skip = reasons is ReasoningStart.BEGUN  # whether white space that comes next is dropped
         self.tokens_of: Callable[[int, str], tuple[ShownToken, ...]] = lambda begin, text: ()
         self.called = False
         self.reasoning_tokens = 0
@@ -96,12 +103,12 @@ class Splitter:
 
         logprobs: of the tokens that the piece came from. base_tokens: how many they are, for `reasoning_tokens`.
         """
-        if self._state == self._reason:
+        if self._state == self._in_reasoning:
             self.reasoning_tokens += base_tokens
         if logprobs:
             self._logprobs.append((self._at + len(self._held), tuple(logprobs)))
         self._held += text
-        return self._run(final=False)
+        return self._run_states(final=False)
 
     def finish(self, reason: str = "stop") -> list[Delta]:
         """Returns what was held back. reason: why the answer ended, as in `Done`; a call may lack its end mark.
@@ -109,103 +116,103 @@ class Splitter:
         At a limit ("length"), what is held of a call that was cut off is dropped, so that its marks are no text.
         """
         self._cut = reason == "length"
-        return self._run(final=True)
+        return self._run_states(final=True)
 
-    def _run(self, final: bool) -> list[Delta]:
+    def _run_states(self, final: bool) -> list[Delta]:
         """Lets the states look at the held text until they need more, and returns the deltas."""
         while self._state(final):
             pass
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _go(self, state: Callable[[bool], bool], skip: bool = False) -> bool:
+    def _enter_state(self, state: Callable[[bool], bool], skip: bool = False) -> bool:
         """Goes on in another state. skip: drop the white space that comes next. Returns True."""
         self._state, self._skip = state, skip
         return True
 
     # States. Each looks at the held text, gives out what it can, and returns whether there is more to look at.
 
-    def _begin(self, final: bool) -> bool:
+    def _before_reasoning(self, final: bool) -> bool:
         """The answer begins, perhaps with reasoning."""
         text, start = self._held.lstrip(), self._think[0]
         spaces = len(self._held) - len(text)
         if spaces <= MOST_SPACE and text.startswith(start):
-            self._drop(spaces + len(start))
-            return self._go(self._reason, skip=True)
+            self._drop_held(spaces + len(start))
+            return self._enter_state(self._in_reasoning, skip=True)
         if spaces <= MOST_SPACE and start.startswith(text) and not final:
             return False
-        return self._go(self._first)
+        return self._enter_state(self._before_text)
 
-    def _reason(self, final: bool) -> bool:
-        """Within the reasoning."""
+    def _in_reasoning(self, final: bool) -> bool:
         self._skip_space()
         end = self._held.find(self._think[1])
         if end < 0:
-            self._give(Reasoning, len(self._held) if final else self._shown(self._held, self._think[1]))
+            self._give_text(
+                Reasoning, len(self._held) if final else self._length_before_mark(self._held, self._think[1])
+            )
             return False
-        self._give(Reasoning, _without_space(self._held[:end]))
-        self._drop(self._held.find(self._think[1]) + len(self._think[1]))
-        return self._go(self._first, skip=True)
+        self._give_text(Reasoning, _length_without_space(self._held[:end]))
+        self._drop_held(self._held.find(self._think[1]) + len(self._think[1]))
+        return self._enter_state(self._before_text, skip=True)
 
-    def _first(self, final: bool) -> bool:
+    def _before_text(self, final: bool) -> bool:
         """The text begins: without marks of calls, the whole of it may be a call."""
         if self._format is None or self._format.start:
-            return self._go(self._text, self._skip)
-        may_be = _may_be_call(self._held)
+            return self._enter_state(self._in_text, self._skip)
+        may_be = _may_begin_call(self._held)
         if may_be is None and self._cut and len(self._held.strip()) > 1:
-            return self._drop_call()
+            return self._drop_cut_call()
         if may_be is None and not final:
             return False
         if not may_be:
-            return self._go(self._text, self._skip)
-        return self._begin_call(0)
+            return self._enter_state(self._in_text, self._skip)
+        return self._enter_call(0)
 
-    def _text(self, final: bool) -> bool:
-        """Within the text."""
+    def _in_text(self, final: bool) -> bool:
         self._skip_space()
-        start = self._start
+        start = self._call_start
         at = self._held.find(start) if start else -1
         if at < 0:
-            shown = self._shown(self._held, start) if start else len(self._held)
+            shown = self._length_before_mark(self._held, start) if start else len(self._held)
             if final and not (self._cut and len(self._held[shown:].strip()) > 1):
                 shown = len(self._held)
-            self._give(Text, shown)
-            return self._drop_call() if final else False
-        self._give(Text, _without_space(self._held[:at]))
-        return self._begin_call(self._held.find(start) + len(start))
+            self._give_text(Text, shown)
+            return self._drop_cut_call() if final else False
+        self._give_text(Text, _length_without_space(self._held[:at]))
+        return self._enter_call(self._held.find(start) + len(start))
 
-    def _begin_call(self, body: int) -> bool:
+    def _enter_call(self, body: int) -> bool:
         """Goes into a call, which is held with its mark and the space before. body: characters before its text."""
         self._body = self._looked = body
         self._quoted = False
-        return self._go(self._call)
+        return self._enter_state(self._in_call)
 
-    def _call(self, final: bool) -> bool:
+    def _in_call(self, final: bool) -> bool:
         """Within a call, which is held as a whole."""
         form, most = self._known_format, self._body + MOST_CALL_CHARACTERS
-        end = self._end_of_call(form)
+        end = self._find_call_end(form)
         if 0 <= end <= most:
-            self._end_call(form, self._held[self._body : end], end + len(form.end))
-            return self._go(self._text, skip=self.called)
+            self._give_call(form, self._held[self._body : end], end + len(form.end))
+            return self._enter_state(self._in_text, skip=self.called)
         if len(self._held) >= most + max(len(form.end), 1):
-            self._give(Text, most)
-            return self._go(self._text)
+            self._give_text(Text, most)
+            return self._enter_state(self._in_text)
         if final:
-            self._end_call(form, self._held[self._body :], len(self._held))
+            self._give_call(form, self._held[self._body :], len(self._held))
         return False
 
-    def _end_of_call(self, form: ToolFormat) -> int:
+    def _find_call_end(self, form: ToolFormat) -> int:
         """Returns where the end mark begins in the held text, -1 if it has not come yet."""
         if not form.end:
             return -1
         while (end := self._held.find(form.end, self._looked)) >= 0:
-            if not (form.is_json and self._is_quoted(end)):
+            if not (form.is_json and self._is_in_json_string(end)):
                 return end
         if not form.is_json:
             self._looked = max(self._looked, len(self._held) - len(form.end) + 1)
         return -1
 
-    def _is_quoted(self, end: int) -> bool:
+    def _is_in_json_string(self, end: int) -> bool:
         """Returns whether this place of the held text is within a string of JSON, and looks further on from there."""
         while (found := _QUOTES.search(self._held, self._looked, end + 1)) and found.start() < end:
             self._quoted ^= found[0] == '"'
@@ -214,32 +221,32 @@ class Splitter:
             self._looked = max(self._looked, end + 1)
         return self._quoted
 
-    def _end_call(self, form: ToolFormat, body: str, n: int) -> None:
+    def _give_call(self, form: ToolFormat, body: str, n: int) -> None:
         """Gives out the call in `body`, or the n held characters as text if that is no call."""
-        calls = [] if self._is_enough else form.calls(body, self._turn.tools)
+        calls = [] if self._has_all_calls else form.parse_calls(body, self._turn.tools)
         if not calls and self._cut:
-            self._drop_call()
+            self._drop_cut_call()
             return
         if not calls or (len(calls) > 1 and not self._turn.parallel_tool_calls):
-            self._give(Text, n)
+            self._give_text(Text, n)
             return
         self._deltas += calls
         self.called = True
-        self._drop(n)
+        self._drop_held(n)
 
-    def _drop_call(self) -> bool:
+    def _drop_cut_call(self) -> bool:
         """Drops the held text, a call that a limit has cut off. Returns False: there is no more to look at."""
-        self._drop(len(self._held))
+        self._drop_held(len(self._held))
         return False
 
     # Parts of the held text.
 
     @property
-    def _start(self) -> str:
-        return "" if self._format is None or self._is_enough else self._format.start
+    def _call_start(self) -> str:
+        return "" if self._format is None or self._has_all_calls else self._format.start
 
     @property
-    def _is_enough(self) -> bool:
+    def _has_all_calls(self) -> bool:
         return self.called and not self._turn.parallel_tool_calls
 
     @property
@@ -247,24 +254,22 @@ class Splitter:
         assert self._format is not None
         return self._format
 
-    def _shown(self, text: str, mark: str) -> int:
-        longest = min(len(mark) - 1, len(text))
-        begun = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
-        return _without_space(text[: len(text) - begun])
+    def _length_before_mark(self, text: str, mark: str) -> int:
+        return _length_without_space(text[: len(text) - partial_mark_length(text, (mark,))])
 
     def _skip_space(self) -> None:
         if self._skip:
-            self._drop(len(self._held) - len(self._held.lstrip()))
+            self._drop_held(len(self._held) - len(self._held.lstrip()))
             self._skip = not self._held
 
-    def _give(self, kind: type[Text] | type[Reasoning], n: int) -> None:
+    def _give_text(self, kind: type[Text] | type[Reasoning], n: int) -> None:
         text, begin = self._held[:n], self._at
-        logprobs = self._drop(n)
+        logprobs = self._drop_held(n)
         if text:
             is_text = kind is Text
             self._deltas.append(Text(text, logprobs, self.tokens_of(begin, text)) if is_text else Reasoning(text))
 
-    def _drop(self, n: int) -> tuple[TokenLogprob, ...]:
+    def _drop_held(self, n: int) -> tuple[TokenLogprob, ...]:
         """Forgets the first n held characters, and returns the log-probabilities of tokens that begin among them."""
         self._held, self._at = self._held[n:], self._at + n
         found: list[TokenLogprob] = []
@@ -273,15 +278,15 @@ class Splitter:
         return tuple(found)
 
 
-def _without_space(text: str) -> int:
+def _length_without_space(text: str) -> int:
     """Returns the length of a text without the white space at its end, of which at most `MOST_SPACE` is dropped."""
     return max(len(text.rstrip()), len(text) - MOST_SPACE)
 
 
-def _may_be_call(text: str) -> bool | None:
+def _may_begin_call(text: str) -> bool | None:
     """Returns whether a whole answer that begins like this may be a call; None if that cannot be said yet."""
-    begun = re.sub(r"\s+", "", text[:_BEGINNING])
-    if any(begun.startswith(beginning) for beginning in _BEGINNINGS):
+    begun = re.sub(r"\s+", "", text[:_BEGINNING_CHARACTERS])
+    if any(begun.startswith(beginning) for beginning in _CALL_BEGINNINGS):
         return True
-    may_be = any(beginning.startswith(begun) for beginning in _BEGINNINGS)
-    return None if may_be and len(text) < _BEGINNING else False
+    may_be = any(beginning.startswith(begun) for beginning in _CALL_BEGINNINGS)
+    return None if may_be and len(text) < _BEGINNING_CHARACTERS else False

@@ -41,11 +41,11 @@ class ToolFormat:
     is_json: bool = True
     can_force: bool = True
 
-    def calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
+    def parse_calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
         """Returns the calls in the text between the marks, [] for text that is no valid call of these tools."""
         try:
             found = self.parser(text, openai_tools(tools))
-            calls = [_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
+            calls = [_make_tool_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
         except _FAULTS:
             return []
         return calls if {call.name for call in calls} <= {tool.name for tool in tools} else []
@@ -61,34 +61,34 @@ def tool_format(tokenizer: Any) -> ToolFormat:
     if "tools" not in template and parser is None:
         raise GenerationError("tools: the chat template of this model has no tools")
     if callable(parser):
-        return _of_wrapper(tokenizer, parser, template)
+        return _wrapper_format(tokenizer, parser, template)
     if "[TOOL_CALLS]" in template:
-        return _mistral(template)
+        return _mistral_format(template)
     others = ("<arg_key>", "<function=", "<|tool_call>", "<start_function_call>", "<|tool_calls_section_begin|>")
     if found := [mark for mark in others if mark in template]:
         raise GenerationError(f"tools: calls that this model writes with {found[0]} cannot be read here")
     if "<tool_call>" in template:
-        return ToolFormat("tags", "<tool_call>", "</tool_call>", _json_calls)
+        return ToolFormat("tags", "<tool_call>", "</tool_call>", _parse_json_calls)
     if "<|python_tag|>" in template or '"parameters":' in template:
-        return ToolFormat("llama", "", "", _json_calls, "parameters")
-    return ToolFormat("plain", "", "", _json_calls)
+        return ToolFormat("llama", "", "", _parse_json_calls, "parameters")
+    return ToolFormat("plain", "", "", _parse_json_calls)
 
 
-def _of_wrapper(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
+def _wrapper_format(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
     """Returns the format that mlx-lm's wrapper of a tokenizer names; `parser` is mlx-lm's."""
     kind = str(getattr(parser, "__module__", "")).rpartition(".")[2]
     if kind == "mistral":
-        return _mistral(template)
+        return _mistral_format(template)
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
     if kind == "json_tools":
-        return ToolFormat("tags", start, end, _json_calls)
+        return ToolFormat("tags", start, end, _parse_json_calls)
     return ToolFormat(kind, start, end, parser, is_json=False, can_force=kind in marked_calls.FORMATS)
 
 
-def _mistral(template: str) -> ToolFormat:
+def _mistral_format(template: str) -> ToolFormat:
     """Returns Mistral's format: a list of calls, or for newer templates a header before each call's arguments."""
     kind = "headers" if "[ARGS]" in template else "list"
-    return ToolFormat(kind, "[TOOL_CALLS]", "", _headed_calls if kind == "headers" else _json_calls)
+    return ToolFormat(kind, "[TOOL_CALLS]", "", _parse_headed_calls if kind == "headers" else _parse_json_calls)
 
 
 def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -106,16 +106,16 @@ def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def for_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def messages_for_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages as a model's chat template takes them: content is text, and ids of calls have its form.
 
     Mistral's templates take ids of 9 letters and digits only; other ids are replaced, the same ones by the same ones.
     """
     short = "[TOOL_CALLS]" in chat_template(tokenizer)
-    return [_for_template(message, _short_id if short else str) for message in messages]
+    return [_message_for_template(message, _mistral_call_id if short else str) for message in messages]
 
 
-def _for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
+def _message_for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
     """Returns a message with content, and with other ids of calls."""
     changed = {"content": "", **message}
     if changed["content"] is None:
@@ -127,7 +127,7 @@ def _for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> d
     return changed
 
 
-def _short_id(name: str) -> str:
+def _mistral_call_id(name: str) -> str:
     return name if len(name) == 9 and name.isalnum() else sha256(name.encode()).hexdigest()[:9]
 
 
@@ -136,7 +136,7 @@ def new_call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-def _call(found: Mapping[str, Any]) -> ToolCall:
+def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
     """Returns what a parser found as a call. Raises `ValueError` if it has no name, or arguments that are no map."""
     name, arguments = found["name"], found.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
@@ -144,14 +144,14 @@ def _call(found: Mapping[str, Any]) -> ToolCall:
     return ToolCall(new_call_id(), name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
-def _json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _parse_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the calls in JSON text: an object, a list of objects, or several objects. Raises `ValueError`."""
     found: list[dict[str, Any]] = []
     text, at = text.strip(), 0
     text = text.removeprefix("<|python_tag|>").strip()
     while at < len(text):
         value, at = json.JSONDecoder().raw_decode(text, at)
-        found += [_named(one) for one in (value if isinstance(value, list) else [value])]
+        found += [_name_and_arguments(one) for one in (value if isinstance(value, list) else [value])]
         between = _BETWEEN.match(text, at)
         at = between.end() if between else at
     if not found:
@@ -159,7 +159,7 @@ def _json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return found
 
 
-def _named(value: Mapping[str, Any]) -> dict[str, Any]:
+def _name_and_arguments(value: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the name and arguments of one call in JSON; arguments that are text are JSON again."""
     inner = value.get("function")
     value = inner if isinstance(inner, Mapping) else value
@@ -167,10 +167,10 @@ def _named(value: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": value["name"], "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
 
 
-def _headed_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _parse_headed_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the calls in text such as `name[ARGS]{...}`, or in a list of JSON. Raises `ValueError`."""
     if "[ARGS]" not in text:
-        return _json_calls(text, tools)
+        return _parse_json_calls(text, tools)
     found, at = [], 0
     while at < len(text.rstrip()):
         header = _HEADER.match(text.replace("[TOOL_CALLS]", " " * 12), at)

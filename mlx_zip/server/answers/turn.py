@@ -36,7 +36,8 @@ class Turn:
     JSON schema that the answer must follow; {} for any JSON object. max_tokens: base tokens.
     sampling: fields of `Sampling`. stop: stop strings. logprobs: None, or how many likely tokens to report per token.
     template_options: further arguments of the chat template. pack: name of a pack, or names of packs to merge in this
-    order; None for the model's own. show: whether texts come with their tokens, and `Learned` and `Live` deltas come.
+    order; None for the model's own. show: whether texts come with their tokens, and `LearnedEntries` and `LiveCounts`
+    deltas come.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -128,21 +129,21 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedEntries:
     """Entries that the codebook has just learned, each as the texts of its base ids."""
 
     entries: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveCounts:
     """The answer's figures so far: at most ten times per second, and once before `Done`."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
-class Differs:
+class PromptDifference:
     """Where a prompt first differs from the kept conversation that has most in common with it. at: base tokens before.
 
     kept, now: the texts that come next there and in the prompt, shortened.
@@ -167,8 +168,8 @@ class Done:
     stopped_by: str | None = None
     reasoning_tokens: int = 0
     left_out: tuple[str, ...] = ()
-    differs: Differs | None = None
+    differs: PromptDifference | None = None
     unshown: tuple[TokenLogprob, ...] = ()
 
 
-Delta = Waiting | Text | Reasoning | ToolCall | Learned | Live | Done
+Delta = Waiting | Text | Reasoning | ToolCall | LearnedEntries | LiveCounts | Done

@@ -14,29 +14,29 @@ from mlx_zip.server.fields import (
     OTHER,
     Body,
     BodyError,
+    LenientBody,
     Many,
     OtherTool,
     PackNames,
-    Said,
     as_turn_pack,
     check_tools,
-    joined_system,
-    left_out,
-    other_than,
+    join_system_messages,
+    left_out_labels,
     thinking_options,
+    tool_discriminator,
 )
 
 _TEXTS = ("content", "reasoning_content")  # of a message, lists of pieces while messages are made
 
 
-class SystemText(Said):
+class SystemText(LenientBody):
     """A piece of text."""
 
     type: Literal["text"]
     text: str
 
 
-class ToolUse(Said):
+class ToolUse(LenientBody):
     """A call that the model made."""
 
     type: Literal["tool_use"]
@@ -45,7 +45,7 @@ class ToolUse(Said):
     input: dict[str, Any]
 
 
-class ToolResult(Said):
+class ToolResult(LenientBody):
     """What a tool returned. is_error: the content says what went wrong."""
 
     type: Literal["tool_result"]
@@ -54,7 +54,7 @@ class ToolResult(Said):
     is_error: bool = False
 
 
-class ThinkingBlock(Said):
+class ThinkingBlock(LenientBody):
     """What the model reasoned. The signature is not checked."""
 
     type: Literal["thinking"]
@@ -62,7 +62,7 @@ class ThinkingBlock(Said):
     signature: str = ""
 
 
-class RedactedThinking(Said):
+class RedactedThinking(LenientBody):
     """Reasoning of another server, which cannot be read; it is left out."""
 
     type: Literal["redacted_thinking"]
@@ -75,19 +75,19 @@ Block = Annotated[
 ]
 
 
-class Message(Said):
+class Message(LenientBody):
     """A message. Text is the same as one block of text."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
 
-def system_text(content: str | Sequence[SystemText]) -> str:
+def join_text_blocks(content: str | Sequence[SystemText]) -> str:
     """Returns the text of a system prompt, or of what a tool returned; its blocks are paragraphs."""
     return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
 
 
-def messages_of(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
+def template_messages(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | None]:
     """Returns messages for chat templates, and how the answer begins if the last message is the model's.
 
     Messages of one role in a row are joined. Raises `BodyError` for a result without its call, for blocks that do not
@@ -102,19 +102,19 @@ def messages_of(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | N
         if not blocks and message.role == "user":
             raise BodyError("a message of the user must not be empty", f"messages.{i}.content")
         if message.role == "assistant":
-            _add_answer(messages, blocks, f"messages.{i}.content", calls)
+            _add_assistant_blocks(messages, blocks, f"messages.{i}.content", calls)
         else:
-            _add_question(messages, message.role, blocks, f"messages.{i}.content", calls)
-    messages = [_joined(message) for message in messages]
-    return _without_prefill(messages) if given[-1].role == "assistant" else (messages, None)
+            _add_user_blocks(messages, message.role, blocks, f"messages.{i}.content", calls)
+    messages = [_join_pieces(message) for message in messages]
+    return _split_prefill(messages) if given[-1].role == "assistant" else (messages, None)
 
 
-def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
+def _join_pieces(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message with texts in place of their pieces: joined once, as adding to a long text copies it."""
     return {name: "".join(value) if name in _TEXTS else value for name, value in message.items()}
 
 
-def _add_answer(messages: list[dict[str, Any]], blocks: Sequence[Any], place: str, calls: set[str]) -> None:
+def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any], place: str, calls: set[str]) -> None:
     """Adds a message of the model. place: path of its blocks. calls: ids of the calls so far, extended by its calls."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
@@ -134,7 +134,7 @@ def _add_answer(messages: list[dict[str, Any]], blocks: Sequence[Any], place: st
                 raise BodyError("a tool_result belongs into a message of the user", f"{place}.{i}")
 
 
-def _add_question(
+def _add_user_blocks(
     messages: list[dict[str, Any]], role: str, blocks: Sequence[Any], place: str, calls: set[str]
 ) -> None:
     """Adds the text and the results that a message of the user or the system holds. place: path of its blocks."""
@@ -146,7 +146,7 @@ def _add_question(
                 fault = f"there is no tool_use {block.tool_use_id!r} before this tool_result"
                 raise BodyError(fault, f"{place}.{i}.tool_use_id")
             case ToolResult() if role == "user":
-                text = ("Error: " if block.is_error else "") + system_text(block.content)
+                text = ("Error: " if block.is_error else "") + join_text_blocks(block.content)
                 messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": [text]})
             case _:
                 raise BodyError(f"a message of the {role} cannot hold {block.type!r}", f"{place}.{i}")
@@ -159,7 +159,7 @@ def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
         messages.append({"role": role, "content": [text]})
 
 
-def _without_prefill(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
+def _split_prefill(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
     last: Mapping[str, Any] = messages[-1]
     if last.keys() != {"role", "content"}:
         raise BodyError(
@@ -188,7 +188,7 @@ class CustomTool(Body):
 
 
 AnyTool = Annotated[
-    Annotated[CustomTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("custom"))
+    Annotated[CustomTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(tool_discriminator("custom"))
 ]
 
 
@@ -282,29 +282,29 @@ def turn_of(body: CountBody) -> Turn:
     Raises `BodyError` for blocks that do not follow each other, and for tools that contradict each other.
     """
     check_tools([tool.name for tool in body.callable_tools], body.choice)
-    messages, prefill = messages_of(body.messages)
+    messages, prefill = template_messages(body.messages)
     output = body.output_format or body.output_config.format
     thinking = body.thinking.options if body.thinking else {}
     return Turn(
-        messages=joined_system([*_system(body.system), *messages]),
+        messages=join_system_messages([*_system_messages(body.system), *messages]),
         prefill=prefill,
         tools=body.callable_tools,
-        left_out=left_out(body.tools, body.choice),
+        left_out=left_out_labels(body.tools, body.choice),
         tool_choice=body.choice,
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         schema=output.schema_ if output else None,
         template_options=thinking_options(body.output_config.effort) | thinking,
         pack=as_turn_pack(body.pack),
-        **(_limits(body) if isinstance(body, MessagesBody) else {}),
+        **(_limits_and_sampling(body) if isinstance(body, MessagesBody) else {}),
     )
 
 
-def _system(system: str | Sequence[SystemText] | None) -> list[dict[str, Any]]:
-    text = system_text(system or "")
+def _system_messages(system: str | Sequence[SystemText] | None) -> list[dict[str, Any]]:
+    text = join_text_blocks(system or "")
     return [{"role": "system", "content": text}] if text else []
 
 
-def _limits(body: MessagesBody) -> dict[str, Any]:
+def _limits_and_sampling(body: MessagesBody) -> dict[str, Any]:
     sampling = {"temp": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     return {
         "max_tokens": body.max_tokens,

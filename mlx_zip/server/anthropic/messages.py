@@ -20,12 +20,12 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, Failure
 from mlx_zip.server.http import (
     comment_bytes,
-    described,
     events_bytes,
     json_response,
     read_body,
+    run_unless_client_gone,
     stream_response,
-    unless_gone,
+    with_body_class,
 )
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
@@ -37,11 +37,11 @@ def routes(core: Core) -> list[Route]:
         """Answers a conversation."""
         body = await read_body(request, core, MessagesBody)
         check_model(core, body.model)
-        asked = _Asked(core, body)
+        asked = _MessageRequest(core, body)
         if body.stream:
-            response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failed)
+            response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failure_event)
         else:
-            response = json_response(await unless_gone(request, asked.whole()))
+            response = json_response(await run_unless_client_gone(request, asked.whole_message()))
         response.headers["request-id"] = new_id("req")
         return response
 
@@ -49,23 +49,23 @@ def routes(core: Core) -> list[Route]:
         """Counts the base tokens of a conversation."""
         body = await read_body(request, core, CountBody)
         check_model(core, body.model)
-        ids = await unless_gone(request, core.prompt_ids(turn_of(body)))
+        ids = await run_unless_client_gone(request, core.prompt_ids(turn_of(body)))
         return json_response({"input_tokens": len(ids)}, headers={"request-id": new_id("req")})
 
     return [
-        Route("/v1/messages", described(messages, MessagesBody), methods=["POST"]),
-        Route("/v1/messages/count_tokens", described(count_tokens, CountBody), methods=["POST"]),
+        Route("/v1/messages", with_body_class(messages, MessagesBody), methods=["POST"]),
+        Route("/v1/messages/count_tokens", with_body_class(count_tokens, CountBody), methods=["POST"]),
     ]
 
 
-class _Asked:
+class _MessageRequest:
     """One request for a message."""
 
     def __init__(self, core: Core, body: MessagesBody) -> None:
         self._core, self._turn = core, turn_of(body)
         self._builder = MessageBuilder(body, core.model)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole_message(self) -> dict[str, Any]:
         async with aclosing(self._core.answer(self._turn)) as deltas:
             async for delta in deltas:
                 self._builder.add(delta)
@@ -78,7 +78,7 @@ class _Asked:
                 events = self._builder.add(delta)
                 yield events_bytes(events) if events else comment_bytes("waiting")
 
-    def failed(self, failure: Failure) -> bytes:
+    def failure_event(self, failure: Failure) -> bytes:
         """Returns the last event of an answer that failed."""
         error = failure.body(ANTHROPIC)["error"]
         return events_bytes(self._builder.fail(error["type"], error["message"]))
@@ -116,29 +116,29 @@ class MessageBuilder:
 
     def add(self, delta: Delta) -> list[Json]:
         """Returns the events of a delta."""
-        if not self._begin(delta):
+        if not self._begin_message(delta):
             return []
         match delta:
             case Text(text):
-                self._open("text", {"text": ""})
-                self._piece({"type": "text_delta", "text": text}, text)
+                self._open_block("text", {"text": ""})
+                self._add_piece({"type": "text_delta", "text": text}, text)
             case Reasoning(text):
-                self._open("thinking", {"thinking": "", "signature": ""})
-                self._piece({"type": "thinking_delta", "thinking": text}, "" if self._omits else text)
+                self._open_block("thinking", {"thinking": "", "signature": ""})
+                self._add_piece({"type": "thinking_delta", "thinking": text}, "" if self._omits else text)
             case ToolCall():
                 self._add_call(delta)
             case Waiting():
                 self._events.append({"type": "ping"})
             case Done():
-                self._end(delta)
-        return self._take()
+                self._end_message(delta)
+        return self._take_events()
 
     def fail(self, kind: str, message: str) -> list[Json]:
         """Returns the events of an answer that failed. kind: the error's type."""
         self._events.append({"type": "error", "error": {"type": kind, "message": message}})
-        return self._take()
+        return self._take_events()
 
-    def _begin(self, delta: Delta) -> bool:
+    def _begin_message(self, delta: Delta) -> bool:
         if not self._began and (not isinstance(delta, Waiting) or delta.prompt_tokens):
             self._began = True
             if isinstance(delta, Waiting):
@@ -148,12 +148,12 @@ class MessageBuilder:
         return self._began
 
     def _add_call(self, call: ToolCall) -> None:
-        self._open("tool_use", {"id": call.id, "name": call.name, "input": {}})
-        self._piece({"type": "input_json_delta", "partial_json": call.arguments}, call.arguments)
-        self._close()
+        self._open_block("tool_use", {"id": call.id, "name": call.name, "input": {}})
+        self._add_piece({"type": "input_json_delta", "partial_json": call.arguments}, call.arguments)
+        self._close_block()
 
-    def _end(self, done: Done) -> None:
-        self._close()
+    def _end_message(self, done: Done) -> None:
+        self._close_block()
         reason = "stop_sequence" if done.stopped_by is not None else _STOP_REASONS[done.reason]
         end = {"stop_reason": reason, "stop_sequence": done.stopped_by}
         usage = usage_json(done.counts, done.reasoning_tokens)
@@ -162,20 +162,22 @@ class MessageBuilder:
         self._events.append({"type": "message_delta", "delta": end, "usage": usage, "mlx_zip": figures})
         self._events.append({"type": "message_stop"})
 
-    def _open(self, kind: str, fields: Json) -> None:
+    def _open_block(self, kind: str, fields: Json) -> None:
         if self._block.get("type") == kind:
             return
-        self._close()
+        self._close_block()
         self._block = {"type": kind, **fields}
         self.message["content"].append(self._block)
-        self._events.append({"type": "content_block_start", "index": self._index, "content_block": dict(self._block)})
+        self._events.append(
+            {"type": "content_block_start", "index": self._block_index, "content_block": dict(self._block)}
+        )
 
-    def _piece(self, delta: Json, piece: str) -> None:
+    def _add_piece(self, delta: Json, piece: str) -> None:
         if piece:
             self._pieces.append(piece)
-            self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+            self._events.append({"type": "content_block_delta", "index": self._block_index, "delta": delta})
 
-    def _close(self) -> None:
+    def _close_block(self) -> None:
         """Ends the block that is being written, if there is one."""
         block, text = self._block, "".join(self._pieces)
         if not block:
@@ -187,15 +189,15 @@ class MessageBuilder:
         else:
             block |= {"thinking": text, "signature": SIGNATURE}
             delta = {"type": "signature_delta", "signature": SIGNATURE}
-            self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
-        self._events.append({"type": "content_block_stop", "index": self._index})
+            self._events.append({"type": "content_block_delta", "index": self._block_index, "delta": delta})
+        self._events.append({"type": "content_block_stop", "index": self._block_index})
         self._block, self._pieces = {}, []
 
     @property
-    def _index(self) -> int:
+    def _block_index(self) -> int:
         return len(self.message["content"]) - 1
 
-    def _take(self) -> list[Json]:
+    def _take_events(self) -> list[Json]:
         events, self._events = self._events, []
         return events
 

@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from mlx_zip.server.answers.turn import (
     Done,
-    Learned,
-    Live,
+    LearnedEntries,
+    LiveCounts,
     Reasoning,
     Text,
     TokenLogprob,
@@ -23,7 +23,7 @@ from mlx_zip.server.answers.turn import (
     Turn,
     Waiting,
 )
-from mlx_zip.server.bodies import Sampled, Size, likely_json, max_tokens_of, template_options
+from mlx_zip.server.bodies import CompletionFields, Size, answer_max_tokens, logprobs_json, template_options
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
     KNOWN,
@@ -31,28 +31,36 @@ from mlx_zip.server.fields import (
     Body,
     BodyError,
     JsonObject,
+    LenientBody,
     Many,
     OtherTool,
     PlainText,
     RefusalPart,
-    Said,
-    arguments_of,
     check_tools,
-    joined_system,
-    left_out,
-    other_than,
+    join_system_messages,
+    left_out_labels,
+    parse_arguments,
     thinking_options,
+    tool_discriminator,
 )
 from mlx_zip.server.http import (
     comment_bytes,
-    described,
     event_bytes,
     json_response,
     read_body,
+    run_unless_client_gone,
     stream_response,
-    unless_gone,
+    with_body_class,
 )
-from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
+from mlx_zip.server.openai.choices import (
+    DONE_FRAME,
+    Choice,
+    choice_ends,
+    completion_head,
+    gather_choices,
+    total_counts,
+    total_usage,
+)
 from mlx_zip.server.vendor import VendorFields, token_json, vendor_figures, vendor_notes
 
 
@@ -64,52 +72,50 @@ def routes(core: Core) -> list[Route]:
         asked = await read_body(request, core, ChatBody)
         turns = asked.turns(core)
         if asked.stream:
-            return await stream_response(request, core, _Stream(core, asked).frames(turns))
-        return json_response(await unless_gone(request, _whole(core, asked, turns)))
+            return await stream_response(request, core, _ChatStream(core, asked).frames(turns))
+        return json_response(await run_unless_client_gone(request, _whole_completion(core, asked, turns)))
 
     paths = ("/v1/chat/completions", "/chat/completions")
-    return [Route(path, described(chat_completions, ChatBody), methods=["POST"]) for path in paths]
+    return [Route(path, with_body_class(chat_completions, ChatBody), methods=["POST"]) for path in paths]
 
 
-async def _whole(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Returns a chat completion."""
-    choices = await gathered(core, turns)
-    done = ended(choices)
+async def _whole_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:
+    choices = await gather_choices(core, turns)
+    done = choice_ends(choices)
     shown = {"tokens": [token_json(one) for one in choices[0].tokens]} if asked.mlx_zip.tokens else {}
     return {
-        **head(core, "chatcmpl", "chat.completion"),
-        "choices": [_choice(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
-        "usage": usage_of(done, asked.n),
-        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | vendor_notes(done[0]) | shown,
+        **completion_head(core, "chatcmpl", "chat.completion"),
+        "choices": [_choice_json(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
+        "usage": total_usage(done, asked.n),
+        "mlx_zip": vendor_figures(total_counts(done, asked.n)) | vendor_notes(done[0]) | shown,
     }
 
 
-def _choice(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
-    """Returns one of a chat completion's choices."""
+def _choice_json(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
     content = choice.text if choice.texts or not choice.calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.thoughts:
         message["reasoning_content"] = "".join(choice.thoughts)
     if choice.calls:
-        message["tool_calls"] = [_call(call) for call in choice.calls]
-    logprobs = _logprobs(choice.logprobs) if with_logprobs else None
+        message["tool_calls"] = [_tool_call_json(call) for call in choice.calls]
+    logprobs = _logprobs_json(choice.logprobs) if with_logprobs else None
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
 
 
-def _logprobs(found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"content": likely_json(found), "refusal": None}
+def _logprobs_json(found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": logprobs_json(found), "refusal": None}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _tool_call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-class _Stream:
+class _ChatStream:
     """The chunks of one streamed chat completion."""
 
     def __init__(self, core: Core, asked: ChatBody) -> None:
         self._core, self._asked = core, asked
-        self._head = head(core, "chatcmpl", "chat.completion.chunk")
+        self._head = completion_head(core, "chatcmpl", "chat.completion.chunk")
         self._end = {"usage": None} if asked.include_usage else {}
         self._calls: dict[int, int] = {}  # choice -> number of its last call
         self._done: dict[int, Done] = {}
@@ -118,34 +124,35 @@ class _Stream:
         """Yields the stream, frame by frame."""
         async with aclosing(self._core.answers(turns)) as answers:
             async for index, delta in answers:
-                if not isinstance(delta, Learned | Live):
-                    yield self._frame(index, delta)
+                if not isinstance(delta, LearnedEntries | LiveCounts):
+                    yield self._delta_frame(index, delta)
         if self._asked.include_usage:
             done = [self._done[i] for i in sorted(self._done)]
-            yield event_bytes({**self._head, "choices": [], "usage": usage_of(done, self._asked.n)})
-        yield END
+            yield event_bytes({**self._head, "choices": [], "usage": total_usage(done, self._asked.n)})
+        yield DONE_FRAME
 
-    def _frame(self, index: int, delta: Text | Waiting | Reasoning | ToolCall | Done) -> bytes:
-        """Returns the frame of a delta."""
+    def _delta_frame(self, index: int, delta: Text | Waiting | Reasoning | ToolCall | Done) -> bytes:
         if isinstance(delta, Text):
-            logprobs = _logprobs(delta.logprobs) if self._asked.logprobs else None
+            logprobs = _logprobs_json(delta.logprobs) if self._asked.logprobs else None
             shown = {"mlx_zip": {"tokens": [token_json(one) for one in delta.tokens]}} if delta.tokens else None
-            return self._chunk(index, {"content": delta.text}, more=shown, logprobs=logprobs)
+            return self._chunk_frame(index, {"content": delta.text}, more=shown, logprobs=logprobs)
         if isinstance(delta, Waiting):
             if delta.total:
                 return comment_bytes(f"reading the prompt {delta.read}/{delta.total}")
             if delta.waits_for:
                 return comment_bytes("waiting for another model's answers to end")
-            return self._chunk(index, {"role": "assistant", "content": ""})
+            return self._chunk_frame(index, {"role": "assistant", "content": ""})
         if isinstance(delta, Reasoning):
-            return self._chunk(index, {"reasoning_content": delta.text})
+            return self._chunk_frame(index, {"reasoning_content": delta.text})
         if isinstance(delta, ToolCall):
             nth = self._calls[index] = self._calls.get(index, -1) + 1
-            return self._chunk(index, {"tool_calls": [{"index": nth, **_call(delta)}]})
+            return self._chunk_frame(index, {"tool_calls": [{"index": nth, **_tool_call_json(delta)}]})
         self._done[index] = delta
-        return self._chunk(index, {}, delta.reason, {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)})
+        return self._chunk_frame(
+            index, {}, delta.reason, {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)}
+        )
 
-    def _chunk(
+    def _chunk_frame(
         self, index: int, delta: Any, reason: str | None = None, more: Any = None, logprobs: Any = None
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -157,21 +164,21 @@ class _Stream:
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class TextPart(Said):
+class TextPart(LenientBody):
     """A piece of a message's text."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Said):
+class CalledFunction(LenientBody):
     """The function that a model called. arguments: JSON text of an object."""
 
     name: str
     arguments: str
 
 
-class Call(Said):
+class Call(LenientBody):
     """A call of a tool in an assistant's message."""
 
     id: str
@@ -182,7 +189,7 @@ class Call(Said):
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
-class Message(Said):
+class Message(LenientBody):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -195,7 +202,7 @@ class Message(Said):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    def checked(self, place: str) -> None:
+    def check_role_fields(self, place: str) -> None:
         """Raises `BodyError` for fields that a message of this role must have or must not have. place: its path."""
         if self.role != "assistant" and "content" not in self.model_fields_set:
             raise BodyError(f"a message of the role {self.role} needs this field", f"{place}.content")
@@ -205,22 +212,22 @@ class Message(Said):
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise BodyError("messages of the role tool have this field, and no others", f"{place}.tool_call_id")
 
-    def as_turn(self, place: str) -> dict[str, Any]:
+    def as_template_message(self, place: str) -> dict[str, Any]:
         """Returns the message as chat templates take it. Raises `BodyError`. place: path of the message."""
-        self.checked(place)
+        self.check_role_fields(place)
         role = "system" if self.role == "developer" else self.role
-        turn: dict[str, Any] = {"role": role, "content": self._text}
+        turn: dict[str, Any] = {"role": role, "content": self._joined_text}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 turn[name] = value
         if self.tool_calls:
             turn["tool_calls"] = [
-                _as_template(call, f"{place}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)
+                _call_for_template(call, f"{place}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)
             ]
         return turn
 
     @property
-    def _text(self) -> str:
+    def _joined_text(self) -> str:
         if isinstance(self.content, str):
             return self.content or self.refusal or ""
         return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in self.content)
@@ -245,7 +252,8 @@ class FunctionTool(Body):
 
 
 AnyTool = Annotated[
-    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("function"))
+    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)],
+    Discriminator(tool_discriminator("function")),
 ]
 
 
@@ -281,10 +289,10 @@ class JsonSchema(Body):
 Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
-class ChatBody(Sampled):
+class ChatBody(CompletionFields):
     """A request for a chat completion."""
 
-    harmless = Sampled.harmless | {"prediction", "verbosity", "context_management"}
+    harmless = CompletionFields.harmless | {"prediction", "verbosity", "context_management"}
     most_prompts = 1
 
     messages: Annotated[Many[Message], Field(min_length=1)]
@@ -311,33 +319,35 @@ class ChatBody(Sampled):
             raise BodyError("this field and max_completion_tokens say different numbers", "max_tokens")
         if self.mlx_zip.tokens and self.n > 1:
             raise BodyError("only one answer can show its tokens, so n must be 1", "mlx_zip.tokens")
-        check_tools([tool.function.name for tool in self._functions], self._choice)
+        check_tools([tool.function.name for tool in self._function_tools], self._tool_choice_name)
 
     @property
-    def _functions(self) -> list[FunctionTool]:
+    def _function_tools(self) -> list[FunctionTool]:
         return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     @property
-    def _choice(self) -> str:
+    def _tool_choice_name(self) -> str:
         return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
 
     def turns(self, core: Core) -> list[Turn]:
         """Returns what the request asks for, a turn for each of `n`. Raises `RequestError` and `BodyError`."""
         self.check(core)
-        messages = joined_system([one.as_turn(f"messages.{i}") for i, one in enumerate(self.messages)])
-        return [self._turn(core, messages, choice) for choice in range(self.n)]
+        messages = join_system_messages(
+            [one.as_template_message(f"messages.{i}") for i, one in enumerate(self.messages)]
+        )
+        return [self._make_turn(core, messages, choice) for choice in range(self.n)]
 
-    def _turn(self, core: Core, messages: Sequence[Mapping[str, Any]], choice: int) -> Turn:
+    def _make_turn(self, core: Core, messages: Sequence[Mapping[str, Any]], choice: int) -> Turn:
         """Returns one turn. choice: which of `n`."""
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return Turn(
             messages=messages,
-            tools=[Tool(**tool.function.model_dump()) for tool in self._functions],
-            left_out=left_out(self.tools, self._choice),
-            tool_choice=self._choice,
+            tools=[Tool(**tool.function.model_dump()) for tool in self._function_tools],
+            left_out=left_out_labels(self.tools, self._tool_choice_name),
+            tool_choice=self._tool_choice_name,
             parallel_tool_calls=self.parallel_tool_calls,
-            schema=_schema(self.response_format),
-            max_tokens=max_tokens_of(core, given, tools=bool(self.tools)),
+            schema=_response_schema(self.response_format),
+            max_tokens=answer_max_tokens(core, given, tools=bool(self.tools)),
             sampling=self.sampling(choice),
             stop=self.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -347,13 +357,13 @@ class ChatBody(Sampled):
         )
 
 
-def _schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
+def _response_schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
     if isinstance(form, JsonSchema):
         return form.json_schema.json_schema
     return {} if isinstance(form, JsonObject) else None
 
 
-def _as_template(call: Call, place: str) -> dict[str, Any]:
+def _call_for_template(call: Call, place: str) -> dict[str, Any]:
     """Returns a call as chat templates take it: with arguments as a map. Raises `BodyError`."""
-    arguments = arguments_of(call.function.arguments or "{}", f"{place}.function.arguments")
+    arguments = parse_arguments(call.function.arguments or "{}", f"{place}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

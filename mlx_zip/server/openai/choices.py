@@ -11,11 +11,11 @@ from typing import Any
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Reasoning, ShownToken, Text, TokenLogprob, ToolCall, Turn
-from mlx_zip.server.bodies import usage
+from mlx_zip.server.bodies import usage_json
 from mlx_zip.server.core import Core
-from mlx_zip.server.vendor import summed
+from mlx_zip.server.vendor import sum_counts
 
-END = b"data: [DONE]\n\n"
+DONE_FRAME = b"data: [DONE]\n\n"
 
 
 class Choice:
@@ -29,7 +29,7 @@ class Choice:
         self.tokens: list[ShownToken] = []
         self.done: Done | None = None
 
-    def take(self, delta: Delta) -> None:
+    def add_delta(self, delta: Delta) -> None:
         """Adds a delta."""
         if isinstance(delta, Text):
             self.texts.append(delta.text)
@@ -53,21 +53,21 @@ class Choice:
         return None if self.done is None else self.done.reason
 
 
-async def gathered(core: Core, turns: Sequence[Turn]) -> list[Choice]:
+async def gather_choices(core: Core, turns: Sequence[Turn]) -> list[Choice]:
     """Returns the whole answers of turns. Raises what `Core.answer` raises."""
     choices = [Choice() for _ in turns]
     async with aclosing(core.answers(turns)) as answers:
         async for index, delta in answers:
-            choices[index].take(delta)
+            choices[index].add_delta(delta)
     return choices
 
 
-def ended(choices: Sequence[Choice]) -> list[Done]:
+def choice_ends(choices: Sequence[Choice]) -> list[Done]:
     """Returns the ends of whole answers."""
     return [choice.done for choice in choices if choice.done is not None]
 
 
-def head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
+def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
     """Returns the fields that an answer, or each chunk of a streamed one, begins with. prefix: of its new id."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -78,13 +78,13 @@ def head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
     }
 
 
-def counts_of(done: Sequence[Done], n: int) -> Counts:
+def total_counts(done: Sequence[Done], n: int) -> Counts:
     """Returns the figures of all choices together. n: choices per prompt, whose base tokens count once."""
     prompts = [one.counts for one in done[::n]]
     read, cached = sum(one.prompt_tokens for one in prompts), sum(one.cached_tokens for one in prompts)
-    return replace(summed([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)
+    return replace(sum_counts([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)
 
 
-def usage_of(done: Sequence[Done], n: int) -> dict[str, Any]:
+def total_usage(done: Sequence[Done], n: int) -> dict[str, Any]:
     """Returns the usage of all choices together. n: choices per prompt."""
-    return usage(counts_of(done, n), sum(one.reasoning_tokens for one in done))
+    return usage_json(total_counts(done, n), sum(one.reasoning_tokens for one in done))

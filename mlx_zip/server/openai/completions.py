@@ -15,19 +15,27 @@ from starlette.routing import Route
 from mlx_zip.engine import Counts, PromptId
 from mlx_zip.server.answers.turn import Delta, Done, TokenLogprob, Turn, Waiting
 from mlx_zip.server.answers.turn import Text as TextDelta
-from mlx_zip.server.bodies import LEAST_LOGPROB, MOST_TOKENS, Sampled, Text, max_tokens_of
+from mlx_zip.server.bodies import LEAST_LOGPROB, MOST_TOKENS, CompletionFields, Text, answer_max_tokens
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import BodyError, Many
 from mlx_zip.server.http import (
     comment_bytes,
-    described,
     event_bytes,
     json_response,
     read_body,
+    run_unless_client_gone,
     stream_response,
-    unless_gone,
+    with_body_class,
 )
-from mlx_zip.server.openai.choices import END, Choice, counts_of, ended, gathered, head, usage_of
+from mlx_zip.server.openai.choices import (
+    DONE_FRAME,
+    Choice,
+    choice_ends,
+    completion_head,
+    gather_choices,
+    total_counts,
+    total_usage,
+)
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 from mlx_zip.text.token_facts import TokenTexts, characters
 
@@ -37,7 +45,7 @@ Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # as many as the model's context has
 
 
-class CompletionBody(Sampled):
+class CompletionBody(CompletionFields):
     """A request for completions. Each prompt is a text or base ids."""
 
     most_prompts = MOST_PROMPTS
@@ -70,7 +78,7 @@ class CompletionBody(Sampled):
         return [
             Turn(
                 prompt=prompt,
-                max_tokens=max_tokens_of(core, self.max_tokens),
+                max_tokens=answer_max_tokens(core, self.max_tokens),
                 sampling=self.sampling(choice),
                 stop=self.stops,
                 logprobs=self.logprobs,
@@ -89,31 +97,36 @@ def routes(core: Core) -> list[Route]:
         asked = await read_body(request, core, CompletionBody)
         turns = asked.turns(core)
         if asked.stream:
-            return await stream_response(request, core, _frames(core, asked, turns))
-        return json_response(await unless_gone(request, _whole(core, asked, turns)))
+            return await stream_response(request, core, _stream_frames(core, asked, turns))
+        return json_response(await run_unless_client_gone(request, _whole_completion(core, asked, turns)))
 
-    return [Route("/v1/completions", described(completions, CompletionBody), methods=["POST"])]
+    return [Route("/v1/completions", with_body_class(completions, CompletionBody), methods=["POST"])]
 
 
-async def _whole(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Returns the completions."""
-    echoes = await _echoes(core, asked, turns)
-    choices = [echo.unanswered() for echo in echoes] if asked.max_tokens == 0 else await gathered(core, turns)
-    done, found = ended(choices), []
+async def _whole_completion(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
+    echoes = await _make_echoes(core, asked, turns)
+    choices = (
+        [echo.choice_without_answer() for echo in echoes]
+        if asked.max_tokens == 0
+        else await gather_choices(core, turns)
+    )
+    done, found = choice_ends(choices), []
     for i, choice in enumerate(choices):
         echo, logprobs = echoes[i] if echoes else None, None
         if asked.logprobs is not None:
-            logprobs = _logprobs(choice.logprobs, 0) if echo is None else _echoed_whole(echo, choice)
-        found.append(_choice(i, (echo.text if echo else "") + choice.text, logprobs, choice.reason))
+            logprobs = (
+                _logprobs_json(choice.logprobs, 0) if echo is None else _echo_and_answer_logprobs_json(echo, choice)
+            )
+        found.append(_choice_json(i, (echo.text if echo else "") + choice.text, logprobs, choice.reason))
     return {
-        **_head(core),
+        **_completion_head(core),
         "choices": found,
-        "usage": usage_of(done, asked.n),
-        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | vendor_notes(done[0]),
+        "usage": total_usage(done, asked.n),
+        "mlx_zip": vendor_figures(total_counts(done, asked.n)) | vendor_notes(done[0]),
     }
 
 
-async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
+async def _make_echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
     """Returns the prompt of each turn as it comes back; [] if none is asked for. Raises `BodyError` for too many.
 
     Nothing is scored before all prompts are known to be few and short enough.
@@ -124,19 +137,19 @@ async def _echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> l
     ids = [await core.prompt_ids(turn) for turn in prompts]
     if asked.logprobs is not None and sum(map(len, ids)) * asked.n * (1 + asked.logprobs) > MOST_ECHOED:
         raise BodyError(f"there are more than {MOST_ECHOED} log-probabilities; send fewer prompts at once", "prompt")
-    found = [await _echo_of(core, turn, one) for turn, one in zip(prompts, ids, strict=True)]
+    found = [await _echo_turn(core, turn, one) for turn, one in zip(prompts, ids, strict=True)]
     return [echo for echo in found for _ in range(asked.n)]
 
 
-def _head(core: Core) -> dict[str, Any]:
-    return head(core, "cmpl", "text_completion")
+def _completion_head(core: Core) -> dict[str, Any]:
+    return completion_head(core, "cmpl", "text_completion")
 
 
-def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+def _choice_json(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
+def _logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
     """Returns the log-probabilities of a text in the form of completions. begin: characters of the text before it."""
     offsets = [begin]
     for one in found:
@@ -149,8 +162,8 @@ def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
     }
 
 
-def _echoed(echo: Echo) -> dict[str, Any]:
-    """Returns the log-probabilities of a prompt that comes back, as `_logprobs` does."""
+def _echo_logprobs_json(echo: Echo) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt that comes back, as `_logprobs_json` does."""
     at_least = lambda value: max(value, LEAST_LOGPROB)
     return {
         "tokens": [one.text for one in echo.tokens],
@@ -163,48 +176,47 @@ def _echoed(echo: Echo) -> dict[str, Any]:
     }
 
 
-def _echoed_whole(echo: Echo, choice: Choice) -> dict[str, Any]:
-    """Returns the log-probabilities of a prompt that comes back and of all ids of its answer, as `_logprobs` does.
+def _echo_and_answer_logprobs_json(echo: Echo, choice: Choice) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt that comes back and of all ids of its answer, as `_logprobs_json` does.
 
     Clients cut the prompt's part off by its length, or take the last token off: an eos has to be there too.
     """
     unshown = () if choice.done is None else choice.done.unshown
-    answer = _logprobs([*choice.logprobs, *unshown], len(echo.text))
-    return {name: values + answer[name] for name, values in _echoed(echo).items()}
+    answer = _logprobs_json([*choice.logprobs, *unshown], len(echo.text))
+    return {name: values + answer[name] for name, values in _echo_logprobs_json(echo).items()}
 
 
-async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
-    """Yields a stream of completions, frame by frame."""
-    first, null = _head(core), {"usage": None} if asked.include_usage else {}
-    echoes, done = await _echoes(core, asked, turns), {}
+async def _stream_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
+    first, null = _completion_head(core), {"usage": None} if asked.include_usage else {}
+    echoes, done = await _make_echoes(core, asked, turns), {}
     lengths = [len(echo.text) for echo in echoes] or [0] * len(turns)
 
     def frame(index: int, delta: Delta) -> bytes:
         if isinstance(delta, TextDelta):
-            logprobs = None if asked.logprobs is None else _logprobs(delta.logprobs, lengths[index])
+            logprobs = None if asked.logprobs is None else _logprobs_json(delta.logprobs, lengths[index])
             lengths[index] += len(delta.text)
-            return event_bytes({**first, "choices": [_choice(index, delta.text, logprobs, None)], **null})
+            return event_bytes({**first, "choices": [_choice_json(index, delta.text, logprobs, None)], **null})
         if isinstance(delta, Done):
             done[index] = delta
             figures = {"mlx_zip": vendor_figures(delta.counts) | vendor_notes(delta)}
-            last = _logprobs(delta.unshown, lengths[index]) if echoes and delta.unshown else None
-            return event_bytes({**first, "choices": [_choice(index, "", last, delta.reason)], **null, **figures})
+            last = _logprobs_json(delta.unshown, lengths[index]) if echoes and delta.unshown else None
+            return event_bytes({**first, "choices": [_choice_json(index, "", last, delta.reason)], **null, **figures})
         waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)
         return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")
 
     for index, echo in enumerate(echoes):
-        logprobs = None if asked.logprobs is None else _echoed(echo)
-        yield event_bytes({**first, "choices": [_choice(index, echo.text, logprobs, None)], **null})
+        logprobs = None if asked.logprobs is None else _echo_logprobs_json(echo)
+        yield event_bytes({**first, "choices": [_choice_json(index, echo.text, logprobs, None)], **null})
     if asked.max_tokens == 0:
         for index, echo in enumerate(echoes):
-            yield frame(index, *ended([echo.unanswered()]))
+            yield frame(index, *choice_ends([echo.choice_without_answer()]))
     else:
         async with aclosing(core.answers(turns)) as answers:
             async for index, delta in answers:
                 yield frame(index, delta)
     if asked.include_usage:
-        yield event_bytes({**first, "choices": [], "usage": usage_of([done[i] for i in sorted(done)], asked.n)})
-    yield END
+        yield event_bytes({**first, "choices": [], "usage": total_usage([done[i] for i in sorted(done)], asked.n)})
+    yield DONE_FRAME
 
 
 # ---- prompts that come back with their answers, with log-probabilities if asked for
@@ -213,7 +225,7 @@ async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> A
 # with its last base token, and 0 with those before it: the sum over the tokens from any one on is the log-probability
 # of all ids that stand for some of them.
 
-_Likely = dict[str, float]
+_LogprobsByText = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -227,7 +239,7 @@ class _EchoedToken:
     text: str
     characters: int
     logprob: float | None = None
-    likely: _Likely | None = None
+    likely: _LogprobsByText | None = None
 
 
 @dataclass(frozen=True)
@@ -248,20 +260,20 @@ class Echo:
             begin += one.characters
         return found
 
-    def unanswered(self) -> Choice:
+    def choice_without_answer(self) -> Choice:
         """Returns the choice of a request for no more than the echo."""
         choice = Choice()
         choice.done = Done("length", Counts(prompt_tokens=self.count))
         return choice
 
 
-async def _echo_of(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:
-    """Returns a turn's prompt, whose base ids are `ids`, as it comes back. Raises what `Core.likely_prompt` raises."""
-    read = [] if turn.logprobs is None else await core.likely_prompt(turn, ids)
-    return await core.aside(_echo, core, turn.prompt, ids, read)
+async def _echo_turn(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:
+    """Returns a turn's prompt, whose base ids are `ids`, as it comes back. Raises what `Core.score_prompt` raises."""
+    read = [] if turn.logprobs is None else await core.score_prompt(turn, ids)
+    return await core.run_in_thread(_make_echo, core, turn.prompt, ids, read)
 
 
-def _echo(core: Core, prompt: str | Sequence[int], ids: Sequence[int], read: Sequence[PromptId]) -> Echo:
+def _make_echo(core: Core, prompt: str | Sequence[int], ids: Sequence[int], read: Sequence[PromptId]) -> Echo:
     """Returns a prompt as it comes back; for a long one this takes seconds.
 
     ids: its base ids. read: the ids that it was read as, [] unless log-probabilities were asked for.
@@ -278,16 +290,16 @@ def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_Echo
             yield from (_EchoedToken(text, characters(data)) for text, data in (*before, last))
             continue
         yield from (_EchoedToken(text, characters(data), 0.0, {text: 0.0}) for text, data in before)
-        yield _EchoedToken(last[0], characters(last[1]), one.logprob, _likely(one, last[0], texts))
+        yield _EchoedToken(last[0], characters(last[1]), one.logprob, _likeliest_by_text(one, last[0], texts))
 
 
-def _likely(read: PromptId, own: str, texts: TokenTexts) -> _Likely:
+def _likeliest_by_text(read: PromptId, own: str, texts: TokenTexts) -> _LogprobsByText:
     """Returns the log-probabilities of the likeliest ids at an id's place. own: the text that the id itself has there.
 
     No other id has that text, so that the id is the likeliest one if its text is: others that read like it are named by
     their bytes, as in OpenAI's completions. Of others with equal texts the likeliest one stays.
     """
-    found: _Likely = {}
+    found: _LogprobsByText = {}
     for other in read.likely:
         if other.base_ids == read.base_ids:
             found[own] = other.logprob

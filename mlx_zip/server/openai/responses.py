@@ -14,16 +14,23 @@ from starlette.routing import Route
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Turn
-from mlx_zip.server.bodies import check_model, max_tokens_of, new_id
-from mlx_zip.server.core import Core, Stop
+from mlx_zip.server.bodies import answer_max_tokens, check_model, new_id
+from mlx_zip.server.core import AnswerStop, Core
 from mlx_zip.server.errors import Failure, RequestError
-from mlx_zip.server.http import described, events_bytes, json_response, read_body, stream_response, unless_gone
-from mlx_zip.server.openai.responses_bodies import ResponseBody, named_item, turn_of
+from mlx_zip.server.http import (
+    events_bytes,
+    json_response,
+    read_body,
+    run_unless_client_gone,
+    stream_response,
+    with_body_class,
+)
+from mlx_zip.server.openai.responses_bodies import ResponseBody, item_with_id, turn_of
 from mlx_zip.server.openai.responses_events import ResponseBuilder
 from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
 
 CANCEL_S = 2.0  # how long a cancelled response may take to end before its state of then is returned
-_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def routes(core: Core) -> list[Route]:
@@ -34,31 +41,31 @@ def routes(core: Core) -> list[Route]:
         core.on_close.append(files.close)
     store = ResponseStore(core.options.max_responses, core.options.max_responses_bytes, files)
     core.on_purge.append(store.clear)
-    running: dict[str, _Asked] = {}
+    running: dict[str, _ResponseRequest] = {}
 
     async def create_response(request: Request) -> Response:
         """Answers a conversation."""
-        asked = _asked(core, store, running, await read_body(request, core, ResponseBody))
+        asked = _make_request(core, store, running, await read_body(request, core, ResponseBody))
         if asked.body.stream:
-            return await stream_response(request, core, asked.frames(), on_error=asked.failed)
-        return json_response(await unless_gone(request, asked.whole()))
+            return await stream_response(request, core, asked.frames(), on_error=asked.failure_events)
+        return json_response(await run_unless_client_gone(request, asked.whole_response()))
 
     async def input_tokens(request: Request) -> Response:
         """Counts the base tokens that a request's prompt would have."""
-        asked = _asked(core, store, running, await read_body(request, core, ResponseBody))
-        count = len(await unless_gone(request, core.prompt_ids(asked.turn))) if asked.items else 0
+        asked = _make_request(core, store, running, await read_body(request, core, ResponseBody))
+        count = len(await run_unless_client_gone(request, core.prompt_ids(asked.turn))) if asked.items else 0
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def one_response(request: Request) -> Response:
         """Returns a response that is stored or being written, or forgets it, which ends one that is being written."""
         name = request.path_params["name"]
         if request.method == "DELETE":
-            await _forget(store, running, name)
+            await _delete_response(store, running, name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if request.query_params.get("stream", "false") != "false":
             raise RequestError(400, "stream: a stored response cannot be streamed again", "unsupported", "stream")
         if name in running:
-            return json_response(running[name].builder.so_far())
+            return json_response(running[name].builder.response_so_far())
         return json_response(store.get(name).response)
 
     async def cancel(request: Request) -> Response:
@@ -66,63 +73,65 @@ def routes(core: Core) -> list[Route]:
         name = request.path_params["name"]
         if name not in running:
             return json_response(store.get(name).response)
-        return json_response(await running[name].cancelled())
+        return json_response(await running[name].cancel())
 
     async def input_items(request: Request) -> Response:
         """Lists what a response answers, the last first unless asked otherwise."""
         name = request.path_params["name"]
         items = running[name].items if name in running else store.get(name).items
-        return json_response(_page(items, request.query_params))
+        return json_response(_items_page(items, request.query_params))
 
     return [
-        Route("/v1/responses", described(create_response, ResponseBody), methods=["POST"]),
-        Route("/v1/responses/input_tokens", described(input_tokens, ResponseBody), methods=["POST"]),
+        Route("/v1/responses", with_body_class(create_response, ResponseBody), methods=["POST"]),
+        Route("/v1/responses/input_tokens", with_body_class(input_tokens, ResponseBody), methods=["POST"]),
         Route("/v1/responses/{name}", one_response, methods=["GET", "DELETE"]),
         Route("/v1/responses/{name}/cancel", cancel, methods=["POST"]),
         Route("/v1/responses/{name}/input_items", input_items, methods=["GET"]),
     ]
 
 
-def _asked(core: Core, store: ResponseStore, running: dict[str, _Asked], body: ResponseBody) -> _Asked:
+def _make_request(
+    core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
+) -> _ResponseRequest:
     """Returns what a body asks for. Raises `RequestError` for a model, response or item that is not there."""
     check_model(core, body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
         stored = store.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")
         before = stored.conversation
-    items = [*before, *(named_item(item, new_id) for item in store.with_references(body.items))]
-    most = max_tokens_of(core, body.max_output_tokens, tools=True)
+    items = [*before, *(item_with_id(item, new_id) for item in store.with_references(body.items))]
+    most = answer_max_tokens(core, body.max_output_tokens, tools=True)
     turn = replace(turn_of(body, items, len(before)), max_tokens=most)
-    return _Asked(core, store, running, body, items, turn, ResponseBuilder(body, core.model))
+    return _ResponseRequest(core, store, running, body, items, turn, ResponseBuilder(body, core.model))
 
 
-async def _forget(store: ResponseStore, running: dict[str, _Asked], name: str) -> None:
+async def _delete_response(store: ResponseStore, running: dict[str, _ResponseRequest], name: str) -> None:
     if name not in running:
-        store.drop(name)
+        store.delete(name)
         return
     running[name].stores = False
-    await running[name].cancelled()
+    await running[name].cancel()
 
 
 @dataclass(eq=False)
-class _Asked:
+class _ResponseRequest:
     """One request. items: the whole conversation. builder: of the response. running: responses that are being written,
     by id. stores: whether the response is stored at its end, if the request says so.
     """
 
     core: Core
     store: ResponseStore
-    running: dict[str, _Asked]
+    running: dict[str, _ResponseRequest]
     body: ResponseBody
     items: list[Any]
     turn: Turn
     builder: ResponseBuilder
     stores: bool = True
-    stop: Stop = field(default_factory=Stop)
+    stop: AnswerStop = field(default_factory=AnswerStop)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._events()) as all_events:
+    async def whole_response(self) -> dict[str, Any]:
+        async with aclosing(self._delta_events()) as all_events:
             async for _ in all_events:
                 pass
         return self.builder.response
@@ -130,57 +139,57 @@ class _Asked:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yields the events, several at once where they come together."""
         begun = self.builder.begin()
-        async with aclosing(self._events()) as all_events:
+        async with aclosing(self._delta_events()) as all_events:
             async for events in all_events:
                 events, begun = [*begun, *events], []
                 if events:
                     yield events_bytes(events)
 
-    async def _events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def _delta_events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Yields the events of each delta, and those of the end if the response is cancelled."""
         if not self.items:  # a probe: there is nothing to answer
-            yield self._take(Done("stop", Counts()))
+            yield self._add_delta(Done("stop", Counts()))
             return
         name = self.builder.response["id"]
         self.running[name] = self
         try:
             async with aclosing(self.core.answer(self.turn, self.stop)) as deltas:
                 async for delta in deltas:
-                    yield self._take(delta)
+                    yield self._add_delta(delta)
             if self.builder.response["status"] == "in_progress":
                 events = self.builder.cancel()
-                self._store()
+                self._store_response()
                 yield events
         finally:
             del self.running[name]
             self.ended.set()
 
-    async def cancelled(self) -> dict[str, Any]:
+    async def cancel(self) -> dict[str, Any]:
         """Ends the answer, and returns the response. A client that does not read is waited for only a moment."""
         self.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_S):
                 await self.ended.wait()
-        found = self.builder.so_far()
+        found = self.builder.response_so_far()
         return found | ({"status": "cancelled"} if found["status"] == "in_progress" else {})
 
-    def failed(self, failure: Failure) -> bytes:
+    def failure_events(self, failure: Failure) -> bytes:
         """Returns the last events of an answer that failed."""
-        return events_bytes(self.builder.fail(failure.message, _CODES.get(failure.status, "server_error")))
+        return events_bytes(self.builder.fail(failure.message, _ERROR_CODES.get(failure.status, "server_error")))
 
-    def _take(self, delta: Delta) -> list[dict[str, Any]]:
+    def _add_delta(self, delta: Delta) -> list[dict[str, Any]]:
         """Returns the events of a delta. With the last one, the response is stored if it is to be."""
         events = self.builder.add(delta)
         if isinstance(delta, Done):
-            self._store()
+            self._store_response()
         return events
 
-    def _store(self) -> None:
+    def _store_response(self) -> None:
         if self.body.store and self.stores:
             self.store.add(self.builder.response, self.items)
 
 
-def _page(items: Any, query: Mapping[str, str]) -> dict[str, Any]:
+def _items_page(items: Any, query: Mapping[str, str]) -> dict[str, Any]:
     """Returns a part of a list. query: limit (1 to 100), order ("asc" or "desc"), after (an item's id)."""
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):

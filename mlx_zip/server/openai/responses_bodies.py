@@ -15,33 +15,33 @@ from mlx_zip.server.fields import (
     Body,
     BodyError,
     JsonObject,
+    LenientBody,
     Many,
     OtherTool,
     PackNames,
     PlainText,
     RefusalPart,
-    Said,
-    arguments_of,
     as_turn_pack,
-    at_most,
+    at_most_fields,
     check_tools,
-    joined_system,
-    left_out,
-    other_than,
+    join_system_messages,
+    left_out_labels,
+    parse_arguments,
     thinking_options,
+    tool_discriminator,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(Said):
+class TextPart(LenientBody):
     """A piece of a message's text. Its notes (annotations, log-probabilities) have no effect."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class Message(Said):
+class Message(LenientBody):
     """A message of the user, the system, the developer (whose messages are the system's) or the model."""
 
     type: Literal["message"] = "message"
@@ -51,7 +51,7 @@ class Message(Said):
     status: Status | None = None
 
 
-class FunctionCall(Said):
+class FunctionCall(LenientBody):
     """A call that the model made. arguments: JSON text of an object."""
 
     type: Literal["function_call"]
@@ -62,7 +62,7 @@ class FunctionCall(Said):
     status: Status | None = None
 
 
-class FunctionCallOutput(Said):
+class FunctionCallOutput(LenientBody):
     """What a function returned."""
 
     type: Literal["function_call_output"]
@@ -72,14 +72,14 @@ class FunctionCallOutput(Said):
     status: Status | None = None
 
 
-class SummaryText(Said):
+class SummaryText(LenientBody):
     """A piece of the model's reasoning."""
 
     type: Literal["summary_text", "reasoning_text"]
     text: str
 
 
-class ReasoningItem(Said):
+class ReasoningItem(LenientBody):
     """What the model reasoned. Encrypted content of another server cannot be read, and has no effect."""
 
     type: Literal["reasoning"]
@@ -89,14 +89,14 @@ class ReasoningItem(Said):
     status: Status | None = None
 
 
-class ItemReference(Said):
+class ItemReference(LenientBody):
     """The id of an item of a stored response."""
 
     type: Literal["item_reference"]
     id: str
 
 
-def _with_type(given: Any) -> Any:
+def _default_to_message(given: Any) -> Any:
     """Returns an item with its type; one without a type is a message."""
     return {**given, "type": "message"} if isinstance(given, Mapping) and given.get("type") is None else given
 
@@ -104,14 +104,14 @@ def _with_type(given: Any) -> Any:
 Item = Annotated[
     Message | FunctionCall | FunctionCallOutput | ReasoningItem | ItemReference,
     Field(discriminator="type"),
-    BeforeValidator(_with_type),
+    BeforeValidator(_default_to_message),
 ]
 
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def named_item(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
+def item_with_id(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
     """Returns an item of a request as responses show it: with an id, a status, and content in parts."""
     named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
     if isinstance(item.get("content"), str):
@@ -121,7 +121,7 @@ def named_item(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[s
     return named
 
 
-def messages_of(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:
+def template_messages(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:
     """Returns the messages of items. What the model did in one go becomes one message: reasoning, text and calls.
 
     before: how many of the items precede those of the request. Raises `BodyError` for an output without its call, and
@@ -135,14 +135,14 @@ def messages_of(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dic
             _add_message(messages, item)
         elif kind == "reasoning":
             pieces = item.get("content") or item.get("summary") or []
-            messages.append({"role": "assistant", "reasoning_content": _joined(pieces, "\n"), "content": ""})
+            messages.append({"role": "assistant", "reasoning_content": _join_text(pieces, "\n"), "content": ""})
         elif kind == "function_call":
             calls.add(item["call_id"])
             _add_call(messages, item, f"{place}.arguments")
         elif item["call_id"] not in calls:
             raise BodyError(f"there is no call {item['call_id']!r} before this output", f"{place}.call_id")
         else:
-            text = _joined(item["output"], "\n")
+            text = _join_text(item["output"], "\n")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
     return messages
 
@@ -151,9 +151,9 @@ def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> Non
     """Adds a message; one of the model goes with the reasoning before it."""
     if item["role"] != "assistant":
         role = "user" if item["role"] == "user" else "system"
-        messages.append({"role": role, "content": _joined(item["content"], "\n")})
+        messages.append({"role": role, "content": _join_text(item["content"], "\n")})
         return
-    text = _joined(item["content"], "")
+    text = _join_text(item["content"], "")
     if messages and messages[-1].keys() == {"role", "reasoning_content", "content"} and not messages[-1]["content"]:
         messages[-1]["content"] = text
     else:
@@ -164,12 +164,12 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
     """Adds a call to the model's message, or begins one. place: path of the arguments, for errors."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    function = {"name": item["name"], "arguments": arguments_of(item["arguments"] or "{}", place)}
+    function = {"name": item["name"], "arguments": parse_arguments(item["arguments"] or "{}", place)}
     call = {"id": item["call_id"], "type": "function", "function": function}
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _joined(content: str | Sequence[Mapping[str, Any]], between: str) -> str:
+def _join_text(content: str | Sequence[Mapping[str, Any]], between: str) -> str:
     if isinstance(content, str):
         return content
     return between.join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
@@ -197,7 +197,8 @@ class FunctionTool(Body):
 
 
 AnyTool = Annotated[
-    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(other_than("function"))
+    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)],
+    Discriminator(tool_discriminator("function")),
 ]
 
 
@@ -293,7 +294,7 @@ class ResponseBody(Body):
     pack: PackNames | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     metadata: Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16)
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most_fields(16)
     ] = Field(default_factory=dict)
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
@@ -327,7 +328,7 @@ class ResponseBody(Body):
         return [tool.tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     @property
-    def allowed(self) -> list[Tool]:
+    def allowed_tools(self) -> list[Tool]:
         """The tools that may be called."""
         if not isinstance(self.tool_choice, AllowedTools):
             return self.functions
@@ -347,9 +348,9 @@ def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int 
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     sampling = {"temp": body.temperature, "top_p": body.top_p}
     return Turn(
-        messages=joined_system([*system, *messages_of(items, before)]),
-        tools=body.allowed,
-        left_out=left_out(body.tools, body.choice),
+        messages=join_system_messages([*system, *template_messages(items, before)]),
+        tools=body.allowed_tools,
+        left_out=left_out_labels(body.tools, body.choice),
         tool_choice=body.choice,
         parallel_tool_calls=body.parallel_tool_calls,
         schema=body.text.schema_followed,

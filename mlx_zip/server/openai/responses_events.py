@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
-from mlx_zip.server.bodies import likely_json, new_id
+from mlx_zip.server.bodies import logprobs_json, new_id
 from mlx_zip.server.openai.responses_bodies import ResponseBody
 from mlx_zip.server.vendor import vendor_figures, vendor_notes
 
@@ -22,7 +22,7 @@ class ResponseBuilder:
     """
 
     def __init__(self, body: ResponseBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
-        self.response = {"id": make_id("resp"), **_known_fields(body, model), "created_at": int(time.time())}
+        self.response = {"id": make_id("resp"), **_initial_fields(body, model), "created_at": int(time.time())}
         self._logprobs, self._make_id = body.logprobs is not None, make_id
         self._events: list[Json] = []
         self._sequence = 0
@@ -32,39 +32,39 @@ class ResponseBuilder:
     def begin(self) -> list[Json]:
         """Returns the events that come before the first delta."""
         for kind in ("response.created", "response.in_progress"):
-            self._event(kind, response=deepcopy(self.response))
-        return self._take()
+            self._add_event(kind, response=deepcopy(self.response))
+        return self._take_events()
 
     def add(self, delta: Delta) -> list[Json]:
         """Returns the events of a delta."""
         match delta:
             case Text(text, logprobs):
-                self._add_text(text, likely_json(logprobs) if self._logprobs else [])
+                self._add_text(text, logprobs_json(logprobs) if self._logprobs else [])
             case Reasoning(text):
                 self._add_reasoning(text)
             case ToolCall():
                 self._add_call(delta)
             case Done():
-                self._end(delta)
+                self._end_response(delta)
             case Waiting():
                 pass
-        return self._take()
+        return self._take_events()
 
     def fail(self, message: str, code: str = "server_error") -> list[Json]:
         """Returns the events of an answer that failed. code: one of those of a response's error."""
-        self._close("incomplete")
+        self._close_item("incomplete")
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
-        self._event("response.failed", response=self.response)
-        return self._take()
+        self._add_event("response.failed", response=self.response)
+        return self._take_events()
 
     def cancel(self) -> list[Json]:
         """Returns the events of an answer that a client has cancelled."""
-        self._close("incomplete")
+        self._close_item("incomplete")
         self.response["status"] = "cancelled"
-        self._event("response.incomplete", response=self.response)
-        return self._take()
+        self._add_event("response.incomplete", response=self.response)
+        return self._take_events()
 
-    def so_far(self) -> Json:
+    def response_so_far(self) -> Json:
         """Returns a copy of the response as it is now, with the text that is being written."""
         found, text = deepcopy(self.response), "".join(self._pieces)
         if self._item:
@@ -75,35 +75,35 @@ class ResponseBuilder:
 
     def _add_text(self, text: str, logprobs: list[Json]) -> None:
         if not self._is_open("message"):
-            self._open({"id": self._make_id("msg"), "type": "message", "role": "assistant", "content": []})
+            self._open_item({"id": self._make_id("msg"), "type": "message", "role": "assistant", "content": []})
             self._item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
-            self._event("response.content_part.added", **self._at(), part=deepcopy(self._item["content"][0]))
+            self._add_event("response.content_part.added", **self._place(), part=deepcopy(self._item["content"][0]))
         self._pieces.append(text)
         self._item["content"][0]["logprobs"] += logprobs
         if text or logprobs:
-            self._event("response.output_text.delta", **self._at(), delta=text, logprobs=logprobs)
+            self._add_event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
     def _add_reasoning(self, text: str) -> None:
         if not self._is_open("reasoning"):
-            self._open({"id": self._make_id("rs"), "type": "reasoning", "summary": []})
+            self._open_item({"id": self._make_id("rs"), "type": "reasoning", "summary": []})
             self._item["summary"].append({"type": "summary_text", "text": ""})
             part = deepcopy(self._item["summary"][0])
-            self._event("response.reasoning_summary_part.added", **self._at(), part=part)
+            self._add_event("response.reasoning_summary_part.added", **self._place(), part=part)
         self._pieces.append(text)
-        self._event("response.reasoning_summary_text.delta", **self._at(), delta=text)
+        self._add_event("response.reasoning_summary_text.delta", **self._place(), delta=text)
 
     def _add_call(self, call: ToolCall) -> None:
         item = {"id": self._make_id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
-        self._open({**item, "arguments": ""})
+        self._open_item({**item, "arguments": ""})
         self._pieces.append(call.arguments)
-        self._event("response.function_call_arguments.delta", **self._at(), delta=call.arguments)
-        self._close("completed")
+        self._add_event("response.function_call_arguments.delta", **self._place(), delta=call.arguments)
+        self._close_item("completed")
 
-    def _end(self, done: Done) -> None:
+    def _end_response(self, done: Done) -> None:
         if not self.response["output"]:
             self._add_text("", [])
         cut = done.reason == "length"
-        self._close("incomplete" if cut else "completed")
+        self._close_item("incomplete" if cut else "completed")
         status = "incomplete" if cut else "completed"
         figures = vendor_figures(done.counts) | vendor_notes(done)
         self.response |= {"status": status, "usage": usage_json(done), "mlx_zip": figures}
@@ -111,19 +111,19 @@ class ResponseBuilder:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self.response["completed_at"] = int(time.time())
-        self._event(f"response.{status}", response=self.response)
+        self._add_event(f"response.{status}", response=self.response)
 
     def _is_open(self, kind: str) -> bool:
         return self._item.get("type") == kind
 
-    def _open(self, item: Json) -> None:
-        self._close("completed")
+    def _open_item(self, item: Json) -> None:
+        self._close_item("completed")
         self._item = {**item, "status": "in_progress"}
         self.response["output"].append(self._item)
         place = {"output_index": len(self.response["output"]) - 1}
-        self._event("response.output_item.added", **place, item=deepcopy(self._item))
+        self._add_event("response.output_item.added", **place, item=deepcopy(self._item))
 
-    def _close(self, status: str) -> None:
+    def _close_item(self, status: str) -> None:
         """Ends the item that is being written, if there is one."""
         item, text = self._item, "".join(self._pieces)
         if not item:
@@ -131,31 +131,31 @@ class ResponseBuilder:
         if item["type"] == "message":
             part = item["content"][0]
             part["text"] = text
-            self._event("response.output_text.done", **self._at(), text=text, logprobs=part["logprobs"])
-            self._event("response.content_part.done", **self._at(), part=part)
+            self._add_event("response.output_text.done", **self._place(), text=text, logprobs=part["logprobs"])
+            self._add_event("response.content_part.done", **self._place(), part=part)
         elif item["type"] == "reasoning":
             part = item["summary"][0]
             part["text"] = text
-            self._event("response.reasoning_summary_text.done", **self._at(), text=text)
-            self._event("response.reasoning_summary_part.done", **self._at(), part=part)
+            self._add_event("response.reasoning_summary_text.done", **self._place(), text=text)
+            self._add_event("response.reasoning_summary_part.done", **self._place(), part=part)
         else:
             item["arguments"] = text
-            self._event("response.function_call_arguments.done", **self._at(), name=item["name"], arguments=text)
+            self._add_event("response.function_call_arguments.done", **self._place(), name=item["name"], arguments=text)
         item["status"] = status
         place = {"output_index": len(self.response["output"]) - 1}
-        self._event("response.output_item.done", **place, item=deepcopy(item))
+        self._add_event("response.output_item.done", **place, item=deepcopy(item))
         self._item, self._pieces = {}, []
 
-    def _at(self) -> Json:
+    def _place(self) -> Json:
         parts = {"message": {"content_index": 0}, "reasoning": {"summary_index": 0}, "function_call": {}}
         place = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
         return place | parts[self._item["type"]]
 
-    def _event(self, kind: str, **fields: Any) -> None:
+    def _add_event(self, kind: str, **fields: Any) -> None:
         self._events.append({"type": kind, "sequence_number": self._sequence, **fields})
         self._sequence += 1
 
-    def _take(self) -> list[Json]:
+    def _take_events(self) -> list[Json]:
         events, self._events = self._events, []
         return events
 
@@ -172,7 +172,7 @@ def usage_json(done: Done) -> Json:
     }
 
 
-def _known_fields(body: ResponseBody, model: str) -> Json:
+def _initial_fields(body: ResponseBody, model: str) -> Json:
     """Returns the fields of a response that a request determines, and those that are not known yet."""
     given = body.model_dump(by_alias=True)
     same = ("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "store", "temperature")

@@ -21,7 +21,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     """A response. items: all that the model was given, those of responses before included."""
 
     response: Json
@@ -47,7 +47,7 @@ class ResponseStore:
         self.bytes = 0
         self._files = files
         for text, stored in files.read(most_bytes) if files is not None else ():
-            self._keep(text, stored["response"])
+            self._keep_response(text, stored["response"])
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -59,25 +59,25 @@ class ResponseStore:
             return
         if self._files is not None:
             self._files.write(response["id"], text)
-        self._keep(text, response)
+        self._keep_response(text, response)
 
-    def _keep(self, text: bytes, response: Json) -> None:
+    def _keep_response(self, text: bytes, response: Json) -> None:
         """Keeps a response, given as JSON too, and forgets others if there are too many."""
         self._texts[response["id"]] = text
         self._owners |= {item["id"]: response["id"] for item in response["output"]}
         self.bytes += len(text)
         while len(self._texts) > self._most or self.bytes > self._most_bytes:
-            self.drop(next(iter(self._texts)))
+            self.delete(next(iter(self._texts)))
 
-    def get(self, name: str, param: str | None = None, code: str = "not_found") -> Stored:
+    def get(self, name: str, param: str | None = None, code: str = "not_found") -> StoredResponse:
         """Returns a response by id. param: the field that names it. Raises `RequestError` with status 404."""
         if name not in self._texts:
             message = f"there is no stored response {name[:80]!r}; the server keeps the latest ones"
             raise RequestError(404, message, code, param)
         self._texts.move_to_end(name)
-        return Stored(**json.loads(self._texts[name]))
+        return StoredResponse(**json.loads(self._texts[name]))
 
-    def drop(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         """Forgets a response. Raises `RequestError` with status 404."""
         for item in self.get(name).response["output"]:
             del self._owners[item["id"]]
@@ -89,7 +89,7 @@ class ResponseStore:
         """Forgets all responses; returns how many."""
         names = list(self._texts)
         for name in names:
-            self.drop(name)
+            self.delete(name)
         return len(names)
 
     def with_references(self, items: Sequence[Json]) -> list[Json]:
@@ -99,11 +99,11 @@ class ResponseStore:
         """
         known: dict[str, Json] = {}  # a stored response is read once, however many refer to it
         return [
-            self._item(item["id"], i, known) if item["type"] == "item_reference" else item
+            self._stored_item(item["id"], i, known) if item["type"] == "item_reference" else item
             for i, item in enumerate(items)
         ]
 
-    def _item(self, name: str, place: int, known: dict[str, Json]) -> Json:
+    def _stored_item(self, name: str, place: int, known: dict[str, Json]) -> Json:
         """Returns an output item by its id. place: of the reference in the input. known: extended by its response's."""
         if name not in self._owners:
             param = f"input.{place}.id"
@@ -138,19 +138,19 @@ class ResponseFiles:
 
         most_bytes: a larger file is left alone.
         """
-        for path in self._paths():
+        for path in self._response_paths():
             try:
                 if not path.is_file():  # reading a pipe never ends
                     raise ValueError("it is no ordinary file")
                 text = path.read_bytes() if path.stat().st_size <= most_bytes else b""
                 value = json.loads(text)
-                _check(value, path.stem)
+                _check_stored(value, path.stem)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 log.warning("%s is not used: %s", path, error)
                 continue
             yield text, value
 
-    def _paths(self) -> list[Path]:
+    def _response_paths(self) -> list[Path]:
         """Returns the files of responses, the last written last."""
         if not self.usable:
             return []
@@ -164,12 +164,12 @@ class ResponseFiles:
     def write(self, name: str, text: bytes) -> None:
         """Writes a response soon. A name that is no response's is not written."""
         if _NAME.fullmatch(name):
-            self._later(lambda: _written(self.folder / f"{name}.json", text))
+            self._run_in_thread(lambda: _write_private_file(self.folder / f"{name}.json", text))
 
     def delete(self, name: str) -> None:
         """Deletes a response soon."""
         if _NAME.fullmatch(name):
-            self._later(lambda: (self.folder / f"{name}.json").unlink(missing_ok=True))
+            self._run_in_thread(lambda: (self.folder / f"{name}.json").unlink(missing_ok=True))
 
     def flush(self) -> None:
         """Returns when everything so far is on disk."""
@@ -180,12 +180,12 @@ class ResponseFiles:
         self._thread.shutdown()
         self.usable = False
 
-    def _later(self, work: Callable[[], None]) -> None:
+    def _run_in_thread(self, work: Callable[[], None]) -> None:
         if self.usable:
-            self._thread.submit(_logged, work)
+            self._thread.submit(_log_disk_errors, work)
 
 
-def _check(value: Any, name: str) -> None:
+def _check_stored(value: Any, name: str) -> None:
     """Raises `ValueError`, `LookupError` or `TypeError` for what is no stored response of this name."""
     output = value["response"]["output"]
     if value["response"]["id"] != name:
@@ -198,7 +198,7 @@ def _check(value: Any, name: str) -> None:
         raise ValueError("two items have one id")
 
 
-def _logged(work: Callable[[], None]) -> None:
+def _log_disk_errors(work: Callable[[], None]) -> None:
     """Does something; an error of the disk is logged."""
     try:
         work()
@@ -206,7 +206,7 @@ def _logged(work: Callable[[], None]) -> None:
         log.warning("a stored response: %s", reason(error))
 
 
-def _written(path: Path, text: bytes) -> None:
+def _write_private_file(path: Path, text: bytes) -> None:
     with whole_file(path) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(handle, "wb") as file:

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import Any
 
 from mlx_zip.apps.chat.database_file import StoreError
-from mlx_zip.apps.chat.store import Store, extend, new_id
+from mlx_zip.apps.chat.store import Store, extend_message, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
-from mlx_zip.server.answers.turn import Delta, Done, Learned, Live, Reasoning, Text, Turn, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, LearnedEntries, LiveCounts, Reasoning, Text, Turn, Waiting
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import Failure, RequestError, failure_of
 from mlx_zip.server.http import event_bytes
@@ -23,7 +23,7 @@ STOPPED = "You stopped it."
 LEFT = "The page was closed."
 
 
-class Answers:
+class RunningAnswers:
     """The answers under way, by conversation, so that they can be stopped."""
 
     def __init__(self, store: Store) -> None:
@@ -53,15 +53,15 @@ class Answers:
         stop = asyncio.Event()
         self._running.setdefault(conversation, set()).add(stop)
         self._written.add(message["id"])
-        written = _Written(self.store, core, conversation, message)
+        written = _StoredAnswer(self.store, core, conversation, message)
         try:
             async with aclosing(core.answer(turn)) as deltas:
                 await anext(deltas)
                 await written.begin(new)
                 for one in new or [message]:
                     yield {"type": "message", "message": dict(one)}
-                async with aclosing(_until(deltas, stop)) as coming:
-                    async for frame in self._followed(written, coming, stop):
+                async with aclosing(_until_stopped(deltas, stop)) as coming:
+                    async for frame in self._answer_frames(written, coming, stop):
                         yield frame
         except GeneratorExit:
             await written.end("stopped", LEFT)
@@ -75,13 +75,13 @@ class Answers:
             if not self._running[conversation]:
                 del self._running[conversation]
 
-    async def _followed(
-        self, written: _Written, deltas: AsyncGenerator[Delta | None, None], stop: asyncio.Event
+    async def _answer_frames(
+        self, written: _StoredAnswer, deltas: AsyncGenerator[Delta | None, None], stop: asyncio.Event
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the frames of the deltas, and of the end."""
         try:
             async for delta in deltas:
-                if (frame := await written.take(delta)) is not None:
+                if (frame := await written.add_delta(delta)) is not None:
                     yield frame
                 for problem in written.problems():
                     yield problem
@@ -97,7 +97,7 @@ class Answers:
         yield {"type": "done", "message": written.message, "leaf": written.message["id"]}
 
 
-class _Written:
+class _StoredAnswer:
     """One answer and what of it is in the store. done: whether the engine has ended it."""
 
     def __init__(self, store: Store, core: Core, conversation: str, message: dict[str, Any]) -> None:
@@ -116,47 +116,47 @@ class _Written:
         self._begun = True
         self.message |= {"state": "running", "reason": None}
         if new:
-            await self._kept(self._store.begin, self._conversation, new)
+            await self._run_in_store(self._store.begin, self._conversation, new)
         else:
             self._before = self.message["figures"]
-            await self._kept(self._store.resume, self._conversation, dict(self.message))
+            await self._run_in_store(self._store.resume, self._conversation, dict(self.message))
 
-    async def take(self, delta: Delta | None) -> dict[str, Any] | None:
+    async def add_delta(self, delta: Delta | None) -> dict[str, Any] | None:
         """Adds a delta (None: nothing new for a while), writes if it is time, and returns the delta's frame."""
-        frame = None if delta is None else frame_of(delta)
+        frame = None if delta is None else make_frame(delta)
         if delta is not None:
-            piece = piece_of(delta)
-            extend(self.message, piece)
+            piece = make_piece(delta)
+            extend_message(self.message, piece)
             for name, value in piece.items():
                 self._piece[name] = self._piece[name] + value if name in self._piece else value
-        if isinstance(delta, Live | Done) and frame is not None:
-            frame |= _together(self._before, frame)
+        if isinstance(delta, LiveCounts | Done) and frame is not None:
+            frame |= _sum_figures(self._before, frame)
             self.message["figures"] = {name: value for name, value in frame.items() if name != "type"}
         if isinstance(delta, Done):
             self.done, self._reason = True, "length" if delta.reason == "length" else None
         if self._piece and time.monotonic() - self._at >= WRITE_S:
-            await self._write()
+            await self._write_piece()
         return frame
 
-    async def _write(self) -> None:
+    async def _write_piece(self) -> None:
         piece, self._piece, self._at = self._piece, {}, time.monotonic()
-        await self._kept(self._store.append, self._conversation, self.message["id"], piece)
+        await self._run_in_store(self._store.append, self._conversation, self.message["id"], piece)
 
     async def end(self, state: str, reason: str | None) -> None:
         if self._ended or not self._begun:
             return
         self._ended = True
         self.message |= {"state": state, "reason": self._reason if state == "whole" else reason}
-        await self._kept(self._store.finish, self._conversation, dict(self.message))
+        await self._run_in_store(self._store.finish, self._conversation, dict(self.message))
 
-    async def _kept(self, work: Callable[..., Any], *args: Any) -> None:
+    async def _run_in_store(self, work: Callable[..., Any], *args: Any) -> None:
         """Does the store's work in a thread, after what was begun before it, also if the task is cancelled meanwhile.
 
         What goes wrong there ends no answer; `problems` returns it.
         """
         if self._last is not None:
             await asyncio.wait({self._last})
-        self._last = asyncio.ensure_future(self._core.aside(work, *args))
+        self._last = asyncio.ensure_future(self._core.run_in_thread(work, *args))
         try:
             await asyncio.shield(self._last)
             self._problem = self._store.database.problem
@@ -171,7 +171,7 @@ class _Written:
         return [{"type": "storage", "message": self._problem}]
 
 
-def _together(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
+def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of a continued answer: counts and times summed over both parts, and rates computed anew."""
     if not before:
         return {}
@@ -184,7 +184,9 @@ def _together(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[
     }
 
 
-async def _until(deltas: AsyncGenerator[Delta, None], stop: asyncio.Event) -> AsyncGenerator[Delta | None, None]:
+async def _until_stopped(
+    deltas: AsyncGenerator[Delta, None], stop: asyncio.Event
+) -> AsyncGenerator[Delta | None, None]:
     """Yields deltas until they end or `stop` is set, and None when there was nothing new for a while."""
     stopping = asyncio.ensure_future(stop.wait())
     coming: asyncio.Future[Delta | None] | None = None
@@ -226,7 +228,7 @@ def new_message(role: str, parent: str | None, text: str, model: str | None = No
     }
 
 
-def without_space(message: Mapping[str, Any]) -> dict[str, Any]:
+def strip_end(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message without the white space at its end.
 
     Chat templates drop that space, so a model that goes on with the message writes it again.
@@ -252,15 +254,15 @@ def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[s
     return found
 
 
-async def as_bytes(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+async def encode_frames(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
     """Yields frames of an answer as an event stream has them; meanwhile a Mac stays at work."""
-    with _awake("writing an answer"):
+    with _stay_awake("writing an answer"):
         async with aclosing(frames):
             async for frame in frames:
                 yield event_bytes(frame)
 
 
-def failed(failure: Failure) -> bytes:
+def failure_frame(failure: Failure) -> bytes:
     """Returns the last frame of a stream that failed."""
     return event_bytes({"type": "error", "message": failure.message, "state": "failed"})
 
@@ -268,33 +270,33 @@ def failed(failure: Failure) -> bytes:
 # ---- what the page gets of deltas, and what the store keeps of them
 
 
-def frame_of(delta: Delta) -> dict[str, Any] | None:
+def make_frame(delta: Delta) -> dict[str, Any] | None:
     """Returns the frame of a delta, None if the page needs none."""
     match delta:
         case Waiting():
             names = ("read", "total", "cached_tokens", "waits_for")
             return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
-        case Live():
+        case LiveCounts():
             return {"type": "figures", **live_json(delta.counts)}
         case Done():
             return {"type": "figures", **live_json(delta.counts), **vendor_notes(delta)}
         case Text():
-            return {"type": "text", **piece_of(delta)}
+            return {"type": "text", **make_piece(delta)}
         case Reasoning():
             return {"type": "reasoning", "text": delta.text}
-        case Learned():
-            return {"type": "learned", "entries": piece_of(delta)["learned"]}
+        case LearnedEntries():
+            return {"type": "learned", "entries": make_piece(delta)["learned"]}
     return None
 
 
-def piece_of(delta: Delta) -> dict[str, Any]:
+def make_piece(delta: Delta) -> dict[str, Any]:
     """Returns what a delta adds to a message, as `Store.append` takes it."""
     match delta:
         case Text():
             return {"text": delta.text, "tokens": [token_json(token) for token in delta.tokens]}
         case Reasoning():
             return {"reasoning": delta.text}
-        case Learned():
+        case LearnedEntries():
             return {"learned": [list(parts) for parts in delta.entries]}
     return {}
 
@@ -305,13 +307,13 @@ _USER_INITIATED = 0x00FFFFFF  # NSActivityUserInitiated: what the user asked for
 
 
 @contextmanager
-def _awake(reason: str) -> Iterator[None]:
+def _stay_awake(reason: str) -> Iterator[None]:
     """Inside, macOS neither slows this process down nor lets the idle machine sleep; its screen may go dark.
 
     reason: what macOS shows of it (`pmset -g assertions`). Does nothing without PyObjC, which comes with pywebview on
     a Mac. Source: NSProcessInfo's beginActivityWithOptions:reason:.
     """
-    info = _process_info()
+    info = _mac_process_info()
     activity = None if info is None else info.beginActivityWithOptions_reason_(_USER_INITIATED, reason)
     try:
         yield
@@ -320,7 +322,7 @@ def _awake(reason: str) -> Iterator[None]:
             info.endActivity_(activity)
 
 
-def _process_info() -> Any | None:
+def _mac_process_info() -> Any | None:
     """Returns macOS's NSProcessInfo of this process, None where PyObjC is not installed."""
     try:
         return import_module("Foundation").NSProcessInfo.processInfo()

@@ -12,7 +12,17 @@ from typing import Any
 from mlx_zip.engine import Counted, Counts, Differing, Emitted, Event, Failed, Finished, Held, Progress, Started
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.answers.splitter import Splitter
-from mlx_zip.server.answers.turn import Delta, Differs, Done, Learned, Live, ShownToken, TokenLogprob, Turn, Waiting
+from mlx_zip.server.answers.turn import (
+    Delta,
+    Done,
+    LearnedEntries,
+    LiveCounts,
+    PromptDifference,
+    ShownToken,
+    TokenLogprob,
+    Turn,
+    Waiting,
+)
 from mlx_zip.text.stream import Piece, TextStream
 from mlx_zip.text.token_facts import TokenTexts
 from mlx_zip.text.tokenizers import REPLACEMENT
@@ -21,12 +31,12 @@ log = logging.getLogger(__name__)
 _LETTER, _DIGIT = re.compile(r"[^\W\d_]|[^\x00-\x7f]"), re.compile(r"[0-9]")
 
 
-def hidden(text: str) -> str:
+def mask_letters_and_digits(text: str) -> str:
     """Returns a text with an x for each letter, and for all beyond ASCII, and a 0 for each digit."""
     return _DIGIT.sub("0", _LETTER.sub("x", text))
 
 
-class Answering:
+class AnswerDeltas:
     """The state of one answer, which is fed with the engine's events.
 
     tokens: for log-probabilities and shown tokens. splitter: finds reasoning and calls of tools in the text. cancel:
@@ -42,7 +52,7 @@ class Answering:
         splitter: Splitter,
         tokens: TokenTexts,
         cancel: Callable[[], None],
-        hide: Callable[[str], str] = hidden,
+        hide: Callable[[str], str] = mask_letters_and_digits,
     ) -> None:
         self.turn, self._splitter, self._tokens, self._cancel = turn, splitter, tokens, cancel
         self._stream = TextStream(tokenizer, stop=turn.stop)
@@ -52,12 +62,12 @@ class Answering:
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
         self._last: list[TokenLogprob] = []  # of an eos alone
         self._steps = self._hypertokens = 0
-        self._uncounted = 0  # base tokens since the splitter was last fed
+        self._unfed_base_tokens = 0  # base tokens since the splitter was last fed
         self._texts: list[str] = []
         self._shown_tokens = ShownTokens(tokens) if turn.show else None
         if self._shown_tokens is not None:
-            splitter.tokens_of = self._shown_tokens.take
-        self._differs: Differs | None = None
+            splitter.tokens_of = self._shown_tokens.take_tokens
+        self._differs: PromptDifference | None = None
         self.base_ids: list[int] = []
         self.whole = False
 
@@ -66,72 +76,72 @@ class Answering:
         """The whole text so far, with reasoning and calls of tools as the model wrote them."""
         return "".join(self._texts)
 
-    def take(self, event: Event) -> list[Delta]:
+    def add_event(self, event: Event) -> list[Delta]:
         """Returns what an event adds to the answer; the last delta of all is a `Done`. Raises the error of `Failed`."""
         if isinstance(event, Emitted):
-            return self._emitted(event)
+            return self._add_emitted(event)
         if isinstance(event, Started):
-            self._differs = None if event.differing is None else self._differing(event.differing)
+            self._differs = None if event.differing is None else self._report_difference(event.differing)
             return [Waiting(0, event.prompt_ids, event.prompt_tokens, event.cached_tokens)]
         if isinstance(event, Progress):
             return [Waiting(event.read, event.total)]
         if isinstance(event, Held):
             return [Waiting(0, 0, waits_for=event.engine)]
         if isinstance(event, Counted):
-            return [Live(event.counts)] if self._ended is None else []
+            return [LiveCounts(event.counts)] if self._ended is None else []
         if isinstance(event, Failed):
             raise event.error
-        return self._finished(event)
+        return self._finish(event)
 
-    def _differing(self, found: Differing) -> Differs:
+    def _report_difference(self, found: Differing) -> PromptDifference:
         kept, now = (self._hide(self._tokens[ids][0]) for ids in (found.kept, found.now))
         log.info("the prompt differs from the best kept conversation at token %d: %r, was %r", found.at, now, kept)
-        return Differs(found.at, kept, now)
+        return PromptDifference(found.at, kept, now)
 
-    def _emitted(self, event: Emitted) -> list[Delta]:
+    def _add_emitted(self, event: Emitted) -> list[Delta]:
         """Returns the deltas of one emitted id; none after the text has ended."""
         if self._ended is not None:
             return []
         self._steps += 1
         self._hypertokens += len(event.base_ids) > 1
         piece = self._stream.feed(event.base_ids)
-        self._uncounted += len(piece.base_ids)
+        self._unfed_base_tokens += len(piece.base_ids)
         base_ids = [i for i in piece.base_ids if i not in self._eos]
         self.base_ids += base_ids
         if self._shown_tokens is not None:
             self._shown_tokens.add(event, base_ids, self._stream.characters)
         if event.logprob is not None:
-            (self._held if base_ids else self._last).append(self._logprob(event, event.logprob))
+            (self._held if base_ids else self._last).append(self._token_logprob(event, event.logprob))
         if piece.finish_reason is not None:
             self._ended = piece.finish_reason
-            if self._stopped_by_text:
+            if self._hit_stop_string:
                 self._cancel()
-        return [*self._shown(piece.text), *self._learned(event)]
+        return [*self._feed_splitter(piece.text), *self._learned_deltas(event)]
 
-    def _learned(self, event: Emitted) -> list[Delta]:
+    def _learned_deltas(self, event: Emitted) -> list[Delta]:
         """Returns the delta of the entries that an id has installed, if such deltas are wanted."""
         if self._shown_tokens is None or not event.learned or self._ended is not None:
             return []
-        return [Learned(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
+        return [LearnedEntries(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
 
-    def _logprob(self, event: Emitted, logprob: float) -> TokenLogprob:
+    def _token_logprob(self, event: Emitted, logprob: float) -> TokenLogprob:
         shown = tuple(i for i in event.base_ids if i not in self._eos)
         likely = tuple((*self._tokens[one.base_ids], one.logprob) for one in event.likely)
         return TokenLogprob(*(self._tokens[shown] if shown else ("", b"")), logprob, likely)
 
-    def _shown(self, text: str) -> list[Delta]:
+    def _feed_splitter(self, text: str) -> list[Delta]:
         if not text:
             return []
         self._texts.append(text)
         held, self._held = self._held, []
-        count, self._uncounted = self._uncounted, 0
-        return self._splitter.feed(text, _covering(held, text) if self._stopped_by_text else held, count)
+        count, self._unfed_base_tokens = self._unfed_base_tokens, 0
+        return self._splitter.feed(text, _logprobs_before_stop(held, text) if self._hit_stop_string else held, count)
 
     @property
-    def _stopped_by_text(self) -> bool:
+    def _hit_stop_string(self) -> bool:
         return self._stream.stopped_by is not None
 
-    def _finished(self, event: Finished) -> list[Delta]:
+    def _finish(self, event: Finished) -> list[Delta]:
         """Returns the last deltas. Raises `EngineStoppedError` if the engine ended the request on its own."""
         if self._ended is None and event.reason == "cancelled":
             raise EngineStoppedError("the server is stopping, so this answer was not finished")
@@ -140,27 +150,27 @@ class Answering:
             piece: Piece = self._stream.finish(event.reason)
             if self._shown_tokens is not None:
                 self._shown_tokens.extend(self._stream.characters)
-            deltas = self._shown(piece.text)
+            deltas = self._feed_splitter(piece.text)
             if piece.finish_reason is not None:
                 reason = piece.finish_reason
-        self.whole = not self._stopped_by_text and not self.text.endswith(REPLACEMENT)
+        self.whole = not self._hit_stop_string and not self.text.endswith(REPLACEMENT)
         deltas += self._splitter.finish(reason)
-        counts = self._counts(event.counts)
+        counts = self._corrected_counts(event.counts)
         if self._splitter.called and reason == "stop":
             reason = "tool_calls"
-        live: list[Delta] = [] if self._shown_tokens is None else [Live(counts)]
+        live: list[Delta] = [] if self._shown_tokens is None else [LiveCounts(counts)]
         ended = Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens, self.turn.left_out)
-        unshown = () if self._stopped_by_text else (*self._held, *self._last)
+        unshown = () if self._hit_stop_string else (*self._held, *self._last)
         return [*deltas, *live, replace(ended, differs=self._differs, unshown=unshown)]
 
-    def _counts(self, counts: Counts) -> Counts:
-        if not self._stopped_by_text:
+    def _corrected_counts(self, counts: Counts) -> Counts:
+        if not self._hit_stop_string:
             return counts
         # the engine went on until the request was cancelled
         return replace(counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens)
 
 
-def _covering(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
+def _logprobs_before_stop(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
     """Returns those of the tokens that begin within a text, without those of the stop string that follows it."""
     kept, length = [], 0
     for logprob in logprobs:
@@ -173,14 +183,14 @@ def _covering(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]
 
 # ---- which emitted ids an answer's text consists of
 
-_Facts = tuple[int, tuple[str, ...], str, int]  # the fields of a `ShownToken` between `text` and `continues`
+_TokenFields = tuple[int, tuple[str, ...], str, int]  # the fields of a `ShownToken` between `text` and `continues`
 
 
 @dataclass(eq=False)
-class _Placed:
+class _PlacedToken:
     """A token and the characters of the answer that it gave: from `begin` up to `end`. shown: whether a text has it."""
 
-    facts: _Facts
+    fields: _TokenFields
     begin: int
     end: int
     shown: bool = False
@@ -195,8 +205,8 @@ class ShownTokens:
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
-        self._waiting: deque[_Placed] = deque()
-        self._last: _Placed | None = None
+        self._waiting: deque[_PlacedToken] = deque()
+        self._last: _PlacedToken | None = None
         self._end = 0
 
     def add(self, event: Emitted, base_ids: Sequence[int], characters: int) -> None:
@@ -204,7 +214,7 @@ class ShownTokens:
         if not base_ids:
             self.extend(characters)
             return
-        self._last = _Placed(self._facts(event, base_ids), self._end, characters)
+        self._last = _PlacedToken(self._token_fields(event, base_ids), self._end, characters)
         self._end = characters
         self._waiting.append(self._last)
 
@@ -218,13 +228,13 @@ class ShownTokens:
             self._waiting.append(last)
         last.end = characters
 
-    def take(self, begin: int, text: str) -> tuple[ShownToken, ...]:
+    def take_tokens(self, begin: int, text: str) -> tuple[ShownToken, ...]:
         """Returns the tokens of the text that begins with character `begin`, and forgets those of what precedes it."""
         end, found = begin + len(text), []
         while self._waiting and (placed := self._waiting[0]).begin < end:
             if placed.end > begin or placed.begin >= begin:
                 part = text[max(placed.begin - begin, 0) : placed.end - begin]
-                found.append(ShownToken(part, *placed.facts, placed.shown))
+                found.append(ShownToken(part, *placed.fields, placed.shown))
                 placed.shown = True
             if placed.end > end:
                 placed.begin = end
@@ -232,7 +242,7 @@ class ShownTokens:
             self._waiting.popleft()
         return tuple(found)
 
-    def _facts(self, event: Emitted, base_ids: Sequence[int]) -> _Facts:
+    def _token_fields(self, event: Emitted, base_ids: Sequence[int]) -> _TokenFields:
         if event.origin is None:
             return event.id, (), "", -1
         parts = tuple(self._texts[(one,)][0] for one in base_ids)
