@@ -262,7 +262,7 @@ class Bench:
     def torch(self) -> dict[str, Any]:
         """Measures steps of both engines; returns the record that `training_step` describes."""
         from mlx_zip.training.settings import EncoderOptions
-        from mlx_zip.training.starting_model import start_model
+        from mlx_zip.training.starting_model import make_starting_model
         from mlx_zip.training.steps.batches import batch_order
 
         from .training_step import measure_engines
@@ -272,7 +272,7 @@ class Bench:
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
 
         def make() -> tuple[Any, dict[str, Any]]:
-            return start_model(self.base, None if self.base else SMALL, self.shards.params, encoder)
+            return make_starting_model(self.base, None if self.base else SMALL, self.shards.params, encoder)
 
         settings = self._settings(self.args.fine_tune_type)
         return measure_engines(make, samples, self.shards.params, settings, self.args.trials)
@@ -282,10 +282,10 @@ class Bench:
 
     def _model(self, params: CodecParams) -> Any:
         from mlx_zip.training.settings import EncoderOptions
-        from mlx_zip.training.starting_model import start_model
+        from mlx_zip.training.starting_model import make_starting_model
 
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
-        return start_model(self.base, None if self.base else SMALL, params, encoder)[0]
+        return make_starting_model(self.base, None if self.base else SMALL, params, encoder)[0]
 
     def _settings(self, fine_tune_type: str) -> Any:
         """Returns training settings from the flags."""
@@ -385,14 +385,15 @@ class Bench:
 
     def _ours(self) -> int:
         """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
-        from mlx_zip.training.run_data import Joined
-        from mlx_zip.training.starting_model import freeze
+        from mlx_zip.training.run_data import JoinedFolders
+        from mlx_zip.training.starting_model import freeze_and_add_lora
         from mlx_zip.training.steps.objective import LossWeights, Trainee
         from mlx_zip.training.trainer import Trainer
 
         settings, model = self._settings("lora"), self._model(self.shards.params)
-        freeze(model, settings)
-        Trainer(Trainee(model, LossWeights()), Joined([self.data]), settings, self.folder, "", quiet=True).train()
+        freeze_and_add_lora(model, settings)
+        trainee, data = Trainee(model, LossWeights()), JoinedFolders([self.data])
+        Trainer(trainee, data, settings, self.folder, "", quiet=True).train()
         return int(self.shards.lengths.max())
 
     def _mlx_lm(self, same_ids: bool = False) -> int:
@@ -403,10 +404,10 @@ class Bench:
         import mlx.optimizers as optim
         from mlx_lm.tuner.trainer import TrainingArgs, train
 
-        from mlx_zip.training.starting_model import freeze
+        from mlx_zip.training.starting_model import freeze_and_add_lora
 
         model = self._model(self._plain())
-        freeze(model, self._settings("lora"))
+        freeze_and_add_lora(model, self._settings("lora"))
         ids = list(expanded(self.shards, range(len(self.shards))))
         if same_ids:
             ids = [row[:n] for row, n in zip(ids, self.shards.lengths.tolist(), strict=True)]

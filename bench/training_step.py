@@ -23,9 +23,9 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.models.layers import Positions
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.training.prepare.shards import Sample
-from mlx_zip.training.run import make_stepper
+from mlx_zip.training.run import choose_stepper
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.starting_model import freeze
+from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import Batch, make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats, samples_of
 from mlx_zip.training.steps.stepping import LOW, Stepper, clip, is_compiled, make_optimizer, to_device
@@ -128,7 +128,7 @@ class TrainedModel:
     """A model with its optimizer, trained as a run trains it."""
 
     def __init__(self, model: nn.Module, settings: TrainSettings) -> None:
-        freeze(model, settings)
+        freeze_and_add_lora(model, settings)
         self.model: Any = model
         self.settings, self.trainee = settings, Trainee(model, LossWeights())
         self.trainee.train()
@@ -327,11 +327,11 @@ def product_rate(dtype: str, trials: int = 2) -> float:
 
 
 def _stepper(engine: str, model: Any, config: dict[str, Any], settings: TrainSettings) -> Any:
-    freeze(model, settings)
+    freeze_and_add_lora(model, settings)
     trainee = Trainee(model, LossWeights())
     optimizer = make_optimizer(settings)
     optimizer.init(trainee.trainable_parameters())
-    return make_stepper(engine, config)(trainee, optimizer, settings, mx.distributed.init())
+    return choose_stepper(engine, config)(trainee, optimizer, settings, mx.distributed.init())
 
 
 def _weights(model: Any) -> int:

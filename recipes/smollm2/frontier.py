@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlx_zip.files import whole_folder, write_json
-from mlx_zip.training.run_folder import read_object
+from mlx_zip.training.run_folder import read_json_object
 
 from .measuring import Call, fuse, make_models, run
 from .settings import Frontier, Leg, Measure
@@ -54,7 +54,7 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
                 continue
             name = f"{LAYER}{int(number) - dropped * (int(number) >= first)}.{rest}"
         kept[name] = tensor.contiguous()
-    config = read_object(model / "config.json")
+    config = read_json_object(model / "config.json")
     with whole_folder(out) as partial:
         save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
         write_json(partial / "config.json", {**config, "num_hidden_layers": config["num_hidden_layers"] - dropped})
@@ -65,7 +65,7 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
 
 def make_shallow(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
     """Returns folders of the base with as many layers as `layers` says, by name, and makes those that are missing."""
-    made, all_layers = {}, read_object(model / "config.json")["num_hidden_layers"]
+    made, all_layers = {}, read_json_object(model / "config.json")["num_hidden_layers"]
     opened = [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()[:16]]
     for count in layers:
         out = made[f"layers-{count}"] = folder / f"layers-{count}"
@@ -129,7 +129,7 @@ def heal_in_legs(
 
 
 def _point(name: str, pack: str | None, domain: str, file: Path, step_s: float) -> dict[str, Any]:
-    (one,) = read_object(file)["models"]
+    (one,) = read_json_object(file)["models"]
     text: Mapping[str, Any] = one["text"]
     figures = {"bits_per_byte": text["bits_per_byte"], "ids_per_byte": text["ids"] / text["bytes"], "step_s": step_s}
     return {"model": name, "pack": pack, "domain": domain, **figures}

@@ -18,9 +18,9 @@ from mlx_zip import named
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.run_folder import read_object
+from mlx_zip.training.run_folder import read_json_object
 from mlx_zip.training.run_metrics import read_metrics
-from mlx_zip.training.saving import CONFIG, ZIP_CONFIG
+from mlx_zip.training.saving import ADAPTER_CONFIG, ZIP_CONFIG
 
 from .settings import Measure
 from .texts import laid_out
@@ -29,7 +29,7 @@ from .training import CONTROL, ZIP
 BASE, MASKED = "base", "masked"
 LABELS = "labels.json"
 Call = Callable[[str, Sequence[str], Path], int]
-_BASE_NAMED = {CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_or_path"}
+_BASE_NAMED = {ADAPTER_CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_or_path"}
 
 
 def make_models(model: Path, leg: Path, call: Call) -> dict[str, Path]:
@@ -115,7 +115,7 @@ def write_adapter(leg: Path) -> None:
     with whole_folder(leg / "adapter", replace=True) as partial:
         for file in sorted((leg / ZIP / "adapter").iterdir()):
             if key := _BASE_NAMED.get(file.name):
-                write_json(partial / file.name, {**read_object(file), key: named.HUB})
+                write_json(partial / file.name, {**read_json_object(file), key: named.HUB})
             else:
                 shutil.copyfile(file, partial / file.name)
 
@@ -127,7 +127,7 @@ def write_record(leg: Path, number: int) -> None:
     """
     lines = [_course(leg.with_name(f"leg-{n}"), n) for n in range(1, number + 1)]
     for file in sorted((leg / "measured").glob("*.json")):
-        found = read_object(file)
+        found = read_json_object(file)
         if file.name == LABELS:
             lines.append({"part": file.stem, "leg": number, **found})
             continue

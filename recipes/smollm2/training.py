@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 
 from .settings import Leg, PackSettings
 
@@ -135,7 +135,7 @@ def _wait(running: Sequence[tuple[str, subprocess.Popen[bytes]]], out: Path) -> 
 
 def finished(run: Path, leg: Leg) -> bool:
     """Returns whether a run has taken all steps of a leg and written its adapter."""
-    found = checkpoints(run)
+    found = list_checkpoints(run)
     return bool(found) and found[-1][0] >= leg.iters and (run / "adapter").is_dir()
 
 

@@ -29,8 +29,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[to
 
 from safetensors.torch import load_file  # noqa: E402
 
-from mlx_zip.training.checkpoints import digest_of_trained  # noqa: E402
-from mlx_zip.training.run_folder import read_object  # noqa: E402
+from mlx_zip.training.checkpoints import hash_trained_weights  # noqa: E402
+from mlx_zip.training.run_folder import read_json_object  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
 from recipes.smollm2 import frontier, labels  # noqa: E402
@@ -268,11 +268,11 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     run, named_by = own_run
     for name, files in (("zip", 5), ("control", 2)):
         assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
-    assert read_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
+    assert read_json_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
     words = ["train", *named_by, "--leg", "2"]
     assert main.main(words) == 0
-    record = read_object(run / "leg-2" / "zip" / "train.json")
-    assert record["fixed"]["init_from"] == digest_of_trained(run / "leg-1" / "zip")
+    record = read_json_object(run / "leg-2" / "zip" / "train.json")
+    assert record["fixed"]["init_from"] == hash_trained_weights(run / "leg-1" / "zip")
     log = (run / "leg-2" / "zip.log").read_bytes()
     assert main.main(words) == 0  # nothing is left to do
     assert (run / "leg-2" / "zip.log").read_bytes() == log
@@ -281,13 +281,13 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
 @pytest.mark.slow
 def test_the_small_run_is_measured_against_its_control_and_its_base(run):
     measured = run / "leg-1" / "measured"
-    bits = read_object(measured / "bits-code.json")["models"]
+    bits = read_json_object(measured / "bits-code.json")["models"]
     assert [Path(one["model"]).name for one in bits] == ["model", "control", "masked", "zip"]
     assert [one["text"]["base_ids_per_id"] > 1 for one in bits] == [False, False, False, True]
     assert bits[1]["text"]["bits_per_byte"] != bits[0]["text"]["bits_per_byte"] != bits[2]["text"]["bits_per_byte"]
-    (packed,) = read_object(measured / "bits-chat-pack.json")["models"]
-    assert packed["text"]["bytes"] == read_object(measured / "bits-chat.json")["models"][3]["text"]["bytes"]
-    rates = read_object(measured / "rates.json")["models"]
+    (packed,) = read_json_object(measured / "bits-chat-pack.json")["models"]
+    assert packed["text"]["bytes"] == read_json_object(measured / "bits-chat.json")["models"][3]["text"]["bytes"]
+    rates = read_json_object(measured / "rates.json")["models"]
     assert [one["generation"]["stories"] for one in rates] == [len(lines(measured / "requests.jsonl"))] * 3
     assert rates[2]["generation"]["invalid_ids"] == 0
     record = {line["part"]: line for line in lines(measured / "record.jsonl")}
@@ -299,7 +299,7 @@ def test_the_small_run_is_measured_against_its_control_and_its_base(run):
 
 @pytest.mark.slow
 def test_the_frontier_has_a_point_of_every_model_and_pack(run):
-    points = read_object(run / "leg-1" / "frontier" / "points.json")["points"]
+    points = read_json_object(run / "leg-1" / "frontier" / "points.json")["points"]
     named = [(one["model"], one["pack"]) for one in points]
     assert named == [("base", None), ("control", None), ("layers-1 healed", None), ("zip", None), ("zip", "chat")]
     assert [one["step_s"] for one in points] == [0.25] * 5
@@ -309,13 +309,13 @@ def test_the_frontier_has_a_point_of_every_model_and_pack(run):
 
 def test_the_layers_that_change_least_are_dropped(base, tmp_path):
     weights = load_file(base[0] / "model.safetensors")
-    layers = read_object(base[0] / "config.json")["num_hidden_layers"]
+    layers = read_json_object(base[0] / "config.json")["num_hidden_layers"]
     assert len(frontier.distances(base[0], ["one text", "and another"], 1)) == layers
     frontier.drop_layers(base[0], 0, 1, tmp_path / "cut")
     cut = load_file(tmp_path / "cut" / "model.safetensors")
     name = "self_attn.q_proj.weight"
     assert torch.equal(cut[f"model.layers.0.{name}"], weights[f"model.layers.1.{name}"])
-    assert read_object(tmp_path / "cut" / "config.json")["num_hidden_layers"] == layers - 1
+    assert read_json_object(tmp_path / "cut" / "config.json")["num_hidden_layers"] == layers - 1
     assert f"model.layers.{layers - 1}.{name}" not in cut
 
 
@@ -361,7 +361,7 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     shipped, trained = run / "leg-1" / "adapter", run / "leg-1" / "zip" / "adapter"
     assert {file.name for file in shipped.iterdir()} == {file.name for file in trained.iterdir()}
     assert all(str(run.parent) not in file.read_text() for file in shipped.glob("*.json"))
-    assert all(read_object(file)["base_model_name_or_path"] == named.HUB for file in shipped.glob("*.json"))
+    assert all(read_json_object(file)["base_model_name_or_path"] == named.HUB for file in shipped.glob("*.json"))
     weights = "adapter_model.safetensors"
     assert (shipped / weights).read_bytes() == (trained / weights).read_bytes()
 

@@ -14,10 +14,10 @@ from mlx_zip.engine.mlx.scoring import score
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
-from mlx_zip.training.checkpoints import checkpoints
-from mlx_zip.training.pack_tuning import tune
+from mlx_zip.training.checkpoints import list_checkpoints
+from mlx_zip.training.pack_tuning import tune_pack
 from mlx_zip.training.prepare.text_windows import Texts
-from mlx_zip.training.run_metrics import FILE, read_metrics
+from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackTrainee, Trainee
 from mlx_zip.training.steps.stepping import to_device
@@ -126,7 +126,7 @@ def test_gradients_are_of_the_rows_alone_and_right():
 def run_tuning(run, model=None, pack=None, **changes):
     model = model_of() if model is None else model
     options = settings(**{"optimizer": "adam", "iters": 12, "val_batches": 0, "steps_per_eval": 100, **changes})
-    return tune(pack or Pack(WORDS), model, texts(), texts(samples=8, seed=1), options, run, quiet=True)
+    return tune_pack(pack or Pack(WORDS), model, texts(), texts(samples=8, seed=1), options, run, quiet=True)
 
 
 @pytest.mark.slow
@@ -165,11 +165,11 @@ def test_a_resumed_tuning_without_its_log_still_tells_what_was_before_its_first_
         crash_after(patched, 7)
         with pytest.raises(RuntimeError, match="crashed"):
             run_tuning(tmp_path / "cut")
-    assert checkpoints(tmp_path / "cut")
+    assert list_checkpoints(tmp_path / "cut")
     if log == "lost":
-        (tmp_path / "cut" / FILE).unlink()
+        (tmp_path / "cut" / METRICS_FILE).unlink()
     else:
-        (tmp_path / "cut" / FILE).write_text('{"step": 0, "val_bits_per_byte": ')
+        (tmp_path / "cut" / METRICS_FILE).write_text('{"step": 0, "val_bits_per_byte": ')
     resumed = run_tuning(tmp_path / "cut")
     assert (resumed.before, resumed.rows.fingerprint) == (whole.before, whole.rows.fingerprint)
     assert read_metrics(tmp_path / "cut")[0] == read_metrics(tmp_path / "whole")[0]

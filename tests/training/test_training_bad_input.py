@@ -19,10 +19,10 @@ from mlx_zip.cli import main
 from mlx_zip.errors import ConfigError, DataError, TrainingError
 from mlx_zip.files import sole_user
 from mlx_zip.packs.entries import write_entries
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.prepare.shards import Shards, ShardWriter, codec_record, write_index
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import FILE
+from mlx_zip.training.run_metrics import METRICS_FILE
 from mlx_zip.training.trainer import Trainer
 from support.tiny_training import TOKENS, make_sample, options, settings, text_ids, write_plain
 
@@ -193,7 +193,7 @@ def test_a_sample_that_is_not_what_was_prepared_is_named_with_its_folder(part, c
     harmed(copied / "data", part, change)
     with pytest.raises(DataError, match=rf"data: sample \d+ is damaged: .*{culprit}.*prepare the data again"):
         train(options(copied / "other"), settings(), quiet=True)
-    assert checkpoints(copied / "other") == []
+    assert list_checkpoints(copied / "other") == []
 
 
 @pytest.mark.parametrize("row", [-1, 3])
@@ -297,7 +297,7 @@ def test_a_last_step_that_leaves_no_numbers_is_not_saved(home, tmp_path):
     run = replace(options(home / "none"), out=tmp_path / "run")
     with pytest.raises(TrainingError, match=r"step 1 left values that are not numbers.*lower the learning rate"):
         train(run, settings(iters=1, learning_rate=1e39), quiet=True)
-    assert checkpoints(run.out) == []
+    assert list_checkpoints(run.out) == []
     assert not (run.out / "model").exists()
 
 
@@ -310,7 +310,7 @@ def test_an_edited_record_of_the_run_is_another_run(text, copied):
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", DEEP.encode()], ids=["no text", "deep"])
 def test_a_damaged_log_does_not_stop_the_run(content, copied):
-    (copied / "run" / FILE).write_bytes(content)
+    (copied / "run" / METRICS_FILE).write_bytes(content)
     assert again(copied).progress.step == 4
 
 

@@ -22,9 +22,9 @@ from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer
 from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.run import train
-from mlx_zip.training.run_data import Joined
-from mlx_zip.training.run_metrics import Metrics, plot, read_metrics
-from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_of
+from mlx_zip.training.run_data import JoinedFolders
+from mlx_zip.training.run_metrics import MetricsLog, plot_curves, read_metrics
+from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_text
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepping import learning_rate, make_optimizer, to_device
@@ -46,8 +46,8 @@ def test_every_setting_is_a_flag_with_its_choices_its_help_and_its_default():
     for name, one in named.items():
         assert actions[name].option_strings[0] == f"--{name.replace('_', '-')}"
         assert actions[name].choices == one.metadata["choices"]
-        assert actions[name].help == help_of(one)
-        assert "(default: " in help_of(one)
+        assert actions[name].help == help_text(one)
+        assert "(default: " in help_text(one)
         assert actions[name].default is None, "a flag that is not given leaves the YAML file's value"
 
 
@@ -184,7 +184,7 @@ def test_metrics_tell_rates_totals_and_losses_in_nats_and_bits(tmp_path):
     assert [line["step"] for line in lines if "val_loss" in line] == [2, 4]
     for name in ("ids_per_s", "base_ids_per_s", "bytes_per_s", "reconstruction", "token_type", "learning_rate"):
         assert all(line[name] > 0 for line in told), name
-    data = Joined([tmp_path / "data"])
+    data = JoinedFolders([tmp_path / "data"])
     epoch = [data[i] for batch in trainer.batch_order(data.lengths, 4, 0, 0)[:4] for i in batch.tolist()]
     assert told[-1]["seen_samples"] == len(epoch) == 16
     assert told[-1]["seen_ids"] == sum(len(sample.ids) - 1 for sample in epoch)
@@ -195,7 +195,7 @@ def test_validation_is_the_mean_over_all_its_samples_without_dropout(tmp_path):
     run = options(tmp_path / "run", valid=[write_shards(tmp_path / "valid", seed=3, samples=7)])
     train(run, settings(iters=2, steps_per_eval=2, val_batches=0, lora_dropout=0.5, learning_rate=0.1), quiet=True)
     found = next(line for line in read_metrics(run.out) if "val_loss" in line)
-    trainee, valid = Trainee(load(run.out / "model")[0], LossWeights()), Joined([tmp_path / "valid"])
+    trainee, valid = Trainee(load(run.out / "model")[0], LossWeights()), JoinedFolders([tmp_path / "valid"])
     sums = [trainee.losses(to_device(make_batch([valid[i]], valid.params))) for i in range(len(valid))]
     nats, count = (sum(one[name].item() for one in sums) for name in ("nats", "count"))
     assert found["val_loss"] == pytest.approx(nats / count, rel=1e-5)
@@ -213,9 +213,9 @@ def test_plot_draws_the_curves(tmp_path, capsys):
 
 
 def test_a_run_without_lines_has_nothing_to_draw(tmp_path):
-    Metrics(tmp_path, 0)
+    MetricsLog(tmp_path, 0)
     with pytest.raises(TrainingError, match="no lines to draw"):
-        plot(tmp_path)
+        plot_curves(tmp_path)
 
 
 def test_an_empty_shard_can_be_read(tmp_path):

@@ -239,7 +239,7 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
     model(mx.array(sample.ids[None, :-1]), cache=cache)
     batch = make_batch([sample], model.config.codec_params, base_positions=mode == "base_token_end")
     trainer = SimpleNamespace(trainee=Trainee(model, LossWeights()))
-    assert Trainer.is_long(trainer, batch) == cache[-1].long_rope
+    assert Trainer.needs_long_factors(trainer, batch) == cache[-1].long_rope
 
 
 @pytest.mark.parametrize("most", [0.5, 0.05])

@@ -14,7 +14,7 @@ from mlx_zip.training import trainer
 from mlx_zip.training.prepare.shards import Shards, codec_record
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
-from mlx_zip.training.starting_model import start_model
+from mlx_zip.training.starting_model import make_starting_model
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepping import to_device
@@ -46,8 +46,8 @@ def test_a_zip_model_takes_over_the_codebook_size_and_longer_entries_of_its_data
     train(first, settings(iters=1), quiet=True)
     larger = replace(CODEC, merge_size=CODEC.merge_size + 1, codebook_size=CODEC.codebook_size + 8)
     other = write_shards(tmp_path / "other", larger)
-    before, _ = start_model(first.out / "model", None, CODEC, ENCODER)
-    after, config = start_model(first.out / "model", None, larger, ENCODER)
+    before, _ = make_starting_model(first.out / "model", None, CODEC, ENCODER)
+    after, config = make_starting_model(first.out / "model", None, larger, ENCODER)
     assert after.config.codec_params == larger
     assert config["zip2zip"]["compression"]["max_subtokens"] == larger.merge_size
     old, new = arrays_of(before), arrays_of(after)

@@ -16,10 +16,10 @@ from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import ConversionError, TrainingError
 from mlx_zip.packs.pack import IN_ADAPTER, Pack, load_pack
 from mlx_zip.packs.tuned import TunedRows
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index
-from mlx_zip.training.run import make_stepper, train
-from mlx_zip.training.starting_model import freeze
+from mlx_zip.training.run import choose_stepper, train
+from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
 from mlx_zip.training.steps.stepping import Stepper, make_optimizer, to_device
@@ -113,11 +113,11 @@ def test_both_trainers_agree_over_twenty_steps(family, tied, canonical):
     chosen = settings(iters=20, lora_rank=4, optimizer="sgd", pack_rows=True, **rates)
     first = random_model(config)
     steppers = []
-    for make in (Stepper, make_stepper("torch", config)):
+    for make in (Stepper, choose_stepper("torch", config)):
         model = type(first)(first.args)
         model.load_weights(tree_flatten(first.parameters()))
         mx.random.seed(7)  # of the LoRA layers
-        freeze(model, chosen)
+        freeze_and_add_lora(model, chosen)
         trainee, optimizer = PackAndModelTrainee(model, len(START)), make_optimizer(chosen)
         optimizer.init(trainee.trainable_parameters())
         steppers.append(make(trainee, optimizer, chosen, mx.distributed.init()))
@@ -139,7 +139,7 @@ def test_rows_have_the_learning_rate_that_is_given_for_them(tmp_path):
     for rate in (1e-3, 1e-2):
         run = options(tmp_path / f"run-{rate}")
         train(run, settings(iters=1, learning_rate=1e-3, pack_rows=True, pack_learning_rate=rate), quiet=True)
-        trained: Any = mx.load(str(checkpoints(run.out)[-1][1] / "trained.safetensors"))
+        trained: Any = mx.load(str(list_checkpoints(run.out)[-1][1] / "trained.safetensors"))
         moved[rate] = float(mx.abs(trained["output_rows"]).max())
     assert moved[1e-2] == pytest.approx(10 * moved[1e-3], rel=1e-3)
 
@@ -232,14 +232,14 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     whole, cut = options(tmp_path / "whole"), options(tmp_path / "cut")
     train(whole, chosen, quiet=True)
     train(cut, chosen, quiet=True)
-    for _, folder in checkpoints(cut.out)[1:]:
+    for _, folder in list_checkpoints(cut.out)[1:]:
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
     (cut.out / "model").rename(tmp_path / "first")
     train(cut, chosen, quiet=True)
     assert losses(cut.out) == losses(whole.out)
-    both: Any = [mx.load(str(checkpoints(run.out)[-1][1] / "trained.safetensors")) for run in (whole, cut)]
+    both: Any = [mx.load(str(list_checkpoints(run.out)[-1][1] / "trained.safetensors")) for run in (whole, cut)]
     assert all(mx.array_equal(both[0][name], both[1][name]).item() for name in both[0])
 
 

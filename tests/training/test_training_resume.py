@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import FILE, read_metrics
+from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
 from mlx_zip.training.steps.batches import batch_order
 from support.crashing import crash_after
 from support.processes import Command
@@ -88,7 +88,7 @@ def test_a_run_that_crashed_goes_on_with_the_same_numbers(changes, tmp_path, mon
         crash_after(patch, 3)
         with pytest.raises(RuntimeError, match="crashed"):
             train(broken, settings(**changes), quiet=True)
-    assert [step for step, _ in checkpoints(broken.out)] == [2]
+    assert [step for step, _ in list_checkpoints(broken.out)] == [2]
     assert losses(broken.out)[-1][0] == 3  # reported, but not saved: it will be reported again
     train(broken, settings(**changes), quiet=True)
     assert_same_run(broken.out, whole.out)
@@ -193,7 +193,7 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_from_there(number, sta
     assert stopped_with(number, out, steps=3) == status
     done = losses(out)[-1][0]
     assert 3 <= done < MANY
-    assert checkpoints(out)[-1][0] == done
+    assert list_checkpoints(out)[-1][0] == done
     assert not (out / "model").exists()
     same_in_process(out)
     assert_same_run(out, uninterrupted)
@@ -204,7 +204,7 @@ def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(uninterr
     out = uninterrupted.parent / "killed"
     steps = random.randint(6, 24)  # any moment will do
     assert stopped_with(signal.SIGKILL, out, steps) == -signal.SIGKILL
-    told, saved = losses(out)[-1][0], checkpoints(out)[-1][0]
+    told, saved = losses(out)[-1][0], list_checkpoints(out)[-1][0]
     assert told - 5 <= saved < MANY
     same_in_process(out)
     assert_same_run(out, uninterrupted)
@@ -219,9 +219,9 @@ def test_what_a_killed_process_left_half_written_is_ignored_and_removed(tmp_path
         with pytest.raises(RuntimeError, match="crashed"):
             train(run, settings(), quiet=True)
     left = run.out / "checkpoints" / ".step-000004.partial-1"
-    shutil.copytree(checkpoints(run.out)[-1][1], left)
+    shutil.copytree(list_checkpoints(run.out)[-1][1], left)
     (left / "trained.safetensors").write_bytes(b"half")
-    with open(run.out / FILE, "a", encoding="utf-8") as file:
+    with open(run.out / METRICS_FILE, "a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')
     train(run, settings(), quiet=True)
     assert not left.exists()

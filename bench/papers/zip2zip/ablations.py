@@ -334,9 +334,9 @@ class Laboratory:
         """Scores the trained model of a run on every text of --valid; returns its parameters and the texts' figures."""
         from mlx_zip.engine.mlx.generate import load
         from mlx_zip.evaluation.bits import measure_bits
-        from mlx_zip.training.run import trained_model
+        from mlx_zip.training.run import finished_model_folder
 
-        model, tokenizer = load(str(trained_model(run_folder)))
+        model, tokenizer = load(str(finished_model_folder(run_folder)))
         texts = {}
         for path in self.args.valid:
             windows = self._text(path, tokenizer)
