@@ -249,11 +249,11 @@ class Bench:
 
     def step(self) -> dict[str, Any]:
         """Measures a step and its parts; returns the record that `training_step` describes."""
-        from mlx_zip.training.steps.batches import batch_order
+        from mlx_zip.training.steps.batches import order_batches
 
         from .training_step import measure_steps
 
-        order = batch_order(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
+        order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
         samples = [[self.shards[int(i)] for i in batch] for batch in order]
         settings = self._settings(self.args.fine_tune_type)
         models = self._model(self.shards.params), self._model(self._plain())
@@ -263,11 +263,11 @@ class Bench:
         """Measures steps of both engines; returns the record that `training_step` describes."""
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import make_starting_model
-        from mlx_zip.training.steps.batches import batch_order
+        from mlx_zip.training.steps.batches import order_batches
 
         from .training_step import measure_engines
 
-        order = batch_order(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
+        order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
         samples = [[self.shards[int(i)] for i in batch] for batch in order]
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
 

@@ -27,9 +27,16 @@ from mlx_zip.training.run import choose_stepper
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import Batch, make_batch
-from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats, samples_of
-from mlx_zip.training.steps.stepping import LOW, Stepper, clip, is_compiled, make_optimizer, to_device
-from mlx_zip.training.steps.whole import NoCache, Samples
+from mlx_zip.training.steps.forward_pass import NoCache, Samples
+from mlx_zip.training.steps.objective import LossWeights, Trainee, make_samples, sum_joint_nats
+from mlx_zip.training.steps.stepper import (
+    LOW_PRECISION,
+    Stepper,
+    clip_gradients,
+    is_compiled,
+    make_optimizer,
+    to_mlx_arrays,
+)
 
 from .recording import summary
 
@@ -99,7 +106,7 @@ def _calls(
         "body": parts.body(),
         "head and loss": parts.head(),
         "optimizer": parts.optimizer(),
-        "host": lambda: to_device(make_batch(samples, params)),
+        "host": lambda: to_mlx_arrays(make_batch(samples, params)),
     }
 
 
@@ -143,7 +150,7 @@ class TrainedModel:
 
 
 def rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
-    """Returns what `mlx_zip.training.steps.whole.encode_rows` does, in one forward pass that keeps its activations.
+    """Returns what `encode_rows` of training does, in one forward pass that keeps its activations.
 
     That is the least that the encoders can cost.
     """
@@ -168,14 +175,14 @@ class Parts:
 
     def __init__(self, whole: TrainedModel, batch: Batch) -> None:
         self.whole, self.model = whole, whole.model
-        self.arrays = to_device(batch)
-        self.samples: Samples = samples_of(self.arrays)
+        self.arrays = to_mlx_arrays(batch)
+        self.samples: Samples = make_samples(self.arrays)
         mx.eval(self.arrays)
 
     @cached_property
     def dtype(self) -> mx.Dtype:
         """The number type of the forward pass."""
-        return LOW[self.whole.settings.dtype] or mx.float32
+        return LOW_PRECISION[self.whole.settings.dtype] or mx.float32
 
     def encoders(self) -> Callable[[], Any]:
         """Makes rows of the distinct entries: input rows of those that inputs use, output rows of all."""
@@ -215,7 +222,7 @@ class Parts:
             base = model.cap(part.matrix.as_linear(part.h) if tied else part.matrix(part.h))
             rows = part.rows[self.samples.slots].astype(part.h.dtype)
             hyper = model.cap(part.h @ rows.swapaxes(-1, -2))
-            return joint_nats(base[..., : model.layout.vocab_size], hyper, self.arrays)["nats"]
+            return sum_joint_nats(base[..., : model.layout.vocab_size], hyper, self.arrays)["nats"]
 
         return self._call(part, loss)
 
@@ -226,7 +233,7 @@ class Parts:
         mx.eval(gradients)
 
         def call() -> Any:
-            clipped, norm = clip(gradients, self.whole.settings.max_grad_norm)
+            clipped, norm = clip_gradients(gradients, self.whole.settings.max_grad_norm)
             optimizer.update(trainee, clipped)
             return norm, trainee.state, optimizer.state
 

@@ -29,7 +29,7 @@ from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.run_summary import header_lines
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.starting_model import make_starting_model
-from mlx_zip.training.steps.objective import PackTrainee, encoded_rows
+from mlx_zip.training.steps.objective import PackTrainee, encode_pack_rows
 from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples
 
 
@@ -126,7 +126,7 @@ def tune_pack(
         after = trainer.measure_validation()["val_bits_per_byte"]
     codec = plain_codec(params, model.config.position_mode) if plain else None
     output = np.array(trainee.output_rows).astype(save_dtype)
-    read = output if model.sides_are_one else np.array(trainee.read_rows).astype(save_dtype)
+    read = output if model.sides_are_one else np.array(trainee.pack_input_rows).astype(save_dtype)
     return TuningResult(TunedRows(read, output, name, codec), outcome, before, after)
 
 
@@ -142,7 +142,7 @@ def _starting_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> 
     """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
-    return encoded_rows(model, pack.entries, params)
+    return encode_pack_rows(model, pack.entries, params)
 
 
 def _bits_before_training(trainer: Trainer, first: Any, run: Path) -> float:

@@ -39,7 +39,7 @@ from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals
 from mlx_zip.training.run_folder import open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
-from mlx_zip.training.steps.stepping import clip, learning_rate, make_optimizer
+from mlx_zip.training.steps.stepper import clip_gradients, last_learning_rate, make_optimizer
 from mlx_zip.vocab.hbpe.measures import (
     FIT_LATENT,
     FIT_LOCAL,
@@ -247,7 +247,7 @@ class _PatchTrainer:
         """Trains one step on the next windows and returns `stop`; see `Job`."""
         began, ids = time.perf_counter(), next(self._batches)
         loss, gradients = self._value_and_grad(ids)
-        gradients, norm = clip(gradients, self.settings.max_grad_norm)
+        gradients, norm = clip_gradients(gradients, self.settings.max_grad_norm)
         self.optimizer.update(self.model, gradients)
         mx.eval(loss, norm, self.model.parameters(), self.optimizer.state)
         seconds = time.perf_counter() - began
@@ -264,7 +264,7 @@ class _PatchTrainer:
         """Logs the loss of the last step and returns its figures in words; see `Job`."""
         loss, ids, seconds = self._last_step
         bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
-        rate = learning_rate(self.optimizer)
+        rate = last_learning_rate(self.optimizer)
         self._log.add(loss=loss, bits_per_byte=bits, learning_rate=rate, **vars(self.progress))
         return f"loss {loss:.3f}, {bits:.3f} bits per byte, {ids.size / max(seconds, 1e-9):,.0f} ids/s"
 

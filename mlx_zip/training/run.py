@@ -45,7 +45,7 @@ from mlx_zip.training.starting_model import (
     recompute_activations,
 )
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
-from mlx_zip.training.steps.stepping import Stepper
+from mlx_zip.training.steps.stepper import Stepper
 from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -260,7 +260,7 @@ def _save_result(
     """Writes what a finished run leaves: the model's folder or the adapter's."""
     rows: dict[str, mx.array] = {}
     if isinstance(trainee, PackAndModelTrainee):
-        rows = trainee.pack_rows(start.data.params.start or (), start.data.params)
+        rows = trainee.trained_pack_rows(start.data.params.start or (), start.data.params)
     if options.save == ADAPTER:
         place = at_home(str(options.model))
         base = str(place.resolve()) if place.is_dir() else str(options.model)

@@ -134,7 +134,7 @@ def measure_base_bits(trainer: Trainer) -> float:
     for indices in trainer.validation_batches_with_progress("Measuring the base"):
         samples = [expand_sample(trainer.valid[int(i)], params) for i in indices]
         batch = make_batch(samples, replace(params, codebook_size=0, merge_size=1, start=None), base_positions=True)
-        nats += trainer.stepper.base_nats(batch, trainer.needs_long_factors(batch))
+        nats += trainer.stepper.measure_base_nats(batch, trainer.needs_long_factors(batch))
         n_bytes += batch.n_bytes
     trainer.trainee.train()
     return nats / math.log(2) / max(n_bytes, 1)

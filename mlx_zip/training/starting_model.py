@@ -37,7 +37,7 @@ from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import grows
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
-from mlx_zip.training.steps.whole import recomputed
+from mlx_zip.training.steps.forward_pass import call_with_recompute
 
 _SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
 _OUTPUT_NORM_GAIN = 0.02  # gain of the output encoder's last norm at first
@@ -298,6 +298,6 @@ def _recomputing_call(call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a block's `__call__` that recomputes its activations. call: the original one."""
 
     def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        return recomputed(block, lambda x: call(block, x, *args, **kwargs), x)
+        return call_with_recompute(block, lambda x: call(block, x, *args, **kwargs), x)
 
     return checkpointed

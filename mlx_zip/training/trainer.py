@@ -34,9 +34,9 @@ from mlx_zip.training.prepare.text_windows import Texts
 from mlx_zip.training.run_data import JoinedFolders, SampleSubset
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.steps.batches import CLOSE, FEW, Batch, batch_order, make_batch
+from mlx_zip.training.steps.batches import COARSE_PADDING, FINE_PADDING, Batch, make_batch, order_batches
 from mlx_zip.training.steps.objective import Trainee
-from mlx_zip.training.steps.stepping import Stepper, is_compiled, learning_rate, make_optimizer
+from mlx_zip.training.steps.stepper import Stepper, is_compiled, last_learning_rate, make_optimizer
 
 SampleData = JoinedFolders | SampleSubset | Texts
 
@@ -173,7 +173,7 @@ class Trainer:
             return
         found = list_checkpoints(self.run)
         if not found or found[-1][0] != self.progress.step:
-            self.stepper.publish()
+            self.stepper.sync_to_trainee()
             args = (self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
             save_checkpoint(*args)
 
@@ -191,7 +191,7 @@ class Trainer:
 
     def _order_epoch(self, epoch: int) -> list[np.ndarray]:
         if epoch not in self._orders:
-            order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
+            order = order_batches(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
         return self._orders[epoch]
 
@@ -209,7 +209,7 @@ class Trainer:
                 availability=self.settings.availability,
                 base_positions=config is not None and config.position_mode == "base_token_end",
                 canonical=config is not None and config.canonical,
-                padding=FEW if compiled else CLOSE,
+                padding=COARSE_PADDING if compiled else FINE_PADDING,
             )
             return self.trainee.prepare_batch(batch)
         except DataError as error:
@@ -238,7 +238,7 @@ class Trainer:
     def report(self) -> str:
         """Logs the steps since the last report and returns their figures in words; see `Job`."""
         line = self._report_sums.make_line(self.progress)
-        line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
+        line |= {"learning_rate": last_learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
         if is_compiled(self.settings):
             line["traces"] = self.stepper.traces  # since the process began
@@ -268,7 +268,7 @@ class Trainer:
         assert self.valid is not None
         for indices in self.validation_batches_with_progress("Validating"):
             batch = self._make_batch(self.valid, indices)
-            sums = self.stepper.losses(batch, self.needs_long_factors(batch))
+            sums = self.stepper.measure_losses(batch, self.needs_long_factors(batch))
             free_cached_memory()
             nats, count = nats + sums["nats"], count + sums["count"]
             n_bytes, base_ids, ids = n_bytes + batch.n_bytes, base_ids + batch.base_ids - len(indices), ids + batch.ids

@@ -18,7 +18,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.training.prepare.shards import Shards
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import make_batch
-from mlx_zip.training.steps.whole import encode_rows
+from mlx_zip.training.steps.forward_pass import encode_rows
 from support import tiny_training
 
 TINY = [

@@ -20,7 +20,7 @@ from mlx_zip.training.prepare.text_windows import Texts
 from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackTrainee, Trainee
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses, is_exact
 from support.slow_cases import slow_but
@@ -65,7 +65,7 @@ def random_rows(model, seed=0):
 def sums_of(trainee, data):
     canonical = trainee.model.config.canonical
     batch = trainee.prepare_batch(make_batch(data.samples, data.params, range(len(data)), canonical=canonical))
-    return {name: float(value) for name, value in trainee.losses(to_device(batch)).items()}
+    return {name: float(value) for name, value in trainee.losses(to_mlx_arrays(batch)).items()}
 
 
 # ---- what is minimised
@@ -105,7 +105,7 @@ def test_gradients_are_of_the_rows_alone_and_right():
     trainee = PackTrainee(model, *random_rows(model))
     assert set(dict(trainee.trainable_parameters())) >= {"input_rows", "output_rows"}
     assert not trainee.trainable_parameters()["model"].get("layers")
-    batch = to_device(trainee.prepare_batch(make_batch(data.samples, data.params, range(4))))
+    batch = to_mlx_arrays(trainee.prepare_batch(make_batch(data.samples, data.params, range(4))))
 
     def nats(name, rows):
         setattr(trainee, name, rows)

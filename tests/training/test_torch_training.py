@@ -19,7 +19,7 @@ from mlx_zip.training.run import choose_stepper, train
 from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import Stepper, make_optimizer
+from mlx_zip.training.steps.stepper import Stepper, make_optimizer
 from support.crashing import crash_after
 from support.slow_cases import slow_but
 from support.tiny import ENCODERS, FAMILIES, base_ids, tiny_config
@@ -84,7 +84,7 @@ def assert_alike(
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-2 if name == "grad_norm" else 1e-4), (step, name)
-    theirs.publish()
+    theirs.sync_to_trainee()
     trained = dict(tree_flatten(ours.trainee.trainable_parameters()))
     moved = 0.0
     for name, value in tree_flatten(theirs.trainee.trainable_parameters()):
@@ -154,7 +154,7 @@ def test_a_chunk_of_positions_costs_what_the_whole_costs(monkeypatch):
     config = tiny_config("gemma2", "transformer", canonical=True)
     found = []
     for chunk in (256, 5):
-        monkeypatch.setattr(objective, "CHUNK", chunk)
+        monkeypatch.setattr(objective, "CHUNK_POSITIONS", chunk)
         model = random_model(config)
         stepper = twins(model, config, fine_tune_type="full", optimizer="sgd")[1]
         sums = stepper.step(batches(model, 0), [False, False])

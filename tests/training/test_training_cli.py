@@ -27,7 +27,7 @@ from mlx_zip.training.run_metrics import MetricsLog, plot_curves, read_metrics
 from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_text
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import learning_rate, make_optimizer, to_device
+from mlx_zip.training.steps.stepper import last_learning_rate, make_optimizer, to_mlx_arrays
 from support.tiny_training import options, settings, write_shards
 
 TINY = ["--encoder", "transformer", "--encoder-layers", "1", "--encoder-heads", "2", "--lora-rank", "2"]
@@ -164,7 +164,7 @@ def test_the_rate_rises_falls_and_ends_where_asked_for_every_optimizer(optimizer
     for _ in range(60):
         before = model.bias
         made.update(model, {"weight": mx.ones((4, 3)), "bias": mx.ones(4)})
-        rates.append(learning_rate(made))
+        rates.append(last_learning_rate(made))
         moves.append(float(mx.abs(model.bias - before).max().item()))
     assert rates[0] == 0
     assert rates[5] == pytest.approx(0.1)
@@ -185,7 +185,7 @@ def test_metrics_tell_rates_totals_and_losses_in_nats_and_bits(tmp_path):
     for name in ("ids_per_s", "base_ids_per_s", "bytes_per_s", "reconstruction", "token_type", "learning_rate"):
         assert all(line[name] > 0 for line in told), name
     data = JoinedFolders([tmp_path / "data"])
-    epoch = [data[i] for batch in trainer.batch_order(data.lengths, 4, 0, 0)[:4] for i in batch.tolist()]
+    epoch = [data[i] for batch in trainer.order_batches(data.lengths, 4, 0, 0)[:4] for i in batch.tolist()]
     assert told[-1]["seen_samples"] == len(epoch) == 16
     assert told[-1]["seen_ids"] == sum(len(sample.ids) - 1 for sample in epoch)
     assert told[-1]["seen_bytes"] == sum(sample.n_bytes for sample in epoch)
@@ -196,7 +196,7 @@ def test_validation_is_the_mean_over_all_its_samples_without_dropout(tmp_path):
     train(run, settings(iters=2, steps_per_eval=2, val_batches=0, lora_dropout=0.5, learning_rate=0.1), quiet=True)
     found = next(line for line in read_metrics(run.out) if "val_loss" in line)
     trainee, valid = Trainee(load(run.out / "model")[0], LossWeights()), JoinedFolders([tmp_path / "valid"])
-    sums = [trainee.losses(to_device(make_batch([valid[i]], valid.params))) for i in range(len(valid))]
+    sums = [trainee.losses(to_mlx_arrays(make_batch([valid[i]], valid.params))) for i in range(len(valid))]
     nats, count = (sum(one[name].item() for one in sums) for name in ("nats", "count"))
     assert found["val_loss"] == pytest.approx(nats / count, rel=1e-5)
     n_bytes = sum(valid[i].n_bytes for i in range(len(valid)))

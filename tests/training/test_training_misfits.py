@@ -17,7 +17,7 @@ from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.starting_model import make_starting_model
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.tiny_training import (
     CODEC,
     ENCODER,
@@ -145,5 +145,5 @@ def test_samples_are_read_with_the_codebook_they_were_prepared_with_and_not_with
     further = options(tmp_path / "further", model=str(run.out / "model"), data=[empty.folder])
     train(further, settings(iters=1), quiet=True)
     trainee = Trainee(load(run.out / "model")[0], LossWeights())
-    sums = trainee.losses(to_device(make_batch([empty[i] for i in range(4)], CODEC)))
+    sums = trainee.losses(to_mlx_arrays(make_batch([empty[i] for i in range(4)], CODEC)))
     assert losses(further.out)[0][1] == pytest.approx(sums["nats"].item() / sums["count"].item(), rel=1e-5)

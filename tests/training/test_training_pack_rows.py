@@ -22,7 +22,7 @@ from mlx_zip.training.run import choose_stepper, train
 from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
-from mlx_zip.training.steps.stepping import Stepper, make_optimizer, to_device
+from mlx_zip.training.steps.stepper import Stepper, make_optimizer, to_mlx_arrays
 from support.converting import convert
 from support.slow_cases import slow_but
 from support.tiny import MERGE, PAD, VOCAB, tiny_config, tiny_model
@@ -86,7 +86,7 @@ CASES = [("llama", False, False), ("llama", True, True), ("gemma", True, False)]
 def test_rows_begin_as_the_encoders(family, tied, canonical):
     model = model_of(family, tied, canonical)
     plain, own = Trainee(model, LossWeights()), PackAndModelTrainee(model, len(START))
-    want, got = (one.losses(to_device(batch_of(one))) for one in (plain, own))
+    want, got = (one.losses(to_mlx_arrays(batch_of(one))) for one in (plain, own))
     assert float(got["count"]) == float(want["count"]) > 50
     np.testing.assert_allclose(float(got["nats"]), float(want["nats"]), rtol=1e-6)
 
@@ -95,8 +95,8 @@ def test_rows_begin_as_the_encoders(family, tied, canonical):
 def test_the_loss_is_what_generation_gives_the_ids_with_the_saved_rows(family, tied, canonical):
     model = model_of(family, tied, canonical)
     trainee = with_random_rows(PackAndModelTrainee(model, len(START)))
-    nats = float(trainee.losses(to_device(batch_of(trainee)))["nats"])
-    rows = {name: np.array(value) for name, value in trainee.pack_rows(START, TINY).items()}
+    nats = float(trainee.losses(to_mlx_arrays(batch_of(trainee)))["nats"])
+    rows = {name: np.array(value) for name, value in trainee.trained_pack_rows(START, TINY).items()}
     tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
     start = Pack(START, rows=tuned)
     scored = score(model, [Compressed(one.ids, np.ones(len(one.ids), np.int64), start) for one in samples_of()])
@@ -124,7 +124,7 @@ def test_both_trainers_agree_over_twenty_steps(family, tied, canonical):
     for step in range(20):
         both = [one.step([batch_of(one.trainee, seed=step)], [False]) for one in steppers]
         assert both[1]["nats"] == pytest.approx(both[0]["nats"], rel=1e-4), step
-    steppers[1].publish()
+    steppers[1].sync_to_trainee()
     ours, theirs = (one.trainee for one in steppers)
     for name in ("output_rows", "input_rows"):
         assert (name in ours) == (name in theirs)
@@ -259,10 +259,10 @@ def test_a_plain_sample_among_others_changes_no_row_of_the_pack():
 
     def nats(samples: list[Any]) -> float:
         batch = trainee.prepare_batch(make_batch(samples, TINY, canonical=True))
-        return float(trainee.losses(to_device(batch))["nats"].item())
+        return float(trainee.losses(to_mlx_arrays(batch))["nats"].item())
 
     alone = nats([plain])
     assert nats([plain, *samples_of()]) == pytest.approx(alone + nats(samples_of()), rel=1e-5)
     assert nats([*samples_of(), plain]) == pytest.approx(alone + nats(samples_of()), rel=1e-5)
     none = Trainee(trainee.model, LossWeights())
-    assert alone == pytest.approx(float(none.losses(to_device(make_batch([plain], TINY)))["nats"].item()), rel=1e-5)
+    assert alone == pytest.approx(float(none.losses(to_mlx_arrays(make_batch([plain], TINY)))["nats"].item()), rel=1e-5)

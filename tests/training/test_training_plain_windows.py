@@ -17,7 +17,7 @@ from mlx_zip.training.run import train
 from mlx_zip.training.run_data import JoinedFolders
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.tiny import tiny_model
 from support.tiny_training import CODEC, PLAIN, losses, make_sample, options, settings, write_shards
 
@@ -36,7 +36,7 @@ def in_zip(ids: list[int], model: Model) -> Sample:
 def nats_of(model: Model, samples: list[Sample], canonical: bool) -> float:
     trainee = Trainee(model, LossWeights())
     batch = make_batch(samples, replace(model.config.codec_params, start=START), canonical=canonical)
-    return float(trainee.losses(to_device(trainee.prepare_batch(batch)))["nats"].item())
+    return float(trainee.losses(to_mlx_arrays(trainee.prepare_batch(batch)))["nats"].item())
 
 
 @pytest.mark.parametrize("canonical", [False, True])

@@ -16,7 +16,7 @@ import pytest
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
-from mlx_zip.training.steps.batches import batch_order
+from mlx_zip.training.steps.batches import order_batches
 from support.crashing import crash_after
 from support.processes import Command
 from support.same_numbers import assert_same_losses, assert_same_weights, is_exact
@@ -109,7 +109,7 @@ def test_a_compiled_run_that_crashed_goes_on_with_the_same_numbers(tmp_path, mon
 
 def test_every_epoch_has_an_order_of_its_own_that_depends_on_the_seed_alone():
     lengths = np.arange(100, dtype=np.int64) % 7
-    orders = [batch_order(lengths, 4, seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    orders = [order_batches(lengths, 4, seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
     first = [batch.tolist() for batch in orders[0]]
     assert first == [batch.tolist() for batch in orders[1]]
     assert all(first != [batch.tolist() for batch in order] for order in orders[2:])
@@ -121,7 +121,7 @@ def test_every_epoch_has_an_order_of_its_own_that_depends_on_the_seed_alone():
 def test_samples_of_a_batch_begin_with_codebooks_of_like_size():
     rng = np.random.default_rng(0)
     lengths, starts = rng.integers(2, 60, 640), rng.choice([0, 256, 1024], 640, p=[0.5, 0.4, 0.1])
-    batches = batch_order(lengths, 8, 0, 0, starts)
+    batches = order_batches(lengths, 8, 0, 0, starts)
     assert sorted(i for batch in batches for i in batch.tolist()) == list(range(640))
     mixed = sum(len(set(starts[batch].tolist())) > 1 for batch in batches)
     assert mixed <= 2 * 3  # in each of the three runs, one at each border between two sizes

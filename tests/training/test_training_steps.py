@@ -17,9 +17,9 @@ from mlx_zip.training import run as run_module
 from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.starting_model import make_starting_model
 from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.forward_pass import NoCache
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import Stepper, make_optimizer
-from mlx_zip.training.steps.whole import NoCache
+from mlx_zip.training.steps.stepper import Stepper, make_optimizer
 from support.slow_cases import slow_but
 from support.tiny_training import (
     CODEC,
@@ -107,7 +107,7 @@ def test_a_step_leaves_nothing_of_its_graph_in_the_encoders(tmp_path):
     machine.step([batch], [False])
     model = machine.trainee.model
     before = dict(tree_flatten(model.output_encoder.parameters()))
-    machine.losses(batch, False)
+    machine.measure_losses(batch, False)
     after = dict(tree_flatten(model.output_encoder.parameters()))
     assert [name for name, value in after.items() if value is not before[name]] == []
 
