@@ -153,12 +153,12 @@ def synthetic_documents(length: int, context: int, merge_size: int) -> Documents
 
 def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -> dict[str, float]:
     """Writes documents as a shard, as `mlx_zip prepare` does, on one core; returns the seconds of each stage."""
-    from mlx_zip.training.prepare.encoding import Piece, compress_window, cut
+    from mlx_zip.training.prepare.encoding import EncodedRecord, compress_window, cut_windows
     from mlx_zip.training.prepare.shards import ShardWriter
 
-    pieces = [Piece(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents.ids]
+    pieces = [EncodedRecord(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents.ids]
     times = [time.perf_counter()]
-    windows = list(cut(pieces, documents.context, True, ()))
+    windows = list(cut_windows(pieces, documents.context, True, ()))
     times.append(time.perf_counter())
     compressed = [compress_window(documents.params, window) for window in windows]
     times.append(time.perf_counter())
@@ -172,25 +172,25 @@ def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -
 
 def write_prepared(folder: Path, documents: Documents) -> Path:
     """Writes a prepared folder of one shard and returns it."""
-    from mlx_zip.training.prepare.shards import codec_record, write_index
+    from mlx_zip.training.prepare.shards import make_codec_record, write_index
 
     write_shard(folder, documents)
     ends = np.load(folder / "shard-00000.ends.npy")
     shards = [{"name": "shard-00000", "samples": len(ends)}]
-    write_index(folder, {"codec": codec_record(documents.params), "context": documents.context, "shards": shards})
+    write_index(folder, {"codec": make_codec_record(documents.params), "context": documents.context, "shards": shards})
     return folder
 
 
 def read_back(data: Path) -> Documents:
     """Returns the samples of a prepared folder as base ids."""
-    from mlx_zip.training.prepare.shards import Shards
+    from mlx_zip.training.prepare.shards import PreparedShards
 
-    shards = Shards(data)
+    shards = PreparedShards(data)
     return Documents(list(expanded(shards, range(len(shards)))), replace(shards.params, start=None), shards.context)
 
 
 def expanded(shards: Any, indices: Sequence[int]) -> Iterator[Uint32s]:
-    """Yields the base ids of some samples. shards: `Shards`. indices: the samples' numbers."""
+    """Yields the base ids of some samples. shards: `PreparedShards`. indices: the samples' numbers."""
     for i in indices:
         book = Codebook(shards[i].params(shards.params))
         book.push(shards[i].ids)
@@ -202,8 +202,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from mlx_zip.models.loading import model_folder, read_config
-        from mlx_zip.training.prepare.shards import Shards
-        from mlx_zip.training.steps.batches import grows
+        from mlx_zip.training.prepare.shards import PreparedShards, can_have_entries
 
         self.args, self.folder = args, folder
         self.base = model_folder(args.model) if args.model else None
@@ -217,8 +216,8 @@ class Bench:
             )
         else:
             self.data, self.data_name = Path(args.data), Path(args.data).name
-        self.shards = Shards(self.data)
-        if not grows(self.shards.params):
+        self.shards = PreparedShards(self.data)
+        if not can_have_entries(self.shards.params):
             raise MlxZipError(f"{self.data} was prepared without a codebook; there is nothing to compare")
         if (self.shards.lengths >= 2).sum() < args.batch_size * args.batches:
             raise MlxZipError(f"{self.data} has too few samples for {args.batches} batches of {args.batch_size}")

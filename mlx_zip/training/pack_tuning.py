@@ -23,7 +23,7 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.progress import counted
-from mlx_zip.training.prepare.text_windows import Texts
+from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_folder import open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.run_summary import header_lines
@@ -83,8 +83,8 @@ def dequantize(model: Model, dtype: str = "float32") -> Model:
 def tune_pack(
     pack: Pack,
     model: Model,
-    data: Texts,
-    valid: Texts,
+    data: CompressedTexts,
+    valid: CompressedTexts,
     settings: TrainSettings,
     run: Path,
     *,
@@ -130,7 +130,7 @@ def tune_pack(
     return TuningResult(TunedRows(read, output, name, codec), outcome, before, after)
 
 
-def _check_windows_fit(model: Model, data: Texts, valid: Texts) -> None:
+def _check_windows_fit(model: Model, data: CompressedTexts, valid: CompressedTexts) -> None:
     """Raises `TrainingError` for a window that is longer than the model's context."""
     context = model.args.config.get("max_position_embeddings")
     longest = max(sample.base_ids for sample in (*data.samples, *valid.samples))
@@ -161,7 +161,9 @@ def _bits_before_training(trainer: Trainer, first: Any, run: Path) -> float:
     return found["val_bits_per_byte"]
 
 
-def _make_run_record(pack: Pack, name: str, data: Texts, valid: Texts, settings: TrainSettings) -> dict[str, Any]:
+def _make_run_record(
+    pack: Pack, name: str, data: CompressedTexts, valid: CompressedTexts, settings: TrainSettings
+) -> dict[str, Any]:
     """Returns the record by which `open_run_folder` knows the run again: model, settings, pack and texts."""
     fixed = settings.values_to_record()
     return {

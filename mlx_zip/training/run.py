@@ -24,7 +24,7 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.checkpoints import hash_trained_weights, list_checkpoints, load_trained_weights
-from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run_data import (
     JoinedFolders,
     SampleSubset,
@@ -247,7 +247,7 @@ def _replace_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
     return {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": iters}}}
 
 
-def _check_same_tokenizer(part: Shards, tokenizer: Any, folder: str | Path) -> None:
+def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Path) -> None:
     """Raises `DataError` if the data say that they were prepared with another tokenizer. folder: for the message."""
     made_with = (part.index.get("tokenizer") or {}).get("fingerprint")
     if made_with is not None and made_with != tokenizer_fingerprint(tokenizer):
@@ -316,7 +316,7 @@ def _make_run_record(
     }
 
 
-def _make_data_record(part: Shards) -> dict[str, Any]:
+def _make_data_record(part: PreparedShards) -> dict[str, Any]:
     """Returns what a prepared folder holds and was made from, without any paths, so that folders may be moved."""
     settings = part.index.get("settings") or {}
     try:

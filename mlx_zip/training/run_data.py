@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.hub import is_hub_id
-from mlx_zip.training.prepare.prepared_folder import STATE
-from mlx_zip.training.prepare.shards import Sample, Shards, grows, is_prepared
+from mlx_zip.training.prepare.prepared_folder import SETTINGS_FILE
+from mlx_zip.training.prepare.shards import PreparedShards, Sample, can_have_entries, is_prepared
 from mlx_zip.training.settings import RunOptions
 
 _SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
@@ -28,7 +28,7 @@ def check_prepared(options: RunOptions) -> None:
     for folder in (*options.data, *options.valid):
         if is_prepared(folder):
             continue
-        if (folder / STATE).is_file():
+        if (folder / SETTINGS_FILE).is_file():
             raise DataError(f"{folder} is not finished: run the same `mlx_zip prepare` again, which goes on with it")
         if not folder.exists() and not is_hub_id(str(folder)):
             flag = "--data" if folder in options.data else "--valid"
@@ -81,8 +81,8 @@ class JoinedFolders:
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
-        self.parts = [Shards(folder) for folder in folders]
-        first = next((part for part in self.parts if grows(part.params)), self.parts[0])
+        self.parts = [PreparedShards(folder) for folder in folders]
+        first = next((part for part in self.parts if can_have_entries(part.params)), self.parts[0])
         self.params = first.params
         as_plain = replace(self.params, codebook_size=0, merge_size=1, start=None)
         for part in self.parts:

@@ -16,7 +16,7 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.layout import is_zip
 from mlx_zip.progress import clock, counted
 from mlx_zip.training.checkpoints import Progress
-from mlx_zip.training.prepare.shards import Sample, grows
+from mlx_zip.training.prepare.shards import Sample, can_have_entries
 from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import ADAPTER, RunOptions
 from mlx_zip.training.steps.batches import make_batch
@@ -142,7 +142,7 @@ def measure_base_bits(trainer: Trainer) -> float:
 
 def expand_sample(sample: Sample, params: CodecParams) -> Sample:
     """Returns a sample with its ids expanded to base ids; a base id counts if the id that it comes from counts."""
-    if not grows(params):
+    if not can_have_entries(params):
         return sample
     book = Codebook(sample.params(params))
     book.push(sample.ids)

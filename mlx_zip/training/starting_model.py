@@ -35,7 +35,7 @@ from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.loading import load_failures, read_config, rope_settings
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
-from mlx_zip.training.prepare.shards import grows
+from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.steps.forward_pass import call_with_recompute
 
@@ -69,14 +69,14 @@ def make_starting_model(
         return (
             _build_random_model(wanted) if folder is None else _load_with_longer_entries(folder, config, wanted)
         ), wanted
-    if grows(params):
+    if can_have_entries(params):
         config = _set_canonical(make_zip_config(config, params, encoder), canonical)
     elif canonical:
         raise TrainingError("canonical decoding needs a codebook, and the data were prepared without one")
     if folder is None:
         model = _build_random_model(config)
     else:
-        model = _load_weights(folder, config, strict=not grows(params))
+        model = _load_weights(folder, config, strict=not can_have_entries(params))
     if isinstance(model, Model):
         if folder is not None:
             _check_decoder_tensors(folder, model)

@@ -16,7 +16,7 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.pack_tuning import tune_pack
-from mlx_zip.training.prepare.text_windows import Texts
+from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackTrainee, Trainee
@@ -42,7 +42,9 @@ def sentence(length, seed):
 
 
 def texts(params=CODEC, samples=24, seed=0):
-    return Texts(params, [make_sample(params, sentence(20 + i % 9, 1000 * seed + i)) for i in range(samples)], "texts")
+    return CompressedTexts(
+        params, [make_sample(params, sentence(20 + i % 9, 1000 * seed + i)) for i in range(samples)], "texts"
+    )
 
 
 def model_of(family="llama", **changes):

@@ -20,7 +20,7 @@ from mlx_zip.errors import ConfigError, DataError, TrainingError
 from mlx_zip.files import sole_user
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.training.checkpoints import list_checkpoints
-from mlx_zip.training.prepare.shards import Shards, ShardWriter, codec_record, write_index
+from mlx_zip.training.prepare.shards import PreparedShards, ShardWriter, make_codec_record, write_index
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import METRICS_FILE
 from mlx_zip.training.trainer import Trainer
@@ -122,23 +122,23 @@ def rewritten(folder: Path, change: Callable[[bytes], bytes], part: str = "ids")
 def test_an_array_of_another_shape_is_named(part, copied):
     harmed(copied / "data", part, lambda array: array[:, None])
     with pytest.raises(DataError, match=rf"shard-00000\.{part}\.npy holds 2 dimensions.*delete the folder"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_a_damaged_header_and_an_archive_are_named(copied):
     rewritten(copied / "data", lambda data: data.replace(b", }", b",  "))
     with pytest.raises(DataError, match=r"ids\.npy cannot be read"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
     with open(copied / "data" / "shard-00000.ids.npy", "wb") as file:
         np.savez(file, ids=np.zeros(3, np.uint32))
     with pytest.raises(DataError, match=r"ids\.npy holds an archive"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_ends_that_begin_below_zero_do_not_fit(copied):
     harmed(copied / "data", "ends", lambda ends: np.concatenate([[-5], ends[1:]]))
     with pytest.raises(DataError, match="do not fit together"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_an_index_with_counts_that_cannot_be_is_named(key, value, copied):
     (index["shards"][0] if key == "samples" else index)[key] = value
     path.write_text(json.dumps(index))
     with pytest.raises(DataError, match=rf"index\.json: .*{key}.*delete the folder"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_an_index_without_its_shards_is_named_in_plain_words(copied):
     path = copied / "data" / "index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shards": None}))
     with pytest.raises(DataError, match=r"index\.json: 'NoneType' object is not iterable; delete the folder"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_an_index_nested_too_deeply_and_one_of_odd_settings_are_named(copied):
@@ -203,10 +203,10 @@ def test_a_starting_entry_that_is_not_in_the_pool_is_named(row, tmp_path):
     sample = make_sample(params, text_ids(30, 0), start=(pool[0], pool[1]))
     writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes, np.array([0, row], np.int32))
     write_entries(tmp_path / "pool.npy", pool, 3, 2)
-    index = {"codec": codec_record(params), "context": 64, "shards": [writer.close()], "pool": "pool.npy"}
+    index = {"codec": make_codec_record(params), "context": 64, "shards": [writer.close()], "pool": "pool.npy"}
     write_index(tmp_path, index)
     with pytest.raises(DataError, match="sample 0 starts with an entry that is not in the pool"):
-        Shards(tmp_path)[0]
+        PreparedShards(tmp_path)[0]
 
 
 # ---- models

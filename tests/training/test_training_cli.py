@@ -20,7 +20,7 @@ from mlx_zip.cli.training import ENCODER_FLAGS
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run import train
 from mlx_zip.training.run_data import JoinedFolders
 from mlx_zip.training.run_metrics import MetricsLog, plot_curves, read_metrics
@@ -219,6 +219,6 @@ def test_a_run_without_lines_has_nothing_to_draw(tmp_path):
 
 
 def test_an_empty_shard_can_be_read(tmp_path):
-    empty = Shards(write_shards(tmp_path / "empty", samples=0))
+    empty = PreparedShards(write_shards(tmp_path / "empty", samples=0))
     assert len(empty) == 0
     assert isinstance(empty.params, CodecParams)

@@ -11,7 +11,7 @@ import pytest
 from mlx_zip import ConfigError, load
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.prepare.shards import Shards, codec_record
+from mlx_zip.training.prepare.shards import PreparedShards, make_codec_record
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.starting_model import make_starting_model
@@ -137,11 +137,11 @@ def test_a_run_that_would_train_nothing_is_refused(tmp_path):
 def test_samples_are_read_with_the_codebook_they_were_prepared_with_and_not_with_the_models(tmp_path):
     start = ((5, 6), (6, 7, 8))
     params = replace(CODEC, start=start)
-    write_shards(tmp_path / "data", params, codec={**codec_record(params), "start": start})
+    write_shards(tmp_path / "data", params, codec={**make_codec_record(params), "start": start})
     run = options(tmp_path / "run")
     train(run, settings(iters=1), quiet=True)
     assert saved_config(run.out / "model")["zip2zip"]["start"] == [list(entry) for entry in start]
-    empty = Shards(write_shards(tmp_path / "empty", samples=4))  # its first slot holds another entry
+    empty = PreparedShards(write_shards(tmp_path / "empty", samples=4))  # its first slot holds another entry
     further = options(tmp_path / "further", model=str(run.out / "model"), data=[empty.folder])
     train(further, settings(iters=1), quiet=True)
     trainee = Trainee(load(run.out / "model")[0], LossWeights())

@@ -263,7 +263,7 @@ class Laboratory:
         """
         from mlx_zip.text.sources import Source
         from mlx_zip.training.prepare.plan import PrepareOptions
-        from mlx_zip.training.prepare.preparation import prepare
+        from mlx_zip.training.prepare.preparation import prepare_data
 
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
@@ -277,7 +277,7 @@ class Laboratory:
             fill_windows=True,
             limit=read if args.limit is None else min(args.limit, read),
         )
-        index = prepare(options, progress=True)
+        index = prepare_data(options, progress=True)
         windows = index["totals"]["samples"]
         if windows % args.batch_size or read % windows:
             shutil.rmtree(out)

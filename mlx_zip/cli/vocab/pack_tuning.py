@@ -170,10 +170,10 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
     from mlx_zip.text.sources import Source
-    from mlx_zip.training.prepare.text_windows import compress_windows, cut_pieces, read_pieces
+    from mlx_zip.training.prepare.text_windows import compress_windows, cut_records, encode_sources
 
     def windows(some: Any, most_ids: int) -> list[Any]:
-        return cut_pieces(list(read_pieces(some, tokenizer, most_ids, report)), tokenizer, plan.context)
+        return cut_records(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, plan.context)
 
     report = lambda line: print(line, file=sys.stderr)
     own, data = sources(args), windows(sources(args), args.most_ids)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.sampling.canonical import excluded_after
-from mlx_zip.training.prepare.shards import Sample, grows
+from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 _SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 _PER_OCTAVE = 8  # close sizes per doubling: at most 12.5 % padding
@@ -135,11 +135,11 @@ def make_batch(
         longest=longest,
         padding=padding,
     )
-    if grows(params):
+    if can_have_entries(params):
         batch = _add_entries(batch, books, params, length)
     if base_positions:
         arrays["index"] = _pad_rows([book.index for book in books], length)
-    if canonical and availability == "causal" and grows(params):
+    if canonical and availability == "causal" and can_have_entries(params):
         arrays |= _make_excluded_pairs(books, length, padding)
     return batch
 
