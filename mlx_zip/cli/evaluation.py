@@ -157,13 +157,13 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
     from mlx_zip.evaluation import evaluation_report
-    from mlx_zip.evaluation.evaluate import Evaluation, evaluate
+    from mlx_zip.evaluation.evaluate import EvaluationOptions, evaluate
     from mlx_zip.files import write_json
 
     given, args.tasks = args.tasks, [name for part in args.tasks for name in part.split(",") if name]
     if given and not args.tasks:
         raise DataError("--tasks names no task; lm-eval ls tasks lists them")
-    what = Evaluation(**{field.name: getattr(args, field.name) for field in fields(Evaluation)})
+    what = EvaluationOptions(**{field.name: getattr(args, field.name) for field in fields(EvaluationOptions)})
     out = None if args.out is None else writable("--out", args.out, read=[*args.data, args.prompts])
     engine_choice.check_flags(args)
     engine_choice.choose(args, *args.model)
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
             announce=lambda line: print(line, file=sys.stderr),
             runner=_runner(args.engine) if engine_choice.is_torch(args) else None,
         )
-    print(evaluation_report.table(record))
+    print(evaluation_report.format_table(record))
     if out is not None:  # last: the table has been printed if this fails
         write_json(out, record)
     return 0
@@ -188,8 +188,8 @@ def _runner(engine: str) -> Any:
     """Returns what runs the models on PyTorch. engine: torch or cuda. Raises what `engines.torch_module` raises."""
     from functools import partial
 
-    from mlx_zip.evaluation.evaluate import Runner
+    from mlx_zip.evaluation.evaluate import ModelRunner
 
     module = engine_choice.torch_module("evaluated", engine)
     device = engine_choice.torch_module("engine", engine).chosen_device(needs_card=engine == engine_choice.CUDA)
-    return Runner(engine, str(device), partial(module.load_evaluated, device=device))
+    return ModelRunner(engine, str(device), partial(module.load_evaluated, device=device))
