@@ -58,7 +58,7 @@ def test_every_flag_and_every_default_of_mlx_lm_is_known_here():
     ours = {flag for action in command_parser("train", "train")._actions for flag in action.option_strings}
     theirs = {flag for action in lora.build_parser()._actions for flag in action.option_strings}
     assert theirs <= ours
-    known = {*command._SETTINGS, *command._KINDS, *command._FOLDERS, *command.NAMES, "config"}
+    known = {*command._SETTINGS, *command._KINDS, *command._FOLDERS, *command.MLX_LM_NAMES, "config"}
     assert lora.CONFIG_DEFAULTS.keys() <= known
 
 
