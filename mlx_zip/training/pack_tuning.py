@@ -35,7 +35,7 @@ from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples
 
 @dataclass(frozen=True)
 class TuningResult:
-    """The result of `tune`.
+    """The result of `tune_pack`.
 
     rows: the tuned rows, None if a signal ended the run early. before, after: held-out bits per byte before the first
     and after the last step; `after` is None if `rows` is.
@@ -139,7 +139,7 @@ def _check_windows_fit(model: Model, data: CompressedTexts, valid: CompressedTex
 
 
 def _starting_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
-    """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune`."""
+    """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune_pack`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
     return encode_pack_rows(model, pack.entries, params)

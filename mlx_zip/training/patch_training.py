@@ -1,8 +1,8 @@
 """Trains and measures models that read patches, and plain models to compare with, from random weights.
 
 A run's steps depend only on its seed, settings and data. On the CPU, a resumed run gives the numbers of an
-uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`. `fit` makes
-a patch model from texts: tokenizer, patch table, training, model folder.
+uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`.
+`fit_patch_model` makes a patch model from texts: tokenizer, patch table, training, model folder.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def sum_nats(model: PatchModel | PlainModel, corpus: PatchCorpus, ids: Uint32s) 
 
 
 def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
-    """Returns `nats` of a patch model.
+    """Returns `sum_nats` of a patch model.
 
     Equal patches are encoded once, the decoder runs up to the longest patch, and the head skips padding.
     """
@@ -346,8 +346,8 @@ def fit_patch_model(
 
     texts: the documents. out: the run's folder; a run found there is continued from its last checkpoint. The first
     Ctrl-C or SIGTERM ends training after the current step, saves it and raises `TrainingStopped`. Raises `DataError`,
-    `ConfigError`, and `TrainingError` as `hbpe.train` does, if the folder holds something else, or if another process
-    trains there.
+    `ConfigError`, and `TrainingError` as `train_patch_model` does, if the folder holds something else, or if another
+    process trains there.
     """
     text = _make_patch_text(texts, options)
     ids = cut_windows([text.ids(one) for one in texts], text.end, options.context)

@@ -71,7 +71,7 @@ def save_model_folder(
 
     config: config.json of the model that training began with; hyper-encoders that were quantized then are quantized
     again as they were. record: what it was trained from, which config.json keeps. origin: folder of the model or
-    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse`.
+    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse_lora`.
     pack_rows: as in `save_adapter_folder`. Raises `TrainingError` when the folder cannot be written.
     """
     fuse_lora(model, adapted_bits)

@@ -117,10 +117,10 @@ def test_a_run_that_was_stopped_goes_on_and_ends_as_one_that_was_not(capsys, tex
             raise KeyboardInterrupt
         return train_patch_model(*args, **kwargs)
 
-    monkeypatch.setattr(bench, "train", stopped)
+    monkeypatch.setattr(bench, "train_patch_model", stopped)
     with pytest.raises(KeyboardInterrupt):
         main(["hbpe_model", *map(str, [*flags, "--out", tmp_path / "stopped"])])
-    monkeypatch.setattr(bench, "train", train_patch_model)
+    monkeypatch.setattr(bench, "train_patch_model", train_patch_model)
     resumed = lines_of(capsys, *flags, "--out", tmp_path / "stopped")
     for scores in (tmp_path / "stopped").rglob("scores-*.json"):
         scores.rename(scores.with_name(scores.name.replace("scores", "told")))  # as older versions named them

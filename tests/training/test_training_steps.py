@@ -41,7 +41,7 @@ def stepper(folder: Path, encoder: EncoderOptions = ENCODER, **changes: Any) -> 
     mx.random.seed(0)
     options(folder / "run")
     model, _ = make_starting_model(folder / "plain", None, CODEC, encoder)
-    run_module.freeze(model, chosen)
+    run_module.freeze_and_add_lora(model, chosen)
     trainee = Trainee(model, LossWeights(chosen.reconstruction, chosen.token_type))
     if chosen.grad_checkpoint:
         run_module.recompute_activations(model.layers)
