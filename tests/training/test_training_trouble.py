@@ -170,7 +170,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_batch(tmp_path, mo
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_batches", poisoned)
+        patch.setattr(Trainer, "_make_step_batches", poisoned)
         with pytest.raises(TrainingError, match=r"step 5: .* samples \[\d+, \d+, \d+, \d+\] of .*data"):
             train(run, settings(), quiet=True)
     assert [step for step, _ in list_checkpoints(run.out)] == [2, 4]
