@@ -282,7 +282,6 @@ def _measure_model(
     progress: bool,
     runner: ModelRunner,
 ) -> dict[str, Any]:
-    """Loads a model, measures all that was asked for, and returns its part of the record."""
     model, tokenizer = _load_model(inputs.folders[name], options, inputs.pack, codebook_size, row_store, runner)
     if inputs.pack is not None and is_zip(model):
         chosen_packs.check(inputs.pack, model, tokenizer)
@@ -370,7 +369,6 @@ def _record_tasks(model: Any, tokenizer: Any, options: EvaluationOptions, inputs
 
 
 def _check_codebook_size(size: int | None) -> None:
-    """Raises `DataError` for a --codebook-size that no model can have; None: each model's own."""
     if size is not None and not 0 <= size <= _LARGEST_CODEBOOK:
         raise DataError(f"--codebook-size must be from 0 to {_LARGEST_CODEBOOK}, got {size}")
 

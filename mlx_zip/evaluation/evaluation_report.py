@@ -165,7 +165,6 @@ def _explain_rows(models: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _list_limits(record: Mapping[str, Any]) -> list[str]:
-    """Returns the lines below the table that say what limits its figures, or how they were measured."""
     notes, texts = [], [model["text"] for model in record["models"] if model.get("text")]
     if any(text["availability"] == "legacy" for text in texts):
         notes.append(

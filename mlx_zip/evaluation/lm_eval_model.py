@@ -215,7 +215,6 @@ class ZipLM(TemplateLM):
         return self._keep_last_ids(self.tok_encode(context) or [self.prefix_token_id], room)
 
     def _generate_batch(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
-        """Returns the text generated after each prompt, in one batch. options: those of `stream_generate`."""
         options = {**options, "seed": seed, "pack": self.pack if is_zip(self.model) else None}
         texts = [""] * len(prompts)
         for row, response in stream_responses(self.model, self.tokenizer, prompts, **options):

@@ -194,7 +194,6 @@ def stream_responses(
 
 
 def _copy_codebook(cache: Sequence[Any]) -> Codebook:
-    """Returns a copy of the codebook in a zip2zip model's cache."""
     state = find_state(cache)
     assert state is not None
     return state.books[0].copy()

@@ -131,7 +131,6 @@ def tune_pack(
 
 
 def _check_windows_fit(model: Model, data: CompressedTexts, valid: CompressedTexts) -> None:
-    """Raises `TrainingError` for a window that is longer than the model's context."""
     context = model.args.config.get("max_position_embeddings")
     longest = max(sample.base_ids for sample in (*data.samples, *valid.samples))
     if isinstance(context, int) and longest > context:
@@ -164,7 +163,6 @@ def _bits_before_training(trainer: Trainer, first: Any, run: Path) -> float:
 def _make_run_record(
     pack: Pack, name: str, data: CompressedTexts, valid: CompressedTexts, settings: TrainSettings
 ) -> dict[str, Any]:
-    """Returns the record by which `open_run_folder` knows the run again: model, settings, pack and texts."""
     fixed = settings.values_to_record()
     return {
         "fixed": {"model": name, "settings": fixed},

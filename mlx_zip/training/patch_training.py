@@ -214,7 +214,7 @@ def train_patch_model(
 
 
 class _PatchTrainer:
-    """Trains a patch model or a plain one as a `Job`: in one process, without validation during the run."""
+    """Trains a patch model or a plain one as a `TrainingJob`: in one process, without validation during the run."""
 
     def __init__(self, model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings, run: Path) -> None:
         self.model, self.corpus, self.settings, self.run = model, corpus, settings, run
@@ -244,7 +244,7 @@ class _PatchTrainer:
         ]
 
     def step(self, stop: bool) -> bool:
-        """Trains one step on the next windows and returns `stop`; see `Job`."""
+        """Trains one step on the next windows and returns `stop`; see `TrainingJob`."""
         began, ids = time.perf_counter(), next(self._batches)
         loss, gradients = self._value_and_grad(ids)
         gradients, norm = clip_gradients(gradients, self.settings.max_grad_norm)
@@ -261,7 +261,7 @@ class _PatchTrainer:
         return stop
 
     def report(self) -> str:
-        """Logs the loss of the last step and returns its figures in words; see `Job`."""
+        """Logs the loss of the last step and returns its figures in words; see `TrainingJob`."""
         loss, ids, seconds = self._last_step
         bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
         rate = last_learning_rate(self.optimizer)
@@ -269,17 +269,16 @@ class _PatchTrainer:
         return f"loss {loss:.3f}, {bits:.3f} bits per byte, {ids.size / max(seconds, 1e-9):,.0f} ids/s"
 
     def validate(self) -> None:
-        """Does nothing: there is no validation during the run; see `Job`."""
+        """Does nothing: there is no validation during the run; see `TrainingJob`."""
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it exists; see `Job`."""
+        """Writes the checkpoint of this step, unless it exists; see `TrainingJob`."""
         found = list_checkpoints(self.run)
         if self.progress.step and (not found or found[-1][0] != self.progress.step):
             save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
 
 def _add_step(done: Progress, corpus: PatchCorpus, ids: Uint32s, seconds: float) -> Progress:
-    """Returns `done` plus one step that read the windows `ids` in `seconds`."""
     return replace(
         done,
         step=done.step + 1,
@@ -305,7 +304,6 @@ def _iterate_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) ->
 
 
 def _fingerprint_run(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> str:
-    """Returns a hex digest of what decides the run's numbers: the model's config, the data and the settings."""
     left_out = {"steps_per_report", "save_every", "keep", *ADDED_LATER}
     chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in left_out)
     facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()

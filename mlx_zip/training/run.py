@@ -69,7 +69,6 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
 
 @contextmanager
 def _lock_run_folder(group: mx.distributed.Group, out: Path) -> Iterator[None]:
-    """Keeps other processes from training in the folder. Raises `TrainingError` if one does already."""
     with sole_user(out) if group.rank() == 0 else nullcontext(True) as alone:
         together(group, lambda: _raise_if_locked(out, alone))
         yield
@@ -248,7 +247,6 @@ def _replace_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
 
 
 def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Path) -> None:
-    """Raises `DataError` if the data say that they were prepared with another tokenizer. folder: for the message."""
     made_with = (part.index.get("tokenizer") or {}).get("fingerprint")
     if made_with is not None and made_with != tokenizer_fingerprint(tokenizer):
         raise DataError(f"{part.folder} was prepared with another tokenizer than the one in {folder}; prepare it again")
@@ -257,7 +255,6 @@ def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Pa
 def _save_result(
     options: RunOptions, settings: TrainSettings, start: _RunInputs, outcome: Outcome, trainee: Trainee
 ) -> None:
-    """Writes what a finished run leaves: the model's folder or the adapter's."""
     rows: dict[str, mx.array] = {}
     if isinstance(trainee, PackAndModelTrainee):
         rows = trainee.trained_pack_rows(start.data.params.start or (), start.data.params)

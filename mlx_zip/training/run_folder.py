@@ -61,7 +61,6 @@ def _has_no_saved_step(out: Path, hint: str = "") -> bool:
 
 
 def _list_names(out: Path) -> set[str]:
-    """Returns the names in a folder, without hidden ones; none for what is not a folder."""
     return {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
 
 

@@ -110,7 +110,6 @@ def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) 
 
 
 def _next_commands(options: RunOptions, done: Progress) -> list[str]:
-    """Returns the commands that use what the run has written."""
     if options.save == ADAPTER:
         folder = shlex.quote(str(options.out / ADAPTER))
         return [f"next: mlx_zip convert --hf-path {folder} --mlx-path FOLDER puts it together with its base"]

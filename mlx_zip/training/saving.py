@@ -159,7 +159,6 @@ def _requantize(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
 
 
 def _requantize_encoders(model: nn.Module, config: Config) -> None:
-    """Quantizes the hyper-encoders' layers that config.json says were quantized, in place and as they were."""
     before = config.get("quantization") or {}
 
     def chosen(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -246,7 +245,6 @@ def save_adapter_folder(
 
 
 def _make_zip_config(model: Model, base: str) -> dict[str, Any]:
-    """Returns zip2zip_config.json for the trained model. base: as in `save_adapter_folder`."""
     found = replace(model.config, format_version=1, base_model=base).to_dict()
     del found["pad_token_id"]  # the package takes it from the tokenizer, and refuses keys it does not know
     return found

@@ -187,7 +187,6 @@ class TrainSettings:
             object.__setattr__(self, name, math.inf if value > sys.float_info.max else float(value))
 
     def _check_range(self, one: Field[Any]) -> None:
-        """Raises `TrainingError` unless a setting is one of its choices, or within its bounds."""
         value, choices, least = getattr(self, one.name), one.metadata["choices"], one.metadata["least"]
         if choices is not None and value not in choices:
             raise TrainingError(f"{one.name} {value!r} is not one of {', '.join(choices)}")

@@ -109,7 +109,6 @@ def make_zip_config(base: Mapping[str, Any], params: CodecParams, encoder: Encod
 
 
 def _set_canonical(config: dict[str, Any], canonical: bool | None) -> dict[str, Any]:
-    """Returns a zip2zip model's config.json with canonical decoding on or off; None leaves it as it is."""
     return config if canonical is None else {**config, "zip2zip": {**config["zip2zip"], "canonical": canonical}}
 
 
@@ -163,7 +162,6 @@ def _load_with_longer_entries(folder: Path, config: dict[str, Any], wanted: dict
 
 
 def _build_random_model(config: dict[str, Any]) -> nn.Module:
-    """Returns a model with random weights. Raises `ConfigError`."""
     try:
         model_class, arguments = _get_classes(config)
         return model_class(arguments.from_dict(config))
@@ -295,7 +293,6 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
 
 
 def _recomputing_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a block's `__call__` that recomputes its activations. call: the original one."""
 
     def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         return call_with_recompute(block, lambda x: call(block, x, *args, **kwargs), x)

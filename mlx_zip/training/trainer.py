@@ -138,7 +138,7 @@ class Trainer:
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 
     def step(self, stop: bool) -> bool:
-        """Trains one step on the next batches; see `Job`."""
+        """Trains one step on the next batches; see `TrainingJob`."""
         began = time.perf_counter()  # waiting for data is part of the step
         batches = self._upcoming.result()
         self._upcoming = self._pool.submit(self._make_step_batches, self.progress.step + 1)
@@ -164,11 +164,10 @@ class Trainer:
         return sums["stop"] > 0
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it exists; see `Job`."""
+        """Writes the checkpoint of this step, unless it exists; see `TrainingJob`."""
         together(self.group, self._write_checkpoint)
 
     def _write_checkpoint(self) -> None:
-        """Writes the checkpoint of this step on the first machine, unless it exists."""
         if self.group.rank() > 0:
             return
         found = list_checkpoints(self.run)
@@ -232,11 +231,10 @@ class Trainer:
             MetricsLog(self.run, self.progress.step).add(**line)
 
     def _open_log(self) -> MetricsLog | None:
-        """Opens the run's log; None on any machine but the first."""
         return MetricsLog(self.run, self.progress.step) if self.group.rank() == 0 else None
 
     def report(self) -> str:
-        """Logs the steps since the last report and returns their figures in words; see `Job`."""
+        """Logs the steps since the last report and returns their figures in words; see `TrainingJob`."""
         line = self._report_sums.make_line(self.progress)
         line |= {"learning_rate": last_learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
@@ -248,12 +246,11 @@ class Trainer:
         return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
     def _log_line(self, line: dict[str, Any]) -> None:
-        """Adds a line to the log, on the first machine, and passes it to `observe`."""
         together(self.group, lambda: None if self._log is None else self._log.add(**line))
         self.observe(line)
 
     def validate(self) -> str | None:
-        """Logs the loss on the validation samples and returns it in words; see `Job`."""
+        """Logs the loss on the validation samples and returns it in words; see `TrainingJob`."""
         if self.valid is None:
             return None
         line = {"step": self.progress.step, **self.measure_validation()}

@@ -121,7 +121,6 @@ def _run_side_by_side(runs: Mapping[str, Words], out: Path, leg: Leg, say: Calla
 
 
 def _wait_for_all(running: Sequence[tuple[str, subprocess.Popen[bytes]]], out: Path) -> None:
-    """Waits for all runs; ends them when this process is interrupted. Raises `TrainingError` if one failed."""
     try:
         failed = [name for name, made in running if made.wait()]
     except BaseException:

@@ -143,7 +143,6 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> int:
 
 
 def _make_turn(story: str, turn: int, lexicon: Lexicon, rng: random.Random) -> list[dict[str, str]]:
-    """Returns the two messages of a turn: a request, and the story that answers it. turn: its number from 0 on."""
     request = make_request(story, lexicon, rng, again=turn > 0)
     return [{"role": "user", "content": request}, {"role": "assistant", "content": story}]
 

@@ -138,5 +138,4 @@ def split_tinystories(text: str) -> list[str]:
 
 
 def _strip_and_drop_empty(pieces: list[str]) -> list[str]:
-    """Returns the pieces without the newlines around them; pieces of white space are left out."""
     return [story for piece in pieces if (story := piece.strip("\n")).strip()]

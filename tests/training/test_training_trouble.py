@@ -161,7 +161,7 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_batch(tmp_path, monkeypatch):
     run = options(tmp_path / "run")
-    batches = Trainer._batches
+    batches = Trainer._make_step_batches
 
     def poisoned(self: Trainer, step: int) -> Any:
         made = batches(self, step)

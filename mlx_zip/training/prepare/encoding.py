@@ -164,7 +164,6 @@ class RecordEncoder:
 
     @cached_property
     def _eos_ids(self) -> list[int]:
-        """The id that ends a text, as a list; empty if the tokenizer has none."""
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
     # ---- bytes
@@ -250,7 +249,6 @@ def cut_windows(
 
 
 def _join_records(run: Sequence[EncodedRecord]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]:
-    """Returns `ids`, `counted` and `n_bytes` of records, each joined into one array."""
     return (
         np.concatenate([record.ids for record in run]),
         np.concatenate([record.counted for record in run]),
@@ -261,7 +259,7 @@ def _join_records(run: Sequence[EncodedRecord]) -> tuple[Uint32s, NDArray[np.boo
 def _cut_sequence(
     ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int, lead: tuple[int, ...]
 ) -> Iterator[Window]:
-    """Yields the windows of one sequence; the arrays are those of a `EncodedRecord`."""
+    """Yields the windows of one sequence; the arrays are those of an `EncodedRecord`."""
     front, room = np.array(lead, np.uint32), context - len(lead)
     uncounted = np.zeros(len(lead), np.bool_)
     for begin in range(0, len(ids), room):

@@ -177,7 +177,6 @@ def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
 
 
 def _read_embedding_rows(config: Mapping[str, Any]) -> int | None:
-    """Returns the rows of a model's embedding by its config.json; None without a config. Raises `DataError`."""
     text = config.get("text_config")
     rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
     if config and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
@@ -196,7 +195,6 @@ def _choose_pad_id(tokenizer: Any, needed: bool) -> int | None:
 
 
 def _parse_protected_ids(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
-    """Returns the ids that --protect names: those of digits, or listed ones. Raises `DataError`."""
     found: set[int] = set()
     for what in protect:
         if what == "digits":
@@ -210,7 +208,6 @@ def _parse_protected_ids(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
 
 
 def _read_pack_entries(path: Path, tokenizer: Any) -> tuple[Entry, ...]:
-    """Returns the entries of a pack file. Raises `DataError` if it was made for another tokenizer."""
     pack = load_pack(path)
     pack.check_made_for(tokenizer, str(path))
     return pack.entries
@@ -254,7 +251,6 @@ def _make_settings_record(options: PrepareOptions, plan: PreparationPlan, tokeni
 
 
 def _make_source_record(source: Source) -> dict[str, Any]:
-    """Returns a source's fields, with the SHA-256 of each of its local files."""
     files = [file for name in source.data for file in files_of(name)]
     digests = {name: _hash_file(name) for name in files}
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}

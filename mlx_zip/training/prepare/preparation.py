@@ -213,7 +213,6 @@ class _Preparation:
         return self.folder.close(index)
 
     def _cut_shards(self, kept: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yields the records of the shards to keep, cut to the `kept` first samples of each source."""
         for done, left in zip(self.records, kept, strict=True):
             for record in done:
                 n = min(left, record["samples"])
@@ -222,7 +221,6 @@ class _Preparation:
                     yield self.folder.keep_first_samples(record, n, self.plan.start_draw)
 
     def _make_source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns each source's samples, base ids, and share of all base ids."""
         whole = sum(record["base_ids"] for record in shards)
         found = []
         for s, source in enumerate(self.options.sources):

@@ -190,7 +190,6 @@ def _describe_difference(begun: Any, settings: Mapping[str, Any]) -> str:
 
 
 def _flatten_settings(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for each value of nested settings."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if pairs is None:
         yield key or "settings", value

@@ -133,7 +133,6 @@ class ShardMaker:
         return record
 
     def _encode_records(self, chunk: Chunk, tally: RecordTally) -> list[EncodedRecord]:
-        """Returns the encoded records of a chunk, and counts all of them in `tally`."""
         parsed = [parse(item, self.plan.columns[chunk.source]) for item in chunk.items]
         results = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
         found = [next(results) if isinstance(record, Record) else record for record in parsed]

@@ -221,7 +221,6 @@ def is_prepared(folder: Path) -> bool:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Returns the content of a folder's index.json. Raises `DataError`."""
     path = folder / INDEX_FILE
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -254,7 +253,6 @@ def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
 
 
 def _read_pool(folder: Path, name: str, width: int) -> list[tuple[int, ...]]:
-    """Returns the entries of the pool file `name`. width: the codec's merge size. Raises `DataError`."""
     rows = read_array(folder / name, np.uint32, ndim=2)
     lengths = read_array((folder / name).with_suffix(".lengths.npy"), np.int64)
     if rows.shape != (len(lengths), width) or np.any((lengths < 2) | (lengths > width)):

@@ -169,7 +169,6 @@ def _replay_samples(
 
 
 def _add_entries(batch: Batch, books: list[_ReplayedSample], params: CodecParams, length: int) -> Batch:
-    """Returns the batch with its distinct entries, and which of them each slot and each input holds."""
     entries, lengths, held = _find_distinct_entries([book.entries for book in books])
     padding, most = batch.padding, max(map(len, held))
     more = padding.pad_entries(len(entries)) - len(entries)  # padding entries have one base id, so that means exist
@@ -259,7 +258,6 @@ def _index_read_entries(
 
 
 def _pad_rows(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill: int = 0) -> NDArray[Any]:
-    """Returns arrays of different lengths as one [rows, length], padded with `fill`."""
     out = np.full((len(rows), length), fill, dtype)
     for row, values in zip(out, rows, strict=True):
         row[: len(values)] = values
@@ -286,5 +284,4 @@ def order_batches(
 
 
 def _split_into_groups(values: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    """Yields parts of `size` values; the last one may be shorter."""
     return (values[i : i + size] for i in range(0, len(values), size))

@@ -279,7 +279,6 @@ def _places_in_pack(arrays: Mapping[str, NDArray[Any]], pack: int) -> NDArray[np
 
 
 def _append_zero_row(rows: mx.array) -> mx.array:
-    """Returns rows [P, D] and one more row of zeros."""
     return mx.concatenate([rows, mx.zeros((1, rows.shape[1]), rows.dtype)])
 
 
@@ -325,5 +324,4 @@ def separate_pack(
 
 
 def _pad_with_copies(values: NDArray, like: NDArray, size: int) -> NDArray:
-    """Returns the values, padded to `size` with copies of the first value of `like`."""
     return np.concatenate([values, np.repeat(like[:1], size - len(values), axis=0)])

@@ -105,7 +105,6 @@ class Stepper:
         return self.trainee.total_loss(sums), sums
 
     def _to_low_precision(self, value: mx.array) -> mx.array:
-        """Returns floating-point values in the lower precision, others as they are."""
         return value.astype(self._low_precision) if mx.issubdtype(value.dtype, mx.floating) else value
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
@@ -201,12 +200,10 @@ def make_schedule(settings: TrainSettings, peak: float) -> Any:
 
 
 def _is_encoder_weight(path: str, value: Any) -> bool:
-    """Whether a weight of the trainee belongs to a hyper-encoder. path: the weight's name."""
     return path.removeprefix("model.").startswith(SIDES)
 
 
 def _is_pack_row(path: str, value: Any) -> bool:
-    """Whether a weight of the trainee holds a pack's rows. path: the weight's name."""
     return path in ROWS
 
 

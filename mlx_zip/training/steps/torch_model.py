@@ -105,7 +105,6 @@ class TorchModel(nn.Module):
             raise TrainingError(f"--engine torch: the model lacks {', '.join(lacking[:4])}; train with --engine mlx")
 
     def _copy_array(self, name: str, inner: nn.Module, field: str, module: Any, filled: set[str]) -> None:
-        """Puts one array of an MLX module into a PyTorch module as its parameter `field`."""
         path = BODY_PREFIX + name
         is_weight = field == "weight"
         value = self._copier.copy_weight(path, module) if is_weight else self._copier.copy_value(path, module[field])
@@ -198,8 +197,6 @@ class Lora(nn.Module):
 
 
 class _CastOnRead(nn.Module):
-    """Gives a weight in another dtype; its gradient goes to the weight."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
