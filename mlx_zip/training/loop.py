@@ -63,31 +63,25 @@ def run_steps(
     `iters`, saves every `save_every` steps. Memory is wired on a Mac meanwhile, and given back after every step. asked:
     returns the stop signal received, or None. Returns whether a signal ended the run.
     """
-    with wired_memory():
-        return _run_steps(job, settings, bar, asked, until)
-
-
-def _run_steps(
-    job: TrainingJob, settings: TrainSettings, bar: ProgressBar, asked: StopAsked, until: int | None
-) -> bool:
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
-    while job.progress.step < last and not stopping:
-        stopping = job.step(asked() is not None)
-        free_cached_memory()
-        if stopping:
-            job.save()  # before anything is shown: the terminal may be closed
-        bar()
-        step = job.progress.step
-        if step % settings.steps_per_report == 0 or stopping or step == last:
-            bar.report(job.report())
-        if step % settings.steps_per_eval == 0 or step == settings.iters:
-            found = job.validate()
-            if found is not None:
-                bar.say(f"step {step:,}: {found}")
-        if step % settings.save_every == 0:
-            job.save()
-    job.save()
-    return stopping
+    with wired_memory():
+        while job.progress.step < last and not stopping:
+            stopping = job.step(asked() is not None)
+            free_cached_memory()
+            if stopping:
+                job.save()  # before anything is shown: the terminal may be closed
+            bar()
+            step = job.progress.step
+            if step % settings.steps_per_report == 0 or stopping or step == last:
+                bar.report(job.report())
+            if step % settings.steps_per_eval == 0 or step == settings.iters:
+                found = job.validate()
+                if found is not None:
+                    bar.say(f"step {step:,}: {found}")
+            if step % settings.save_every == 0:
+                job.save()
+        job.save()
+        return stopping
 
 
 class TrainingStopped(KeyboardInterrupt):
