@@ -15,7 +15,6 @@ import numpy as np
 import mlx_zip
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
-from mlx_zip.files import sole_user
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.folders import plain_codec
 from mlx_zip.models.loading import load, model_folder, read_config
@@ -24,7 +23,7 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.progress import counted
 from mlx_zip.training.prepare.text_windows import CompressedTexts
-from mlx_zip.training.run_folder import open_run_folder
+from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.run_summary import header_lines
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
@@ -111,9 +110,7 @@ def tune_pack(
     record = _make_run_record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     open_run_folder(run, record, mark, "--run")
-    with sole_user(run) as alone:
-        if not alone:
-            raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
+    with lock_run_folder(run, "--run"):
         trainee = PackTrainee(model, *rows)
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import remove_partials, sole_user
+from mlx_zip.files import remove_partials
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
@@ -36,7 +36,7 @@ from mlx_zip.models.patches.patch_model import (
 from mlx_zip.progress import counted
 from mlx_zip.training.checkpoints import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, run_steps
-from mlx_zip.training.run_folder import open_run_folder
+from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
 from mlx_zip.training.run_metrics import MetricsLog
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
 from mlx_zip.training.steps.stepper import clip_gradients, last_learning_rate, make_optimizer
@@ -357,9 +357,7 @@ def fit_patch_model(
     record = _make_run_record(texts, text, options, settings)
     open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     try:
-        with sole_user(out) as alone:
-            if not alone:
-                raise TrainingError(f"another process trains in {out}; wait for it, or choose another RUN")
+        with lock_run_folder(out, "RUN"):
             remove_partials(out)
             with catch_stop_signals() as asked:
                 done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)

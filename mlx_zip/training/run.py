@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -17,7 +17,7 @@ import mlx.core as mx
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library
-from mlx_zip.files import at_home, sole_user
+from mlx_zip.files import at_home
 from mlx_zip.models.loading import model_folder
 from mlx_zip.models.machines import check_equal, summed, together
 from mlx_zip.models.zip_model import Model
@@ -33,7 +33,14 @@ from mlx_zip.training.run_data import (
     count_held_out,
     split_held_out,
 )
-from mlx_zip.training.run_folder import BegunRun, open_run_folder, read_begun_run, read_json_object, record_more_iters
+from mlx_zip.training.run_folder import (
+    BegunRun,
+    lock_run_folder,
+    open_run_folder,
+    read_begun_run,
+    read_json_object,
+    record_more_iters,
+)
 from mlx_zip.training.run_metrics import ReportServices, check_report_services
 from mlx_zip.training.run_summary import header_lines, measure_base_bits, summary_lines
 from mlx_zip.training.saving import check_adapter_savable, default_save_dtype, save_adapter_folder, save_model_folder
@@ -60,23 +67,12 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     facts = json.dumps([start.fingerprint, start.record["data"]])
     check_equal(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
     assert isinstance(start.data, JoinedFolders)
-    data, valid = split_held_out(
-        start.data, summed(group, start.held_out)[0], settings.seed
-    )  # the first machine's count
-    with _lock_run_folder(group, options.out):
+    held_out = summed(group, start.held_out)[0]  # the first machine's count
+    data, valid = split_held_out(start.data, held_out, settings.seed)
+    lock = lock_run_folder(options.out) if group.rank() == 0 else nullcontext()
+    with ExitStack() as stack:
+        together(group, lambda: stack.enter_context(lock))
         return _train_and_save(group, options, settings, replace(start, data=data, valid=start.valid or valid), quiet)
-
-
-@contextmanager
-def _lock_run_folder(group: mx.distributed.Group, out: Path) -> Iterator[None]:
-    with sole_user(out) if group.rank() == 0 else nullcontext(True) as alone:
-        together(group, lambda: _raise_if_locked(out, alone))
-        yield
-
-
-def _raise_if_locked(out: Path, alone: bool) -> None:
-    if not alone:
-        raise TrainingError(f"another process trains in {out}; wait for it, or choose another --out")
 
 
 def _train_and_save(
@@ -95,7 +91,8 @@ def _train_and_save(
     steps = choose_stepper(options.engine, start.config)
     trainer = Trainer(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
     if not quiet:
-        _print_to_stderr(header_lines(trainer, f"{options.model or options.scratch} ({settings.fine_tune_type})"))
+        what = f"{options.model or options.scratch} ({settings.fine_tune_type})"
+        print(*header_lines(trainer, what), sep="\n", file=sys.stderr)
     if trainer.valid is not None and not trainer.progress.step and options.scratch is None:
         line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
         together(group, lambda: trainer.log_once(line))
@@ -103,7 +100,7 @@ def _train_and_save(
     outcome = trainer.train()
     if outcome.progress.step >= settings.iters and first:
         if unfinished and not quiet:
-            _print_to_stderr(summary_lines(trainer, options))
+            print(*summary_lines(trainer, options), sep="\n", file=sys.stderr)
         _save_result(options, settings, start, outcome, trainee)
     return outcome
 
@@ -136,11 +133,6 @@ def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]
     return partial(TorchStepper, config=config)
 
 
-def _print_to_stderr(lines: list[str]) -> None:
-    for line in lines:
-        print(line, file=sys.stderr)
-
-
 @dataclass(frozen=True)
 class _RunInputs:
     """All that a run begins with, loaded and checked.
@@ -158,7 +150,7 @@ class _RunInputs:
     data: JoinedFolders | SampleSubset
     valid: JoinedFolders | SampleSubset | None
     record: dict[str, Any]
-    fingerprint_run: str
+    fingerprint: str
     run_fingerprint: str
     held_out: int
     dtype: str

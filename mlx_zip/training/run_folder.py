@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,18 @@ def _list_names(out: Path) -> set[str]:
     return {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
 
 
+@contextmanager
+def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
+    """Keeps other processes from training in a run's folder while the block runs. Raises `TrainingError` if one does.
+
+    flag: the flag that names the folder.
+    """
+    with sole_user(out) as alone:
+        if not alone:
+            raise TrainingError(f"another process trains in {out}; wait for it, or choose another {flag}")
+        yield
+
+
 def record_more_iters(out: Path, iters: int) -> None:
     """Records that a finished run continues up to `iters` steps. Raises `TrainingError`."""
     try:
@@ -81,7 +94,7 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
     """
     path, advice = out / RUN_RECORD, f"choose another {flag}"
     if _has_no_saved_step(out, f"; {advice}"):
-        _remove_unstarted_run(out, advice)
+        _remove_unstarted_run(out, flag)
     if path.exists():
         before = read_json_object(path, f"; {advice}")
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
@@ -97,12 +110,10 @@ def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "-
         raise TrainingError(f"cannot write {out}: {reason(error)}") from error
 
 
-def _remove_unstarted_run(out: Path, advice: str) -> None:
+def _remove_unstarted_run(out: Path, flag: str) -> None:
     """Removes the record and the log of a run that has saved no step. Raises `TrainingError` if it runs now."""
     try:
-        with sole_user(out) as alone:
-            if not alone:
-                raise TrainingError(f"another process trains in {out}; wait for it, or {advice}")
+        with lock_run_folder(out, flag):
             (out / METRICS_FILE).unlink(missing_ok=True)
             (out / RUN_RECORD).unlink()
     except OSError as error:
