@@ -91,7 +91,7 @@ def samples(trainee: Trainee) -> list[Any]:
 
 def objective(trainee: Trainee, arrays: dict[str, mx.array]) -> mx.array:
     sums = trainee.losses(arrays)
-    return trainee.total_loss(sums) / sums["count"]
+    return trainee.loss_weights.total_loss(sums) / sums["count"]
 
 
 @pytest.mark.parametrize(("encoder", "tie_encoders", "tie_embeddings", "availability"), slow_but(CASES, CASES[1]))

@@ -43,6 +43,14 @@ class LossWeights:
     token_type: float = 0.0
     reconstruct_entries: int = 256
 
+    def total_loss(self, sums: Mapping[str, Any]) -> Any:
+        """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`.
+
+        sums: MLX arrays or PyTorch tensors, by the names that `Trainee.losses` gives them.
+        """
+        added = [name for name in ("reconstruction", "token_type") if name in sums]
+        return sum((getattr(self, name) * sums[name] for name in added), sums["nats"])
+
 
 class Trainee(nn.Module):
     """The model, and the heads that only training needs.
@@ -104,11 +112,6 @@ class Trainee(nn.Module):
         samples = Samples(arrays["inputs"], none, rows, none[:, None], none, slots, index=index, long=long)
         out = run_forward_pass(model, samples, (row, row))
         return sum_joint_nats(out.base, out.hyper, {**arrays, "available": mx.zeros_like(arrays["targets"])})
-
-    def total_loss(self, sums: dict[str, mx.array]) -> mx.array:
-        """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`."""
-        added = [name for name in ("reconstruction", "token_type") if name in sums]
-        return sum((getattr(self.loss_weights, name) * sums[name] for name in added), sums["nats"])
 
     def _reconstruction_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:
         """Returns the mean cross entropy of entries' base ids, predicted from their input and their output rows."""

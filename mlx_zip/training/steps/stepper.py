@@ -97,12 +97,12 @@ class Stepper:
         """Returns the loss to minimise and all sums, computed in the settings' dtype."""
         if self._low_precision is None:
             sums = self.trainee.losses(arrays, long)
-            return self.trainee.total_loss(sums), sums
+            return self.trainee.loss_weights.total_loss(sums), sums
         original = self.trainee.parameters()  # frozen ones too, else a float32 base would compute in float32
         self.trainee.update(tree_map(self._to_low_precision, original))
         sums = self.trainee.losses(arrays, long)
         self.trainee.update(original)
-        return self.trainee.total_loss(sums), sums
+        return self.trainee.loss_weights.total_loss(sums), sums
 
     def _to_low_precision(self, value: mx.array) -> mx.array:
         return value.astype(self._low_precision) if mx.issubdtype(value.dtype, mx.floating) else value

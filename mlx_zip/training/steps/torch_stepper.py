@@ -95,7 +95,7 @@ class TorchStepper:
         sums: dict[str, float] = {}
         for batch in batches:
             found = compute_losses(self.model, self.weights, self._to_device(batch), batch.longest)
-            self._total_loss(found).backward()
+            self.weights.total_loss(found).backward()
             sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
         norm = self._apply_gradients(sums["count"])
         counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in BATCH_COUNTS}
@@ -114,10 +114,6 @@ class TorchStepper:
         self.model.eval()
         with torch.no_grad():
             return float(compute_plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
-
-    def _total_loss(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        added = [name for name in ("reconstruction", "token_type") if name in sums]
-        return sum((getattr(self.weights, name) * sums[name] for name in added), sums["nats"])
 
     def _apply_gradients(self, count: float) -> float:
         """Applies the gradients, divided by the `count` positions; returns their norm before clipping."""
