@@ -153,12 +153,12 @@ def synthetic_documents(length: int, context: int, merge_size: int) -> Documents
 
 def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -> dict[str, float]:
     """Writes documents as a shard, as `mlx_zip prepare` does, on one core; returns the seconds of each stage."""
-    from mlx_zip.training.prepare.encoding import Piece, compress_window, cut
+    from mlx_zip.training.prepare.encoding import EncodedRecord, compress_window, cut_windows
     from mlx_zip.training.prepare.shards import ShardWriter
 
-    pieces = [Piece(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents.ids]
+    pieces = [EncodedRecord(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents.ids]
     times = [time.perf_counter()]
-    windows = list(cut(pieces, documents.context, True, ()))
+    windows = list(cut_windows(pieces, documents.context, True, ()))
     times.append(time.perf_counter())
     compressed = [compress_window(documents.params, window) for window in windows]
     times.append(time.perf_counter())
@@ -171,19 +171,19 @@ def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -
 
 
 def write_prepared(folder: Path, documents: Documents) -> Path:
-    from mlx_zip.training.prepare.shards import codec_record, write_index
+    from mlx_zip.training.prepare.shards import make_codec_record, write_index
 
     write_shard(folder, documents)
     ends = np.load(folder / "shard-00000.ends.npy")
     shards = [{"name": "shard-00000", "samples": len(ends)}]
-    write_index(folder, {"codec": codec_record(documents.params), "context": documents.context, "shards": shards})
+    write_index(folder, {"codec": make_codec_record(documents.params), "context": documents.context, "shards": shards})
     return folder
 
 
 def read_prepared_samples(data: Path) -> Documents:
-    from mlx_zip.training.prepare.shards import Shards
+    from mlx_zip.training.prepare.shards import PreparedShards
 
-    shards = Shards(data)
+    shards = PreparedShards(data)
     return Documents(
         list(expand_samples(shards, range(len(shards)))), replace(shards.params, start=None), shards.context
     )
@@ -201,8 +201,7 @@ class TrainingBench:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from mlx_zip.models.loading import find_model_folder, read_model_config
-        from mlx_zip.training.prepare.shards import Shards
-        from mlx_zip.training.steps.batches import grows
+        from mlx_zip.training.prepare.shards import PreparedShards, can_have_entries
 
         self.args, self.folder = args, folder
         self.base = find_model_folder(args.model) if args.model else None
@@ -216,8 +215,8 @@ class TrainingBench:
             )
         else:
             self.data, self.data_name = Path(args.data), Path(args.data).name
-        self.shards = Shards(self.data)
-        if not grows(self.shards.params):
+        self.shards = PreparedShards(self.data)
+        if not can_have_entries(self.shards.params):
             raise MlxZipError(f"{self.data} was prepared without a codebook; there is nothing to compare")
         if (self.shards.lengths >= 2).sum() < args.batch_size * args.batches:
             raise MlxZipError(f"{self.data} has too few samples for {args.batches} batches of {args.batch_size}")
@@ -248,11 +247,11 @@ class TrainingBench:
 
     def step(self) -> dict[str, Any]:
         """Measures a step and its parts; returns the record that `training_step` describes."""
-        from mlx_zip.training.steps.batches import batch_order
+        from mlx_zip.training.steps.batches import order_batches
 
         from .training_step import measure_steps
 
-        order = batch_order(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
+        order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
         samples = [[self.shards[int(i)] for i in batch] for batch in order]
         settings = self._settings(self.args.fine_tune_type)
         models = self._model(self.shards.params), self._model(self._plain())
@@ -261,17 +260,17 @@ class TrainingBench:
     def torch(self) -> dict[str, Any]:
         """Measures steps of both engines; returns the record that `training_step` describes."""
         from mlx_zip.training.settings import EncoderOptions
-        from mlx_zip.training.starting_model import start_model
-        from mlx_zip.training.steps.batches import batch_order
+        from mlx_zip.training.starting_model import make_starting_model
+        from mlx_zip.training.steps.batches import order_batches
 
         from .training_step import measure_engines
 
-        order = batch_order(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
+        order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
         samples = [[self.shards[int(i)] for i in batch] for batch in order]
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
 
         def make() -> tuple[Any, dict[str, Any]]:
-            return start_model(self.base, None if self.base else SMALL, self.shards.params, encoder)
+            return make_starting_model(self.base, None if self.base else SMALL, self.shards.params, encoder)
 
         settings = self._settings(self.args.fine_tune_type)
         return measure_engines(make, samples, self.shards.params, settings, self.args.trials)
@@ -281,10 +280,10 @@ class TrainingBench:
 
     def _model(self, params: CodecParams) -> Any:
         from mlx_zip.training.settings import EncoderOptions
-        from mlx_zip.training.starting_model import start_model
+        from mlx_zip.training.starting_model import make_starting_model
 
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
-        return start_model(self.base, None if self.base else SMALL, params, encoder)[0]
+        return make_starting_model(self.base, None if self.base else SMALL, params, encoder)[0]
 
     def _settings(self, fine_tune_type: str) -> Any:
         from mlx_zip.training.settings import TrainSettings
@@ -382,14 +381,15 @@ class TrainingBench:
 
     def _train_with_mlx_zip(self) -> int:
         """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
-        from mlx_zip.training.run_data import Joined
-        from mlx_zip.training.starting_model import freeze
+        from mlx_zip.training.run_data import JoinedFolders
+        from mlx_zip.training.starting_model import freeze_and_add_lora
         from mlx_zip.training.steps.objective import LossWeights, Trainee
         from mlx_zip.training.trainer import Trainer
 
         settings, model = self._settings("lora"), self._model(self.shards.params)
-        freeze(model, settings)
-        Trainer(Trainee(model, LossWeights()), Joined([self.data]), settings, self.folder, "", quiet=True).train()
+        freeze_and_add_lora(model, settings)
+        trainee, data = Trainee(model, LossWeights()), JoinedFolders([self.data])
+        Trainer(trainee, data, settings, self.folder, "", quiet=True).train()
         return int(self.shards.lengths.max())
 
     def _train_with_mlx_lm(self, same_ids: bool = False) -> int:
@@ -400,10 +400,10 @@ class TrainingBench:
         import mlx.optimizers as optim
         from mlx_lm.tuner.trainer import TrainingArgs, train
 
-        from mlx_zip.training.starting_model import freeze
+        from mlx_zip.training.starting_model import freeze_and_add_lora
 
         model = self._model(self._plain())
-        freeze(model, self._settings("lora"))
+        freeze_and_add_lora(model, self._settings("lora"))
         ids = list(expand_samples(self.shards, range(len(self.shards))))
         if same_ids:
             ids = [row[:n] for row, n in zip(ids, self.shards.lengths.tolist(), strict=True)]

@@ -23,13 +23,20 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.models.layers import Positions
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.training.prepare.shards import Sample
-from mlx_zip.training.run import make_stepper
+from mlx_zip.training.run import choose_stepper
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.starting_model import freeze
+from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import Batch, make_batch
-from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats, samples_of
-from mlx_zip.training.steps.stepping import LOW, Stepper, clip, is_compiled, make_optimizer, to_device
-from mlx_zip.training.steps.whole import NoCache, Samples
+from mlx_zip.training.steps.forward_pass import NoCache, Samples
+from mlx_zip.training.steps.objective import LossWeights, Trainee, make_samples, sum_joint_nats
+from mlx_zip.training.steps.stepper import (
+    LOW_PRECISION,
+    Stepper,
+    clip_gradients,
+    is_compiled,
+    make_optimizer,
+    to_mlx_arrays,
+)
 
 from .recording import summarize_samples
 
@@ -98,7 +105,7 @@ def parts_to_time(
         "body": parts.body(),
         "head and loss": parts.head(),
         "optimizer": parts.optimizer(),
-        "host": lambda: to_device(make_batch(samples, params)),
+        "host": lambda: to_mlx_arrays(make_batch(samples, params)),
     }
 
 
@@ -127,7 +134,7 @@ class TrainedModel:
     """A model with its optimizer, trained as a run trains it."""
 
     def __init__(self, model: nn.Module, settings: TrainSettings) -> None:
-        freeze(model, settings)
+        freeze_and_add_lora(model, settings)
         self.model: Any = model
         self.settings, self.trainee = settings, Trainee(model, LossWeights())
         self.trainee.train()
@@ -142,7 +149,7 @@ class TrainedModel:
 
 
 def encode_rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
-    """Returns what `mlx_zip.training.steps.whole.encode_rows` does, in one forward pass that keeps its activations.
+    """Returns what `encode_rows` of training does, in one forward pass that keeps its activations.
 
     That is the least that the encoders can cost.
     """
@@ -167,14 +174,14 @@ class StepParts:
 
     def __init__(self, whole: TrainedModel, batch: Batch) -> None:
         self.whole, self.model = whole, whole.model
-        self.arrays = to_device(batch)
-        self.samples: Samples = samples_of(self.arrays)
+        self.arrays = to_mlx_arrays(batch)
+        self.samples: Samples = make_samples(self.arrays)
         mx.eval(self.arrays)
 
     @cached_property
     def dtype(self) -> mx.Dtype:
         """The number type of the forward pass."""
-        return LOW[self.whole.settings.dtype] or mx.float32
+        return LOW_PRECISION[self.whole.settings.dtype] or mx.float32
 
     def encoders(self) -> Callable[[], Any]:
         """Makes rows of the distinct entries: input rows of those that inputs use, output rows of all."""
@@ -214,7 +221,7 @@ class StepParts:
             base = model.cap(part.matrix.as_linear(part.h) if tied else part.matrix(part.h))
             rows = part.rows[self.samples.slots].astype(part.h.dtype)
             hyper = model.cap(part.h @ rows.swapaxes(-1, -2))
-            return joint_nats(base[..., : model.layout.vocab_size], hyper, self.arrays)["nats"]
+            return sum_joint_nats(base[..., : model.layout.vocab_size], hyper, self.arrays)["nats"]
 
         return self._compiled_gradient_call(part, loss)
 
@@ -225,7 +232,7 @@ class StepParts:
         mx.eval(gradients)
 
         def call() -> Any:
-            clipped, norm = clip(gradients, self.whole.settings.max_grad_norm)
+            clipped, norm = clip_gradients(gradients, self.whole.settings.max_grad_norm)
             optimizer.update(trainee, clipped)
             return norm, trainee.state, optimizer.state
 
@@ -325,11 +332,11 @@ def matrix_product_gflops(dtype: str, trials: int = 2) -> float:
 
 
 def make_trained_stepper(engine: str, model: Any, config: dict[str, Any], settings: TrainSettings) -> Any:
-    freeze(model, settings)
+    freeze_and_add_lora(model, settings)
     trainee = Trainee(model, LossWeights())
     optimizer = make_optimizer(settings)
     optimizer.init(trainee.trainable_parameters())
-    return make_stepper(engine, config)(trainee, optimizer, settings, mx.distributed.init())
+    return choose_stepper(engine, config)(trainee, optimizer, settings, mx.distributed.init())
 
 
 def count_matrix_weights(model: Any) -> int:

@@ -150,13 +150,13 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
     from mlx_zip.evaluation import evaluation_report
-    from mlx_zip.evaluation.evaluate import Evaluation, evaluate
+    from mlx_zip.evaluation.evaluate import EvaluationOptions, evaluate
     from mlx_zip.files import write_json
 
     given, args.tasks = args.tasks, [name for part in args.tasks for name in part.split(",") if name]
     if given and not args.tasks:
         raise DataError("--tasks names no task; lm-eval ls tasks lists them")
-    what = Evaluation(**{field.name: getattr(args, field.name) for field in fields(Evaluation)})
+    what = EvaluationOptions(**{field.name: getattr(args, field.name) for field in fields(EvaluationOptions)})
     out = None if args.out is None else writable_path("--out", args.out, read=[*args.data, args.prompts])
     engine_choice.check_engine_flags(args)
     engine_choice.choose_engine(args, *args.model)
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
             announce=lambda line: print(line, file=sys.stderr),
             runner=_make_torch_runner(args.engine) if engine_choice.is_torch(args) else None,
         )
-    print(evaluation_report.table(record))
+    print(evaluation_report.format_table(record))
     if out is not None:  # last: the table has been printed if this fails
         write_json(out, record)
     return 0
@@ -181,10 +181,10 @@ def _make_torch_runner(engine: str) -> Any:
     """Returns what runs the models on PyTorch. engine: torch or cuda. Raises `InstallationError`."""
     from functools import partial
 
-    from mlx_zip.evaluation.evaluate import Runner
+    from mlx_zip.evaluation.evaluate import ModelRunner
 
     module = engine_choice.import_torch_module("evaluation_model", engine)
     device = engine_choice.import_torch_module("engine", engine).device_from_environment(
         needs_card=engine == engine_choice.CUDA
     )
-    return Runner(engine, str(device), partial(module.load_evaluated, device=device))
+    return ModelRunner(engine, str(device), partial(module.load_evaluated, device=device))

@@ -163,7 +163,7 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
     from mlx_zip.training.prepare.plan import PrepareOptions
-    from mlx_zip.training.prepare.preparation import prepare
+    from mlx_zip.training.prepare.preparation import prepare_data
 
     if not args.out:
         raise DataError("--out is empty: name the folder to write")
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in _PASSED_FLAGS},
     )
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
-    print(format_summary(args.out, prepare(options, workers, progress=True)))
+    print(format_summary(args.out, prepare_data(options, workers, progress=True)))
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import at_home
-from mlx_zip.training.mlx_lm_names import NAMES, translate
+from mlx_zip.training.mlx_lm_names import MLX_LM_NAMES, translate_names
 from mlx_zip.training.settings import (
     ADAPTED_BITS,
     ENGINES,
@@ -23,7 +23,7 @@ from mlx_zip.training.settings import (
     EncoderOptions,
     RunOptions,
     TrainSettings,
-    help_of,
+    help_text,
 )
 
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run: exit status
@@ -165,9 +165,9 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = train(options, settings)
     if values.get("plot") and is_first_machine():
-        from mlx_zip.training.run_metrics import plot
+        from mlx_zip.training.run_metrics import plot_curves
 
-        plot(options.out)
+        plot_curves(options.out)
     if outcome.stopped_by is not None:
         return report_stop(outcome.progress.step, outcome.stopped_by)
     if is_first_machine():
@@ -180,7 +180,7 @@ def _merge_values(file_values: dict[str, Any], given: dict[str, Any]) -> dict[st
     iters = {} if given.get("iters") is None else {"iters": given["iters"]}
     for name in ("fine_tune_type", "optimizer"):  # by which other names of mlx-lm are read
         iters |= {name: given[name]} if given.get(name) is not None else {}
-    return {**translate({**file_values, **iters}), **translate(given)}
+    return {**translate_names({**file_values, **iters}), **translate_names(given)}
 
 
 def _run_options(values: dict[str, Any]) -> RunOptions:
@@ -222,7 +222,7 @@ def _read_config(path: str | None) -> dict[str, Any]:
         raise TrainingError(f"--config {path} cannot be read: {reason(error)}") from error
     if not isinstance(values, dict):
         raise TrainingError(f"--config {path} holds no settings")
-    known = {*_SETTINGS, *ENCODER_FLAGS.values(), *_KINDS, *_FOLDERS, *NAMES}
+    known = {*_SETTINGS, *ENCODER_FLAGS.values(), *_KINDS, *_FOLDERS, *MLX_LM_NAMES}
     if unknown := sorted(map(str, values.keys() - known)):
         meant = get_close_matches(unknown[0], known, 1)
         raise TrainingError(
@@ -278,9 +278,9 @@ def _add_setting_flags(
     for one in fields(cls):
         name, kind = (names or {}).get(one.name, one.name), str(one.type)
         if kind == "bool":
-            add(flag_name(name), action="store_true", default=None, help=help_of(one))
+            add(flag_name(name), action="store_true", default=None, help=help_text(one))
         else:
-            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=help_of(one))
+            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=help_text(one))
 
 
 def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
@@ -293,5 +293,5 @@ def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[
     for name, default in defaults.items():
         one = known[name]
         text = (purposes or {}).get(name)
-        shown = help_of(one, default) if text is None else f"{text} (default: {default})"
+        shown = help_text(one, default) if text is None else f"{text} (default: {default})"
         add(flag_name(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=shown)

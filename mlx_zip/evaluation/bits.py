@@ -36,7 +36,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """A piece of text that is scored on its own.
 
     base_ids: uint32 [n]. scored: bool [n], False for an eos between documents. n_bytes: UTF-8 bytes of its text.
@@ -54,16 +54,16 @@ class Windows:
     altered: number of documents whose base ids decode to another text.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[ScoredWindow, ...]
     prefix: int
     altered: int
 
     def same_as(self, other: Windows) -> bool:
         """Returns whether two sets of windows hold the same text, cut in the same places."""
-        return self.prefix == other.prefix and _all_equal(self.windows, other.windows)
+        return self.prefix == other.prefix and _have_equal_ids(self.windows, other.windows)
 
 
-def _all_equal(a: Sequence[Window], b: Sequence[Window]) -> bool:
+def _have_equal_ids(a: Sequence[ScoredWindow], b: Sequence[ScoredWindow]) -> bool:
     return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
 
 
@@ -76,11 +76,11 @@ def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fil
     """
     if context < 1:
         raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
-    streams = [_encoded(tokenizer, document) for document in documents]
+    streams = [_encode_document(tokenizer, document) for document in documents]
     pairs = zip(documents, streams, strict=True)
-    altered = sum(_decoded(tokenizer, stream[0]) != document.text for document, stream in pairs)
-    streams = [_packed(tokenizer, streams)] if fill_windows else streams
-    windows = tuple(window for stream in streams for window in _cut(*stream, context))
+    altered = sum(_decode(tokenizer, stream[0]) != document.text for document, stream in pairs)
+    streams = [_join_with_eos(tokenizer, streams)] if fill_windows else streams
+    windows = tuple(window for stream in streams for window in _cut_stream(*stream, context))
     return Windows(windows, prefix_id(tokenizer), altered)
 
 
@@ -95,7 +95,7 @@ def prefix_id(tokenizer: Any) -> int:
 _Stream = tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]  # ids, scored, bytes per id
 
 
-def _encoded(tokenizer: Any, document: Document) -> _Stream:
+def _encode_document(tokenizer: Any, document: Document) -> _Stream:
     """Returns a document as base ids, all scored, with the bytes of each. Raises `DataError` if it gives no id."""
     ids, n_bytes = encode_with_bytes(tokenizer, document.text)
     if not len(ids):
@@ -103,7 +103,7 @@ def _encoded(tokenizer: Any, document: Document) -> _Stream:
     return ids, np.ones(len(ids), np.bool_), n_bytes
 
 
-def _packed(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
+def _join_with_eos(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
     """Returns all documents as one stream, with an unscored eos between two. Raises `DataError`."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
@@ -112,19 +112,21 @@ def _packed(tokenizer: Any, streams: Sequence[_Stream]) -> _Stream:
     return np.concatenate(ids), np.concatenate(scored), np.concatenate(n_bytes)
 
 
-def _cut(ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int) -> Iterator[Window]:
+def _cut_stream(
+    ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int
+) -> Iterator[ScoredWindow]:
     """Yields a stream (see `_Stream`) as windows of `context` base ids; the last one may be shorter."""
     for begin in range(0, len(ids), context):
         part = slice(begin, begin + context)
-        yield Window(ids[part], scored[part], int(n_bytes[part].sum()))
+        yield ScoredWindow(ids[part], scored[part], int(n_bytes[part].sum()))
 
 
-def _decoded(tokenizer: Any, ids: Uint32s) -> str:
+def _decode(tokenizer: Any, ids: Uint32s) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True)
-class Bits:
+class BitsResult:
     """The result of scoring n windows with one model.
 
     bits: what the text of each window costs the model, float64 [n]. n_bytes: UTF-8 bytes of that text, int64 [n].
@@ -156,7 +158,7 @@ class Bits:
     @cached_property
     def standard_error(self) -> float | None:
         """Standard error of bits_per_byte over windows, as a ratio of sums (linearised); None for a single window."""
-        return ratio_error(self.bits, self.n_bytes)
+        return ratio_standard_error(self.bits, self.n_bytes)
 
     @property
     def compression_rate(self) -> float:
@@ -197,14 +199,14 @@ def measure_bits(
     availability: str = "causal",
     pack: Pack | None = None,
     progress: Callable[[int], None] = lambda rows: None,
-) -> Bits:
+) -> BitsResult:
     """Scores every window with a zip2zip or a plain mlx-lm model and returns the figures.
 
     batch_size: windows per model call. availability: see `score`; pack: see `compress_row`. progress: called with the
     number of windows just scored.
     Raises `DataError` if a window has more base ids than the model has positions.
     """
-    _check_context(model, max(len(window.base_ids) for window in windows.windows))
+    _check_windows_fit(model, max(len(window.base_ids) for window in windows.windows))
     prefix = np.array([windows.prefix], np.uint32)
     if not scores_itself(model):
         mx.reset_peak_memory()
@@ -212,9 +214,9 @@ def measure_bits(
     rows = [compress_row(model, prefix, window.base_ids, pack=pack) for window in windows.windows]
     scored = score(model, rows, batch_size, availability, progress)
     seconds = time.perf_counter() - begun
-    bits = [window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)]
+    bits = [count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)]
     ids = sum(len(row.ids) - 1 for row in rows)
-    return Bits(
+    return BitsResult(
         bits=np.array(bits),
         n_bytes=np.array([window.n_bytes for window in windows.windows], np.int64),
         base_ids=sum(len(window.base_ids) for window in windows.windows),
@@ -227,7 +229,7 @@ def measure_bits(
     )
 
 
-def _check_context(model: Any, base_ids: int) -> None:
+def _check_windows_fit(model: Any, base_ids: int) -> None:
     """Raises `DataError` if a window of so many base ids takes more positions than the model has.
 
     A window takes one position per base id: one id is read before the first, and the last one is predicted but not
@@ -238,7 +240,7 @@ def _check_context(model: Any, base_ids: int) -> None:
         raise DataError(f"windows of {base_ids} base ids (--context) do not fit the model's {limit} positions")
 
 
-def window_bits(window: Window, row: Compressed, scored: Scored) -> float:
+def count_window_bits(window: ScoredWindow, row: Compressed, scored: Scored) -> float:
     """Returns what a window's text costs in bits, the sum over ids that stand for text; an eos between documents is
     not counted.
 
@@ -249,7 +251,7 @@ def window_bits(window: Window, row: Compressed, scored: Scored) -> float:
     return float(-scored.logprobs[counted].sum() / math.log(2))
 
 
-def ratio_error(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float | None:
+def ratio_standard_error(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float | None:
     """Returns the standard error of sum(values) / sum(weights) over n pairs, by linearisation; None for n < 2."""
     n = len(values)
     if n < 2:
@@ -258,7 +260,7 @@ def ratio_error(values: NDArray[np.float64], weights: NDArray[np.int64]) -> floa
     return float(math.sqrt(n / (n - 1) * np.square(residuals).sum()) / weights.sum())
 
 
-def compare_bits(model: Bits, baseline: Bits) -> dict[str, float | None]:
+def compare_bits(model: BitsResult, baseline: BitsResult) -> dict[str, float | None]:
     """Returns how much more bits per byte a model needs than the baseline, with the standard error over windows.
 
     Raises `DataError` if the two were not measured on the same windows.
@@ -268,6 +270,6 @@ def compare_bits(model: Bits, baseline: Bits) -> dict[str, float | None]:
     difference = model.bits_per_byte - baseline.bits_per_byte
     return {
         "bits_per_byte_difference": difference,
-        "bits_per_byte_difference_standard_error": ratio_error(model.bits - baseline.bits, model.n_bytes),
+        "bits_per_byte_difference_standard_error": ratio_standard_error(model.bits - baseline.bits, model.n_bytes),
         "bits_per_byte_relative": difference / baseline.bits_per_byte,
     }

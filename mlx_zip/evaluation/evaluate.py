@@ -19,9 +19,9 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
 from mlx_zip.errors import DataError, GenerationError, ModelError, reason
 from mlx_zip.evaluation import tasks as benchmark
-from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
+from mlx_zip.evaluation.bits import BitsResult, Windows, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.evaluation_report import make_record
-from mlx_zip.evaluation.rates import Settings, measure_rates
+from mlx_zip.evaluation.rates import RateSettings, measure_rates
 from mlx_zip.layout import MODEL_TYPE, is_zip
 from mlx_zip.models.loading import codebook_config_changes, find_model_folder, load, read_model_config
 from mlx_zip.models.model_folder import ModelArgs, is_plain_model
@@ -35,14 +35,14 @@ from mlx_zip.text.conversations import Conversation, Prompt, make_conversations,
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
 
-CONTEXT = 1024
+LARGEST_DEFAULT_CONTEXT = 1024
 _NOT_RECORDED = {  # settings that the record holds elsewhere, or that change no figure
     "data",
     "canonical",
     "trust_remote_code",
     "confirm_run_unsafe_code",
 }
-_OF_TASKS = {  # settings that only benchmark tasks use
+_TASK_SETTINGS = {  # settings that only benchmark tasks use
     "include_path",
     "num_shots",
     "limit",
@@ -54,17 +54,17 @@ _LARGEST_CODEBOOK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationOptions:
     """What to measure of every model. Raises `DataError` for settings that contradict each other.
 
     data: text files or data sets to score in bits per byte. separator, limit_bytes: see `read_corpus`. context: maximum
     number of base ids per window and per task request; None for what the first model can read, at most 1024 per window.
     fill_windows: see `cut_windows`. availability: see `score`. generate: number of conversations to generate, None for
     none. prompts: file of their requests; None takes the first `opening` base ids of each document. turns: requests per
-    conversation. keep_cache, max_tokens, temp, top_p, stop: see `rates.Settings`. tasks, include_path, num_shots,
-    limit, apply_chat_template, confirm_run_unsafe_code: see `run_tasks`. border: see `harness`. batch_size: windows,
-    conversations or requests per model call. canonical: whether to decode canonically, None for what each model's
-    config says.
+    conversation. keep_cache, max_tokens, temp, top_p, stop: see `rates.RateSettings`. tasks, include_path, num_shots,
+    limit, apply_chat_template, confirm_run_unsafe_code: see `run_tasks`. border: see `lm_eval_model`. batch_size:
+    windows, conversations or requests per model call. canonical: whether to decode canonically, None for what each
+    model's config says.
     """
 
     data: Sequence[str] = ()
@@ -110,7 +110,7 @@ class Evaluation:
 
     def _check_tasks(self) -> None:
         """Raises `DataError` for a setting of benchmark tasks that differs from its default when no tasks are named."""
-        given = [f for f in fields(self) if f.name in _OF_TASKS and getattr(self, f.name) != f.default]
+        given = [f for f in fields(self) if f.name in _TASK_SETTINGS and getattr(self, f.name) != f.default]
         if given and not self.tasks:
             flags = ", ".join(f"--{one.name.replace('_', '-')}" for one in given)
             raise DataError(f"{flags}: of benchmark tasks only; name them with --tasks")
@@ -122,7 +122,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Runner:
+class ModelRunner:
     """What runs the models. name: of the engine, as --engine has it. device: in words.
 
     load: called as `mlx_zip.load`, returns a model and its tokenizer.
@@ -134,7 +134,7 @@ class Runner:
 
 
 @dataclass
-class _Inputs:
+class _EvaluationInputs:
     """Everything that is read before a model is loaded, and the figures of the first model, the baseline.
 
     folders: each model's folder, by the name that the user gave. context: base ids per window. task_context: base ids
@@ -149,24 +149,24 @@ class _Inputs:
     windows: Windows | None = None
     conversations: Sequence[Sequence[Prompt]] = field(default_factory=list)
     manager: Any = None
-    baseline: Bits | None = None
+    baseline: BitsResult | None = None
 
 
 def evaluate(
     models: Sequence[str],
-    what: Evaluation,
+    options: EvaluationOptions,
     *,
     pack: Any = None,
     codebook_size: int | None = None,
     row_store: RowStore | None = None,
     progress: bool = False,
     announce: Callable[[str], None] = lambda line: None,
-    runner: Runner | None = None,
+    runner: ModelRunner | None = None,
 ) -> dict[str, Any]:
-    """Returns the record of all figures (see `report.make_record`); the first model is the baseline of the others.
+    """Returns the record of all figures (see `make_record`); the first model is the baseline of the others.
 
-    models: folders, hub ids or bundled names. what: what to measure. pack: one pack or several to merge, each a path or
-    a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
+    models: folders, hub ids or bundled names. options: what to measure. pack: one pack or several to merge, each a path
+    or a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
     hypertokens, None for each model's own. row_store: see `load`. progress: whether to show it on stderr. announce:
     called once, before a model is loaded, with a line that says what will be measured. runner: None for MLX.
 
@@ -174,14 +174,14 @@ def evaluate(
     """
     _check_codebook_size(codebook_size)
     chosen = chosen_packs.read_packs(pack)
-    inputs = _prepare(models, what, chosen, codebook_size)
-    runner = Runner("mlx", mx.default_device().type.name, load) if runner is None else runner
-    announce(_header(models, what, inputs, runner))
+    inputs = _read_inputs(models, options, chosen, codebook_size)
+    runner = ModelRunner("mlx", mx.default_device().type.name, load) if runner is None else runner
+    announce(_describe_evaluation(models, options, inputs, runner))
     records = []
     for name in models:
-        records.append(_measure(name, what, inputs, codebook_size, row_store, progress, runner))
+        records.append(_measure_model(name, options, inputs, codebook_size, row_store, progress, runner))
         gc.collect()  # the model's memory, before the next one is loaded
-    settings = {**what.record(), "context": inputs.context, "codebook_size": codebook_size, "engine": runner.name}
+    settings = {**options.record(), "context": inputs.context, "codebook_size": codebook_size, "engine": runner.name}
     settings |= {"pack": None if chosen is None else list(chosen.by_name)}
     settings |= {"codebook_fingerprint": None if chosen is None else chosen.fingerprint}
     data = None
@@ -193,37 +193,49 @@ def evaluate(
 # ---- before the first model is loaded
 
 
-def _prepare(models: Sequence[str], what: Evaluation, pack: Pack | None, codebook_size: int | None) -> _Inputs:
+def _read_inputs(
+    models: Sequence[str], options: EvaluationOptions, pack: Pack | None, codebook_size: int | None
+) -> _EvaluationInputs:
     """Reads and checks all inputs of an evaluation, with every model's config and tokenizer but without its weights."""
-    corpus = read_corpus(what.data, what.separator, what.limit_bytes) if what.data else None
-    prompts = None if what.prompts is None else read_prompts(what.prompts)
-    manager = benchmark.check_tasks(what.tasks, what.include_path, what.num_shots, what.limit, what.seed)
+    corpus = read_corpus(options.data, options.separator, options.limit_bytes) if options.data else None
+    prompts = None if options.prompts is None else read_prompts(options.prompts)
+    manager = benchmark.check_tasks(options.tasks, options.include_path, options.num_shots, options.limit, options.seed)
     folders = {name: find_model_folder(name) for name in models}
-    context = what.context if what.context is not None else _window_of(read_model_config(folders[models[0]]))
-    inputs = _Inputs(folders, pack, corpus, context, what.context, manager=manager)
+    context = (
+        options.context if options.context is not None else _default_context(read_model_config(folders[models[0]]))
+    )
+    inputs = _EvaluationInputs(folders, pack, corpus, context, options.context, manager=manager)
     for number, name in enumerate(models):
-        tokenizer = load_tokenizer(folders[name], what.trust_remote_code)
+        tokenizer = load_tokenizer(folders[name], options.trust_remote_code)
         if pack is not None:
             pack.check_made_for(tokenizer)
-        _check_model(folders[name], codebook_size, pack)
+        _check_model_files(folders[name], codebook_size, pack)
         if corpus is not None:
-            _check_windows(inputs, corpus, tokenizer, name, models[0], what.fill_windows)
-        if number == 0 and what.generate is not None:
+            _cut_and_check_windows(inputs, corpus, tokenizer, name, models[0], options.fill_windows)
+        if number == 0 and options.generate is not None:
             if prompts is None and corpus is not None:
-                prompts = openings(tokenizer, corpus.documents, what.opening)
-            inputs.conversations = make_conversations(prompts or [], what.generate, what.turns, repeat=what.temp > 0)
-        check_prompts(folders[name], tokenizer, inputs.conversations, codebook_size, pack)
+                prompts = openings(tokenizer, corpus.documents, options.opening)
+            inputs.conversations = make_conversations(
+                prompts or [], options.generate, options.turns, repeat=options.temp > 0
+            )
+        check_prompts_fit(folders[name], tokenizer, inputs.conversations, codebook_size, pack)
     return inputs
 
 
-def _window_of(config: Mapping[str, Any]) -> int:
+def _default_context(config: Mapping[str, Any]) -> int:
     inner = config.get("text_config")
     nested = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     positions = config.get("max_position_embeddings", nested)
-    return min(CONTEXT, positions) if isinstance(positions, int) and positions > 0 else CONTEXT
+    return (
+        min(LARGEST_DEFAULT_CONTEXT, positions)
+        if isinstance(positions, int) and positions > 0
+        else LARGEST_DEFAULT_CONTEXT
+    )
 
 
-def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, first: str, fill_windows: bool) -> None:
+def _cut_and_check_windows(
+    inputs: _EvaluationInputs, corpus: Corpus, tokenizer: Any, name: str, first: str, fill_windows: bool
+) -> None:
     """Cuts the text into windows with a model's tokenizer, and stores those of the first model in `inputs`.
 
     name: the model. first: the first model. Raises `DataError` if the windows differ from the first model's.
@@ -236,10 +248,12 @@ def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, f
             f"{name} has another tokenizer than {first}, so their windows are not the same text; "
             "evaluate each model separately: bits per byte of whole documents can still be compared"
         )
-    _check_positions(inputs.folders[name], windows)
+    _check_windows_fit(inputs.folders[name], windows)
 
 
-def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs, runner: Runner) -> str:
+def _describe_evaluation(
+    models: Sequence[str], options: EvaluationOptions, inputs: _EvaluationInputs, runner: ModelRunner
+) -> str:
     """Returns the line that says what will be measured: models, text, generation, tasks and device."""
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
@@ -247,13 +261,13 @@ def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs, runner: Ru
             f"text: {counted(inputs.corpus.n_bytes, 'byte')} in {counted(len(inputs.corpus.documents), 'document')}, "
             f"{counted(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
         )
-    if what.generate is not None:
+    if options.generate is not None:
         parts.append(
-            f"generation: {counted(what.generate, 'conversation')} of {counted(what.turns, 'turn')}, at most "
-            f"{what.max_tokens:,} base tokens per turn"
+            f"generation: {counted(options.generate, 'conversation')} of {counted(options.turns, 'turn')}, at most "
+            f"{options.max_tokens:,} base tokens per turn"
         )
-    if what.tasks:
-        parts.append(f"tasks: {', '.join(what.tasks)}")
+    if options.tasks:
+        parts.append(f"tasks: {', '.join(options.tasks)}")
     parts.append(f"engine: {runner.name}; device: {runner.device}")
     return "; ".join(parts)
 
@@ -261,108 +275,112 @@ def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs, runner: Ru
 # ---- one model
 
 
-def _measure(
+def _measure_model(
     name: str,
-    what: Evaluation,
-    inputs: _Inputs,
+    options: EvaluationOptions,
+    inputs: _EvaluationInputs,
     codebook_size: int | None,
     row_store: RowStore | None,
     progress: bool,
-    runner: Runner,
+    runner: ModelRunner,
 ) -> dict[str, Any]:
-    """Loads a model, measures all that was asked for, and returns its part of the record."""
-    model, tokenizer = _load(inputs.folders[name], what, inputs.pack, codebook_size, row_store, runner)
+    model, tokenizer = _load_model(inputs.folders[name], options, inputs.pack, codebook_size, row_store, runner)
     if inputs.pack is not None and is_zip(model):
         chosen_packs.check(inputs.pack, model, tokenizer)
     if inputs.task_context is None:
-        inputs.task_context = context_limit(model) or CONTEXT
+        inputs.task_context = context_limit(model) or LARGEST_DEFAULT_CONTEXT
     record: dict[str, Any] = {"model": name, "kind": "plain"}
     if is_zip(model):
         record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
         record |= {"canonical": model.config.canonical, **chosen_packs.record(inputs.pack, model)}
     if inputs.windows is not None:
-        record["text"] = _bits(name, model, what, inputs, progress)
-    if what.generate is not None:
-        record["generation"] = _rates(name, model, tokenizer, what, inputs, progress)
-    if what.tasks:
-        record["tasks"] = _tasks(model, tokenizer, what, inputs)
+        record["text"] = _record_bits(name, model, options, inputs, progress)
+    if options.generate is not None:
+        record["generation"] = _record_rates(name, model, tokenizer, options, inputs, progress)
+    if options.tasks:
+        record["tasks"] = _record_tasks(model, tokenizer, options, inputs)
     if scores_itself(model):
         model.close()
     return record
 
 
-def _load(
+def _load_model(
     folder: Path,
-    what: Evaluation,
+    options: EvaluationOptions,
     pack: Pack | None,
     codebook_size: int | None,
     row_store: RowStore | None,
-    runner: Runner,
+    runner: ModelRunner,
 ) -> tuple[Any, Any]:
     """Loads a model and its tokenizer; a plain model is loaded with the pack only if its rows were tuned for it."""
-    options = {
-        "trust_remote_code": what.trust_remote_code,
-        "canonical": what.canonical,
+    loading = {
+        "trust_remote_code": options.trust_remote_code,
+        "canonical": options.canonical,
         "row_store": row_store,
     }
     plain = is_plain_model(str(folder))
     chosen = chosen_packs.load_options(pack, codebook_size, plain)
     if not plain:
-        return runner.load(folder, **options, **chosen)
-    loaded = runner.load(folder, **options)
+        return runner.load(folder, **loading, **chosen)
+    loaded = runner.load(folder, **loading)
     rows = None if chosen["pack"] is None else chosen["pack"].rows
     if rows is None or rows.plain is None:
         return loaded
     own = loaded[0].fingerprint if scores_itself(loaded[0]) else model_fingerprint(loaded[0])
-    return runner.load(folder, **options, **chosen) if rows.model == own else loaded
+    return runner.load(folder, **loading, **chosen) if rows.model == own else loaded
 
 
-def _pack(inputs: _Inputs) -> Pack | None:
+def _pack_for_requests(inputs: _EvaluationInputs) -> Pack | None:
     """Returns the given pack, whose tokenizer need not be checked at every request; None for each model's own."""
     return None if inputs.pack is None else replace(inputs.pack, tokenizer=None)
 
 
-def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
+def _record_bits(
+    name: str, model: Any, options: EvaluationOptions, inputs: _EvaluationInputs, progress: bool
+) -> dict[str, Any]:
     """Returns the figures of a model's bits per byte, for later models with the differences from the first."""
     assert inputs.windows is not None
     with ProgressBar(len(inputs.windows.windows), "window", name, shown=progress) as step:
-        bits = measure_bits(model, inputs.windows, what.batch_size, what.availability, _pack(inputs), step)
+        bits = measure_bits(
+            model, inputs.windows, options.batch_size, options.availability, _pack_for_requests(inputs), step
+        )
     if inputs.baseline is None:
         inputs.baseline = bits
         return bits.record()
     return bits.record() | compare_bits(bits, inputs.baseline)
 
 
-def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
+def _record_rates(
+    name: str, model: Any, tokenizer: Any, options: EvaluationOptions, inputs: _EvaluationInputs, progress: bool
+) -> dict[str, Any]:
     names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
-    options = {option: getattr(what, option) for option in names}
-    settings = Settings(**options, stop=tuple(what.stop), pack=_pack(inputs))
-    with ProgressBar(len(inputs.conversations) * what.turns, "turn", name, shown=progress) as step:
+    given = {option: getattr(options, option) for option in names}
+    settings = RateSettings(**given, stop=tuple(options.stop), pack=_pack_for_requests(inputs))
+    with ProgressBar(len(inputs.conversations) * options.turns, "turn", name, shown=progress) as step:
         return measure_rates(model, tokenizer, inputs.conversations, settings, step).record()
 
 
-def _tasks(model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs) -> dict[str, Any]:
+def _record_tasks(model: Any, tokenizer: Any, options: EvaluationOptions, inputs: _EvaluationInputs) -> dict[str, Any]:
     names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
-    options = {name: getattr(what, name) for name in (*names, "batch_size", "border")}
-    options |= {"manager": inputs.manager, "pack": _pack(inputs), "context": inputs.task_context}
-    return benchmark.run_tasks(model, tokenizer, what.tasks, **options)
+    given = {name: getattr(options, name) for name in (*names, "batch_size", "border")}
+    given |= {"manager": inputs.manager, "pack": _pack_for_requests(inputs), "context": inputs.task_context}
+    return benchmark.run_tasks(model, tokenizer, options.tasks, **given)
 
 
 # ---- checks before a model is loaded, so that hours of measuring do not end in an error
 
 
 def _check_codebook_size(size: int | None) -> None:
-    """Raises `DataError` for a --codebook-size that no model can have; None: each model's own."""
     if size is not None and not 0 <= size <= _LARGEST_CODEBOOK:
         raise DataError(f"--codebook-size must be from 0 to {_LARGEST_CODEBOOK}, got {size}")
 
 
-def _check_model(folder: Path, codebook_size: int | None, pack: Pack | None) -> None:
+def _check_model_files(folder: Path, codebook_size: int | None, pack: Pack | None) -> None:
     """Raises `ModelError`, `ConfigError` or `GenerationError` if a model's config or weights cannot be read.
 
     codebook_size, pack: those asked for; they must fit a zip2zip model's config.
     """
-    section = _zip_config(folder, codebook_size)
+    section = _read_zip_config(folder, codebook_size)
     if section is not None and pack is not None:
         chosen_packs.check_codec(pack, section)
     files = sorted(folder.glob("model*.safetensors"))
@@ -375,7 +393,7 @@ def _check_model(folder: Path, codebook_size: int | None, pack: Pack | None) -> 
             raise ModelError(f"{file} cannot be read: {reason(error)}") from error
 
 
-def _zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
+def _read_zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
     """Returns the config of a zip2zip model with the codebook size asked for (None: its own); None for a plain model.
 
     Raises `ModelError` or `ConfigError`.
@@ -387,7 +405,7 @@ def _zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
     return ModelArgs.from_dict(changed).zip_config
 
 
-def _check_positions(folder: Path, windows: Windows) -> None:
+def _check_windows_fit(folder: Path, windows: Windows) -> None:
     """Raises `DataError` if a window of the text has more base ids than the model in the folder has positions."""
     positions = read_model_config(folder).get("max_position_embeddings")
     longest = max(len(window.base_ids) for window in windows.windows)
@@ -395,7 +413,7 @@ def _check_positions(folder: Path, windows: Windows) -> None:
         raise DataError(f"windows of {longest} base ids (--context) do not fit the model's {positions} positions")
 
 
-def check_prompts(
+def check_prompts_fit(
     folder: Path,
     tokenizer: Any,
     conversations: Sequence[Sequence[Prompt]],
@@ -405,7 +423,7 @@ def check_prompts(
     """Raises `GenerationError` naming the first conversation whose first prompt a model cannot answer.
 
     The chat template must render the prompt, and the prompt must leave room in the model's context. Later turns are not
-    checked, because their length depends on the answers. codebook_size, pack: as in `_check_model`.
+    checked, because their length depends on the answers. codebook_size, pack: as in `_check_model_files`.
     """
     context = read_model_config(folder).get("max_position_embeddings")
     for number, prompts in enumerate(conversations, start=1):
@@ -414,7 +432,7 @@ def check_prompts(
         except GenerationError as error:
             raise GenerationError(f"prompt {number}: {error}") from error
         if isinstance(context, int) and len(base_ids) >= context:
-            used = _positions(folder, base_ids, codebook_size, pack)
+            used = _count_positions(folder, base_ids, codebook_size, pack)
             if used >= context:
                 raise GenerationError(
                     f"prompt {number} takes {used} positions, {folder.name}'s context has {context} and generation "
@@ -422,9 +440,9 @@ def check_prompts(
                 )
 
 
-def _positions(folder: Path, base_ids: Sequence[int], codebook_size: int | None, pack: Pack | None) -> int:
+def _count_positions(folder: Path, base_ids: Sequence[int], codebook_size: int | None, pack: Pack | None) -> int:
     """Returns how many positions the base ids of a new request take; a lower bound for a plain model with a pack."""
-    section = _zip_config(folder, codebook_size)
+    section = _read_zip_config(folder, codebook_size)
     if section is None:
         longest = 1 if pack is None else max(map(len, pack), default=1)
         return -(-len(base_ids) // longest)

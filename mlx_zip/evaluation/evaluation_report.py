@@ -8,40 +8,40 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from mlx_zip.evaluation.tasks import figures
+from mlx_zip.evaluation.tasks import list_metrics
 from mlx_zip.progress import counted
 
 VERSION = 1
 _LIBRARIES = ("mlx_zip", "mlx", "mlx-lm", "torch", "transformers", "lm_eval")
-Format = Callable[[Any], str]
+FormatValue = Callable[[Any], str]
 
 
-def _number(digits: int) -> Format:
+def _with_digits(digits: int) -> FormatValue:
     return lambda value: f"{value:.{digits}f}"
 
 
-_PERCENT: Format = lambda value: f"{value:.1%}"
-_COUNT: Format = lambda value: f"{value:,.0f}"
-_BITS: list[tuple[str, str, Format]] = [
-    ("bits per byte", "bits_per_byte", _number(4)),
-    ("  standard error", "bits_per_byte_standard_error", _number(4)),
+_PERCENT: FormatValue = lambda value: f"{value:.1%}"
+_COUNT: FormatValue = lambda value: f"{value:,.0f}"
+_BITS_ROWS: list[tuple[str, str, FormatValue]] = [
+    ("bits per byte", "bits_per_byte", _with_digits(4)),
+    ("  standard error", "bits_per_byte_standard_error", _with_digits(4)),
     ("  to the first model", "bits_per_byte_relative", lambda value: f"{value:+.2%}"),
-    ("byte-perplexity", "byte_perplexity", _number(4)),
+    ("byte-perplexity", "byte_perplexity", _with_digits(4)),
     ("bytes", "bytes", _COUNT),
     ("base ids", "base_ids", _COUNT),
     ("ids", "ids", _COUNT),
     ("compression rate", "compression_rate", _PERCENT),
-    ("base ids per id", "base_ids_per_id", _number(3)),
+    ("base ids per id", "base_ids_per_id", _with_digits(3)),
     ("hypertokens among ids", "hyper_share", _PERCENT),
     ("probability of hypertokens", "hyper_mass", _PERCENT),
     ("bytes/s", "bytes_per_s", _COUNT),
     ("ids/s", "ids_per_s", _COUNT),
 ]
-_RATES: list[tuple[str, str, Format]] = [
+_RATES_ROWS: list[tuple[str, str, FormatValue]] = [
     ("generated base tokens", "base_tokens", _COUNT),
-    ("base tokens per step", "base_tokens_per_step", _number(3)),
-    ("  canonical", "canonical_base_tokens_per_step", _number(3)),
-    ("  of canonical", "of_canonical", _number(3)),
+    ("base tokens per step", "base_tokens_per_step", _with_digits(3)),
+    ("  canonical", "canonical_base_tokens_per_step", _with_digits(3)),
+    ("  of canonical", "of_canonical", _with_digits(3)),
     ("  turn by turn", "turns", lambda turns: " ".join(f"{turn['base_tokens_per_step']:.2f}" for turn in turns)),
     ("hypertokens among steps", "hyper_share", _PERCENT),
     ("invalid ids", "invalid_ids", _COUNT),
@@ -49,7 +49,7 @@ _RATES: list[tuple[str, str, Format]] = [
     ("ended by themselves", "ended", _PERCENT),
     ("base tokens/s", "base_tokens_per_s", _COUNT),
 ]
-_MEANINGS = {  # part of a model's record: what its rows mean, a line each
+_ROW_MEANINGS = {  # part of a model's record: what its rows mean, a line each
     "text": (
         "bits per byte: what the text costs the model, lower is better; + means worse than the first model",
         "byte-perplexity: 2 to the power of bits per byte",
@@ -70,7 +70,7 @@ _MEANINGS = {  # part of a model's record: what its rows mean, a line each
 }
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Returns the time, the machine and the versions of the libraries in use."""
     versions = {}
     for name in _LIBRARIES:
@@ -95,30 +95,30 @@ def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
     """
     return {
         "version": VERSION,
-        **environment(),
+        **describe_environment(),
         "settings": dict(settings),
         "data": data,
         "models": [dict(model) for model in models],
     }
 
 
-def table(record: Mapping[str, Any]) -> str:
+def format_table(record: Mapping[str, Any]) -> str:
     """Returns the record's figures as a table in plain text, with notes and a line that explains each row."""
     models = record["models"]
-    rows = [["", *_labels([model["model"] for model in models])]]
-    rows += _rows(models, [("canonical decoding", "canonical", lambda on: "yes" if on else "no")])
-    rows += _rows([model.get("text") for model in models], _BITS)
-    rows += _rows([model.get("generation") for model in models], _RATES)
+    rows = [["", *_short_names([model["model"] for model in models])]]
+    rows += _figure_rows(models, [("canonical decoding", "canonical", lambda on: "yes" if on else "no")])
+    rows += _figure_rows([model.get("text") for model in models], _BITS_ROWS)
+    rows += _figure_rows([model.get("generation") for model in models], _RATES_ROWS)
     rows += _task_rows([model.get("tasks") for model in models])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, *_notes(record), *_legend(models)])
+    return "\n".join([*lines, *_list_limits(record), *_explain_rows(models)])
 
 
-def _labels(names: Sequence[str]) -> list[str]:
+def _short_names(names: Sequence[str]) -> list[str]:
     """Returns a short name for each model: the last one to three parts of its path or hub id, as few as keep the names
     different.
     """
@@ -130,7 +130,9 @@ def _labels(names: Sequence[str]) -> list[str]:
     return labels
 
 
-def _rows(parts: Sequence[Mapping[str, Any] | None], lines: Sequence[tuple[str, str, Format]]) -> list[list[str]]:
+def _figure_rows(
+    parts: Sequence[Mapping[str, Any] | None], lines: Sequence[tuple[str, str, FormatValue]]
+) -> list[list[str]]:
     """Returns a table row [label, value per model] for each figure that at least one model has.
 
     parts: each model's figures, None if it has none. lines: (label, key of the figure, function that formats it).
@@ -145,25 +147,24 @@ def _rows(parts: Sequence[Mapping[str, Any] | None], lines: Sequence[tuple[str, 
 
 def _task_rows(parts: Sequence[Mapping[str, Any] | None]) -> list[list[str]]:
     """Returns a table row [metric, value per model] for each metric of the tasks. parts: each model's task results."""
-    found = [{label: (value, error) for label, value, error in figures(part)} if part else {} for part in parts]
+    found = [{label: (value, error) for label, value, error in list_metrics(part)} if part else {} for part in parts]
     labels = dict.fromkeys(label for column in found for label in column)
-    return [[label, *(_with_error(*column.get(label, (None, None))) for column in found)] for label in labels]
+    return [[label, *(_format_with_error(*column.get(label, (None, None))) for column in found)] for label in labels]
 
 
-def _with_error(value: float | None, error: float | None) -> str:
+def _format_with_error(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
-def _legend(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    shown = [part for part in _MEANINGS if any(model.get(part) for model in models)]
-    lines = [f"- {line}" for part in shown for line in _MEANINGS[part]]
+def _explain_rows(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    shown = [part for part in _ROW_MEANINGS if any(model.get(part) for model in models)]
+    lines = [f"- {line}" for part in shown for line in _ROW_MEANINGS[part]]
     return ["", *lines] if lines else []
 
 
-def _notes(record: Mapping[str, Any]) -> list[str]:
-    """Returns the lines below the table that say what limits its figures, or how they were measured."""
+def _list_limits(record: Mapping[str, Any]) -> list[str]:
     notes, texts = [], [model["text"] for model in record["models"] if model.get("text")]
     if any(text["availability"] == "legacy" for text in texts):
         notes.append(

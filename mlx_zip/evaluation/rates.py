@@ -22,11 +22,11 @@ from mlx_zip.models.rows.zip_state import find_zip_state
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.conversations import Conversation, Prompt
 
-GRAM = 4
+GRAM_LENGTH = 4
 
 
 @dataclass(frozen=True)
-class Settings:
+class RateSettings:
     """How text is generated.
 
     max_tokens: maximum number of base tokens per turn. temp, top_p, seed: as in `stream_generate`; the index of a
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Story:
+class GeneratedTurn:
     """One generated turn with its counts.
 
     prompt: number of base ids read before the turn. base_ids: generated base ids, without those after the end of the
@@ -78,7 +78,7 @@ class Story:
 
 
 @dataclass
-class _Turn:
+class _RunningTurn:
     """What a turn has generated so far. prompt: its base ids. tokens: generated ids.
 
     context: the codebook at the beginning of the turn, None for a new request.
@@ -91,7 +91,7 @@ class _Turn:
     base_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def take(self, response: Any) -> None:
+    def add_response(self, response: Any) -> None:
         """Adds the next response of `stream_generate`."""
         self.text += response.text
         self.tokens.append(response.token)
@@ -103,9 +103,9 @@ def measure_rates(
     model: Any,
     tokenizer: Any,
     conversations: Sequence[Sequence[Prompt]],
-    settings: Settings,
+    settings: RateSettings,
     progress: Callable[[int], None] = lambda turns: None,
-) -> Rates:
+) -> RatesResult:
     """Generates every turn of every conversation and returns the figures; all must have the same number of turns.
 
     By default each turn is a new request whose context is compressed canonically, as on a server without caches, and
@@ -114,16 +114,16 @@ def measure_rates(
     keep_cache changes nothing for a plain model, which always reads base ids. progress: called with the number of turns
     just done.
     """
-    begun, stories = time.perf_counter(), []
+    begun, generated = time.perf_counter(), []
     together = 1 if _keeps_cache(model, settings) or not can_batch(model) else settings.batch_size
     for first in range(0, len(conversations), together):
         rows = [Conversation(tokenizer, prompts) for prompts in conversations[first : first + together]]
-        stories.append(_run(model, tokenizer, rows, settings, settings.seed + first, progress))
-    turns = [tuple(row[i] for rows in stories for row in rows) for i in range(len(conversations[0]))]
-    return Rates(tuple(turns), time.perf_counter() - begun, settings)
+        generated.append(_generate_conversations(model, tokenizer, rows, settings, settings.seed + first, progress))
+    turns = [tuple(row[i] for rows in generated for row in rows) for i in range(len(conversations[0]))]
+    return RatesResult(tuple(turns), time.perf_counter() - begun, settings)
 
 
-def _keeps_cache(model: Any, settings: Settings) -> bool:
+def _keeps_cache(model: Any, settings: RateSettings) -> bool:
     """Returns whether turns continue from the cache of the turn before. Raises `DataError` if the model has none."""
     if settings.keep_cache and scores_itself(model):
         raise DataError("keep_cache (--keep-cache) needs a model on MLX (--engine mlx)")
@@ -135,25 +135,30 @@ def can_batch(model: Any) -> bool:
     return scores_itself(model) or is_zip(model) or all(type(entry) is KVCache for entry in make_prompt_cache(model))
 
 
-def _run(
-    model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: Settings, seed: int, progress: Callable
-) -> list[list[Story]]:
-    """Generates some conversations in one batch; returns stories as [conversation][turn]."""
+def _generate_conversations(
+    model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: RateSettings, seed: int, progress: Callable
+) -> list[list[GeneratedTurn]]:
+    """Generates some conversations in one batch; returns turns as [conversation][turn]."""
     cache = model.make_cache(pack=settings.pack) if _keeps_cache(model, settings) else None
-    stories: list[list[Story]] = [[] for _ in rows]
+    generated: list[list[GeneratedTurn]] = [[] for _ in rows]
     for number in range(len(rows[0].prompts)):
-        turns = [_Turn(row.next_prompt()) for row in rows]
-        for i, response in _responses(model, tokenizer, turns, cache, settings, seed + (number << 32)):
-            turns[i].take(response)
-        for row, turn, done in zip(rows, turns, stories, strict=True):
-            done.append(_measure(model, turn, settings.pack))
+        turns = [_RunningTurn(row.next_prompt()) for row in rows]
+        for i, response in _stream_turn(model, tokenizer, turns, cache, settings, seed + (number << 32)):
+            turns[i].add_response(response)
+        for row, turn, done in zip(rows, turns, generated, strict=True):
+            done.append(_count_turn(model, turn, settings.pack))
             row.answer(turn.text, turn.base_ids)
         progress(len(rows))
-    return stories
+    return generated
 
 
-def _responses(
-    model: Any, tokenizer: Any, turns: Sequence[_Turn], cache: list[Any] | None, settings: Settings, seed: int
+def _stream_turn(
+    model: Any,
+    tokenizer: Any,
+    turns: Sequence[_RunningTurn],
+    cache: list[Any] | None,
+    settings: RateSettings,
+    seed: int,
 ) -> Iterator[tuple[int, Any]]:
     """Generates one turn of some conversations; yields (index of the conversation, response).
 
@@ -164,16 +169,16 @@ def _responses(
     if cache is None and is_zip(model):
         options["pack"] = settings.pack
     if cache is None:
-        yield from stream(model, tokenizer, [turn.prompt for turn in turns], **options)
+        yield from stream_responses(model, tokenizer, [turn.prompt for turn in turns], **options)
         return
     prompt = turns[0].prompt
     kept_ids, kept_base_ids = prompt_caches.common_prefix(cache, prompt)
     prompt_caches.trim_to(cache, kept_ids)
-    prompt, turns[0].context = prompt[kept_base_ids:], _codebook(cache)
+    prompt, turns[0].context = prompt[kept_base_ids:], _copy_codebook(cache)
     yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))
 
 
-def stream(
+def stream_responses(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], **options: Any
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """Yields (index of the prompt, response) for new requests; several only if `can_batch`.
@@ -188,23 +193,22 @@ def stream(
         yield from ((0, one) for one in stream_generate(model, tokenizer, prompts[0], **options))
 
 
-def _codebook(cache: Sequence[Any]) -> Codebook:
-    """Returns a copy of the codebook in a zip2zip model's cache."""
+def _copy_codebook(cache: Sequence[Any]) -> Codebook:
     state = find_zip_state(cache)
     assert state is not None
     return state.books[0].copy()
 
 
-def _measure(model: Any, turn: _Turn, pack: Pack | None) -> Story:
+def _count_turn(model: Any, turn: _RunningTurn, pack: Pack | None) -> GeneratedTurn:
     """Returns the counts of a finished turn. pack: None for the model's own."""
-    grams, repeated = repeated_grams(turn.base_ids)
+    grams, repeated = count_repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
     if is_zip(model):
         book = Codebook(codec(model, pack)) if turn.context is None else turn.context
-        canonical = canonical_steps(book, turn.prompt, turn.base_ids)
+        canonical = count_canonical_steps(book, turn.prompt, turn.base_ids)
         invalid = count_invalid(book, turn.tokens)
         hypertokens = sum(model.layout.is_hyper(token) for token in turn.tokens)
-    return Story(
+    return GeneratedTurn(
         text=turn.text,
         prompt=len(turn.prompt),
         base_ids=tuple(turn.base_ids),
@@ -218,7 +222,7 @@ def _measure(model: Any, turn: _Turn, pack: Pack | None) -> Story:
     )
 
 
-def canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
+def count_canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
     """Returns into how many ids the compressor turns base ids after a prompt.
 
     prompt: base ids. book: the codebook before the prompt, or after its first base ids; the prompt is pushed to it.
@@ -241,26 +245,26 @@ def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
     return invalid
 
 
-def repeated_grams(base_ids: Sequence[int]) -> tuple[int, int]:
-    """Returns how many runs of `GRAM` base ids a text has, and how many of these had occurred earlier in the text."""
-    grams = Counter(tuple(base_ids[i : i + GRAM]) for i in range(len(base_ids) - GRAM + 1))
+def count_repeated_grams(base_ids: Sequence[int]) -> tuple[int, int]:
+    """Returns how many 4-grams of base ids a text has, and how many of these had occurred earlier in the text."""
+    grams = Counter(tuple(base_ids[i : i + GRAM_LENGTH]) for i in range(len(base_ids) - GRAM_LENGTH + 1))
     return grams.total(), grams.total() - len(grams)
 
 
 @dataclass(frozen=True)
-class Rates:
+class RatesResult:
     """The result of generating conversations with one model.
 
-    turns: for each turn, the stories of all conversations in order. seconds: time for all turns, prompts included.
+    turns: for each turn, those of all conversations in order. seconds: time for all turns, prompts included.
     """
 
-    turns: tuple[tuple[Story, ...], ...]
+    turns: tuple[tuple[GeneratedTurn, ...], ...]
     seconds: float
-    settings: Settings
+    settings: RateSettings
 
     def record(self) -> dict[str, Any]:
         """Returns the last turn's figures by name and its texts, and the figures of every turn under "turns"."""
-        by_turn = [summary(stories) for stories in self.turns]
+        by_turn = [summarize_turns(generated) for generated in self.turns]
         base_tokens = sum(turn["base_tokens"] for turn in by_turn)
         return {
             **by_turn[-1],
@@ -268,30 +272,30 @@ class Rates:
             "settings": self.settings.record(),
             "seconds": self.seconds,
             "base_tokens_per_s": base_tokens / self.seconds,
-            "texts": [story.text for story in self.turns[-1]],
+            "texts": [turn.text for turn in self.turns[-1]],
         }
 
 
-def summary(stories: Sequence[Story]) -> dict[str, Any]:
-    """Returns totals over stories and ratios of totals, by name. canonical_* and of_canonical: None for a plain model.
+def summarize_turns(generated: Sequence[GeneratedTurn]) -> dict[str, Any]:
+    """Returns totals over turns and ratios of totals, by name. canonical_* and of_canonical: None for a plain model.
 
     of_canonical: ids that the compressor would need for the same texts, divided by the steps that were taken.
     """
-    base_tokens = sum(len(story.base_ids) for story in stories)
-    steps = sum(story.steps for story in stories)
-    canonical = sum(story.canonical or 0 for story in stories) if stories[0].canonical is not None else None
-    grams = sum(story.grams for story in stories)
+    base_tokens = sum(len(turn.base_ids) for turn in generated)
+    steps = sum(turn.steps for turn in generated)
+    canonical = sum(turn.canonical or 0 for turn in generated) if generated[0].canonical is not None else None
+    grams = sum(turn.grams for turn in generated)
     return {
-        "stories": len(stories),
-        "prompt_base_tokens": sum(story.prompt for story in stories),
+        "stories": len(generated),
+        "prompt_base_tokens": sum(turn.prompt for turn in generated),
         "base_tokens": base_tokens,
         "steps": steps,
         "base_tokens_per_step": base_tokens / steps,
         "canonical_steps": canonical,
         "canonical_base_tokens_per_step": None if canonical is None else base_tokens / canonical,
         "of_canonical": None if canonical is None else canonical / steps,
-        "hyper_share": sum(story.hypertokens for story in stories) / steps,
-        "invalid_ids": sum(story.invalid for story in stories),
-        "repeated_4grams": sum(story.repeated for story in stories) / grams if grams else None,
-        "ended": sum(story.finish_reason == "stop" for story in stories) / len(stories),
+        "hyper_share": sum(turn.hypertokens for turn in generated) / steps,
+        "invalid_ids": sum(turn.invalid for turn in generated),
+        "repeated_4grams": sum(turn.repeated for turn in generated) / grams if grams else None,
+        "ended": sum(turn.finish_reason == "stop" for turn in generated) / len(generated),
     }

@@ -34,7 +34,7 @@ def check_tasks(
         if value is not None and not low <= value <= high:
             wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise DataError(f"{name} (--{name.replace('_', '-')}) of tasks must be {wanted}, got {value}")
-    _import()
+    _import_zip_lm()
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     manager = TaskManager(include_path=include_path)
@@ -69,11 +69,11 @@ def run_tasks(
     the same arguments, None to check them here. options: those of `ZipLM`. Raises what `check_tasks` raises.
     """
     manager = manager or check_tasks(tasks, include_path, num_shots, limit, seed)
-    harness = _import()
+    zip_lm = _import_zip_lm()
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 
     evaluate: Any = simple_evaluate  # its decorator hides the signature
-    lm = harness.ZipLM(model, tokenizer, seed=seed, **options)
+    lm = zip_lm(model, tokenizer, seed=seed, **options)
     results = evaluate(
         model=lm,
         tasks=list(tasks),
@@ -90,31 +90,31 @@ def run_tasks(
     )
     kept = ("results", "n-shot", "versions", "n-samples", "higher_is_better", "lm_eval_version")
     found = {key: results[key] for key in kept if key in results}
-    return _plain({**found, "context": lm.max_length, "truncated": lm.truncated})
+    return _to_json_values({**found, "context": lm.max_length, "truncated": lm.truncated})
 
 
-def _plain(value: Any) -> Any:
+def _to_json_values(value: Any) -> Any:
     """Returns a value with NumPy's numbers turned into Python's, and NaN and infinity into None, for JSON."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_json_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_json_values(inner) for inner in value]
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _import() -> Any:
-    """Returns the module `harness`. Raises `InstallationError` without lm-evaluation-harness."""
+def _import_zip_lm() -> Any:
+    """Returns the class `ZipLM`. Raises `InstallationError` without lm-evaluation-harness."""
     try:
-        from mlx_zip.evaluation import harness
+        from mlx_zip.evaluation.lm_eval_model import ZipLM
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
         raise missing_library("--tasks", "lm-evaluation-harness", extra="eval") from error
-    return harness
+    return ZipLM
 
 
-def figures(results: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+def list_metrics(results: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
     """Returns (task and metric, value, standard error or None) of every numeric metric of `run_tasks`."""
     rows = []
     for task, metrics in results["results"].items():

@@ -30,8 +30,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder, write_json
 
-FOLDER = "checkpoints"
-TRAINED = "trained.safetensors"
+CHECKPOINTS = "checkpoints"
+TRAINED_FILE = "trained.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _RANDOM = "random."
 
@@ -55,33 +55,33 @@ def save_checkpoint(
 
     Raises `TrainingError` if it cannot be written, or would hold NaN or inf; earlier checkpoints stay as they are.
     """
-    path = run / FOLDER / folder_name(progress.step)
+    path = run / CHECKPOINTS / checkpoint_name(progress.step)
     trained = dict(tree_flatten(trainee.trainable_parameters()))
-    if wrong := first_not_finite(trained):
+    if wrong := find_not_finite(trained):
         raise TrainingError(
             f"step {progress.step} left values that are not numbers in {wrong}; the checkpoint before it stays good: "
             "lower the learning rate"
         )
     state = {name: value for name, value in tree_flatten(optimizer.state) if isinstance(value, mx.array)}
-    state[f"{_RANDOM}0"] = random_key()
-    for left in run.glob(f"{FOLDER}/.step-*"):  # of killed processes: only one process writes here at a time
+    state[f"{_RANDOM}0"] = get_random_key()
+    for left in run.glob(f"{CHECKPOINTS}/.step-*"):  # of killed processes: only one process writes here at a time
         shutil.rmtree(left, ignore_errors=True)
     try:
         with whole_folder(path) as folder:
-            mx.save_safetensors(str(folder / TRAINED), trained)
+            mx.save_safetensors(str(folder / TRAINED_FILE), trained)
             mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
             write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
-        good = "; the checkpoint before it stays good" if checkpoints(run) else ""
+        good = "; the checkpoint before it stays good" if list_checkpoints(run) else ""
         raise TrainingError(f"cannot write {path}: {reason(error)}{good}") from error
-    for _, old in checkpoints(run)[:-keep]:
+    for _, old in list_checkpoints(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path
 
 
-def checkpoints(run: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
     """Returns (step, folder) of each complete checkpoint of a run, oldest first."""
-    folder = run / FOLDER
+    folder = run / CHECKPOINTS
     found = ((_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
     return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -96,8 +96,8 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
         mark = state.pop("fingerprint")
         progress = Progress(**state)
         if mark == fingerprint:  # else another run's checkpoint is reported below
-            _check_progress(path, progress)
-        trained: Any = mx.load(str(path / TRAINED))
+            _check_progress_counts(path, progress)
+        trained: Any = mx.load(str(path / TRAINED_FILE))
         saved: Any = mx.load(str(path / "optimizer.safetensors"))
         mx.eval(trained, saved)  # reads the files
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
@@ -108,10 +108,12 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
         raise TrainingError(f"{path} belongs to another model, codec, data or settings; choose another folder")
     optimizer.init(trainee.trainable_parameters())
     key = saved.pop(f"{_RANDOM}0", mx.array([]))
-    _check(path / TRAINED, trained, trainee.trainable_parameters())
-    if wrong := first_not_finite(trained):
+    _check_array_shapes(path / TRAINED_FILE, trained, trainee.trainable_parameters())
+    if wrong := find_not_finite(trained):
         raise TrainingError(f"{path} holds values that are not numbers in {wrong}; delete it to go on from before")
-    _check(path / "optimizer.safetensors", {**saved, "key": key}, {**optimizer.state, "key": random_key()})
+    _check_array_shapes(
+        path / "optimizer.safetensors", {**saved, "key": key}, {**optimizer.state, "key": get_random_key()}
+    )
     trainee.update(tree_unflatten(list(trained.items())))
     optimizer.state = tree_unflatten(list(saved.items()))
     set_random_key(key)
@@ -119,12 +121,12 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     return progress
 
 
-def take_trained(run: Path, trainee: nn.Module) -> None:
+def load_trained_weights(run: Path, trainee: nn.Module) -> None:
     """Puts the trained weights of another run's last checkpoint into a trainee.
 
     Raises `TrainingError` if the run has no checkpoint, or trained other weights than this trainee's.
     """
-    path = _last_trained(run)
+    path = _find_last_weights(run)
     try:
         found: Any = mx.load(str(path))
         mx.eval(found)
@@ -139,9 +141,9 @@ def take_trained(run: Path, trainee: nn.Module) -> None:
     trainee.update(tree_unflatten(list(found.items())))
 
 
-def digest_of_trained(run: Path) -> str:
-    """Returns the SHA-256 of the trained weights that `take_trained` takes. Raises `TrainingError`."""
-    path = _last_trained(run)
+def hash_trained_weights(run: Path) -> str:
+    """Returns the SHA-256 of the trained weights that `load_trained_weights` takes. Raises `TrainingError`."""
+    path = _find_last_weights(run)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -149,44 +151,44 @@ def digest_of_trained(run: Path) -> str:
         raise TrainingError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def _last_trained(run: Path) -> Path:
-    found = checkpoints(run)
+def _find_last_weights(run: Path) -> Path:
+    found = list_checkpoints(run)
     if not found:
         raise TrainingError(f"--init-from {run}: there is no checkpoint of a training run")
-    return found[-1][1] / TRAINED
+    return found[-1][1] / TRAINED_FILE
 
 
-def _check(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:
+def _check_array_shapes(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:
     """Raises `TrainingError` unless a file's arrays have the names, shapes and dtypes of `tree`'s."""
     wanted = {name: (value.shape, value.dtype) for name, value in tree_flatten(tree) if isinstance(value, mx.array)}
     if {name: (value.shape, value.dtype) for name, value in found.items()} != wanted:
         raise TrainingError(f"{path} does not hold what this run trains; delete {path.parent.name} to go on without it")
 
 
-def _check_progress(path: Path, progress: Progress) -> None:
+def _check_progress_counts(path: Path, progress: Progress) -> None:
     """Raises `ValueError` for a count that is out of range, and for another step than the folder is named for."""
     counts = vars(progress)
     for name, value in counts.items():
         whole = name != "seconds"
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 <= value < 2**63:
             raise ValueError(f"{name} is {value!r}")
-    if path.name != folder_name(progress.step):
+    if path.name != checkpoint_name(progress.step):
         raise ValueError(f"it is that of step {progress.step}")
 
 
-def first_not_finite(arrays: Mapping[str, mx.array]) -> str:
+def find_not_finite(arrays: Mapping[str, mx.array]) -> str:
     """Returns the name of the first array that holds a NaN or inf, "" if none does."""
     finite = {name: mx.isfinite(value).all() for name, value in arrays.items()}
     mx.eval(finite)
     return next((name for name, fine in finite.items() if not fine.item()), "")
 
 
-def folder_name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Returns the name of the folder for the checkpoint of a step."""
     return f"step-{step:06d}"
 
 
-def random_key() -> mx.array:
+def get_random_key() -> mx.array:
     """Returns MLX's random state: one key, uint32 [2]."""
     state: Any = mx.random.state
     return state[0]
@@ -199,6 +201,6 @@ def set_random_key(key: mx.array) -> None:
     mx.random.seed(high << 32 | low)
 
 
-def steps_of(progress: Progress) -> mx.array:
+def progress_counts(progress: Progress) -> mx.array:
     """Returns all counts but the seconds, int64 [5], to send to other machines."""
     return mx.array(list(vars(progress).values())[:-1], mx.int64)

@@ -20,10 +20,10 @@ from mlx_zip.training.checkpoints import Progress
 from mlx_zip.training.settings import TrainSettings
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-Asked = Callable[[], int | None]  # returns the stop signal received, None before one
+StopAsked = Callable[[], int | None]  # returns the stop signal received, None before one
 
 
-class Job(Protocol):
+class TrainingJob(Protocol):
     """A trainer that the loop runs. It has loaded its last checkpoint; `progress` says where it stands."""
 
     progress: Progress
@@ -48,45 +48,43 @@ class Job(Protocol):
         ...
 
 
-def steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
+def make_steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
     """Returns the bar of a run up to the step where `run_steps` ends; only its reports are lines. done: steps done."""
     last = settings.iters if until is None else min(until, settings.iters)
     return ProgressBar(last, "step", "Training", done, shown=not quiet, interval_s=math.inf)
 
 
-def run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked, until: int | None = None) -> bool:
+def run_steps(
+    job: TrainingJob, settings: TrainSettings, bar: ProgressBar, asked: StopAsked, until: int | None = None
+) -> bool:
     """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
 
     Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
     `iters`, saves every `save_every` steps. Memory is wired on a Mac meanwhile, and given back after every step. asked:
     returns the stop signal received, or None. Returns whether a signal ended the run.
     """
-    with wired_memory():
-        return _run_steps(job, settings, bar, asked, until)
-
-
-def _run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked, until: int | None) -> bool:
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
-    while job.progress.step < last and not stopping:
-        stopping = job.step(asked() is not None)
-        give_back()
-        if stopping:
-            job.save()  # before anything is shown: the terminal may be closed
-        bar()
-        step = job.progress.step
-        if step % settings.steps_per_report == 0 or stopping or step == last:
-            bar.report(job.report())
-        if step % settings.steps_per_eval == 0 or step == settings.iters:
-            found = job.validate()
-            if found is not None:
-                bar.say(f"step {step:,}: {found}")
-        if step % settings.save_every == 0:
-            job.save()
-    job.save()
-    return stopping
+    with wired_memory():
+        while job.progress.step < last and not stopping:
+            stopping = job.step(asked() is not None)
+            free_cached_memory()
+            if stopping:
+                job.save()  # before anything is shown: the terminal may be closed
+            bar()
+            step = job.progress.step
+            if step % settings.steps_per_report == 0 or stopping or step == last:
+                bar.report(job.report())
+            if step % settings.steps_per_eval == 0 or step == settings.iters:
+                found = job.validate()
+                if found is not None:
+                    bar.say(f"step {step:,}: {found}")
+            if step % settings.save_every == 0:
+                job.save()
+        job.save()
+        return stopping
 
 
-class Stopped(KeyboardInterrupt):
+class TrainingStopped(KeyboardInterrupt):
     """Raised when a signal has stopped a run, whose last step is saved. progress: the run's. number: the signal's."""
 
     def __init__(self, progress: Progress, number: int) -> None:
@@ -95,7 +93,7 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def stop_signals() -> Iterator[Asked]:
+def catch_stop_signals() -> Iterator[StopAsked]:
     """Yields a function that returns the first stop signal received, or None; it may be called after the block too.
 
     Only the main thread receives signals: in another thread the function always returns None. A signal that is ignored,
@@ -136,7 +134,7 @@ def wired_memory() -> Iterator[None]:
         mx.set_wired_limit(before)
 
 
-def give_back() -> None:
+def free_cached_memory() -> None:
     """Gives memory that MLX keeps for reuse back to the system: batches differ in shape, so little of it is reused."""
     if mx.get_cache_memory() > 0:
         mx.clear_cache()

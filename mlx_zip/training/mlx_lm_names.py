@@ -30,7 +30,7 @@ _REFUSED = {
     "trust_remote_code": "a model's own code is not run in training; `mlx_zip prepare --trust-remote-code` reads texts",
     "hf_dataset": "prepare the data set first: `mlx_zip prepare --model MODEL --data OWNER/NAME --out FOLDER`",
 }
-_OF_TEXTS = (
+_COLUMN_NAMES = (
     "prompt_feature",
     "text_feature",
     "completion_feature",
@@ -38,18 +38,20 @@ _OF_TEXTS = (
     "messages_feature",
     "tools_feature",
 )
-_REFUSED |= dict.fromkeys(_OF_TEXTS, "columns are named when data are prepared: `mlx_zip prepare --columns KEY=NAME`")
+_REFUSED |= dict.fromkeys(
+    _COLUMN_NAMES, "columns are named when data are prepared: `mlx_zip prepare --columns KEY=NAME`"
+)
 _OPTIMIZER_OPTIONS = {  # fixed options of our optimizers; an optimizer_config may only repeat them
     "adamw": {"betas": [0.9, 0.95], "eps": 1e-8, "bias_correction": True},
     "adam": {"betas": [0.9, 0.999], "eps": 1e-8, "bias_correction": True},
     "sgd": {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False},
     "muon": {"momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5},
 }
-_LORA = {"rank": "lora_rank", "scale": "lora_scale", "dropout": "lora_dropout", "keys": "lora_keys"}
-_SCHEDULE = {"name", "warmup", "warmup_init", "arguments"}
+_LORA_NAMES = {"rank": "lora_rank", "scale": "lora_scale", "dropout": "lora_dropout", "keys": "lora_keys"}
+_SCHEDULE_KEYS = {"name", "warmup", "warmup_init", "arguments"}
 
 
-def translate(values: Mapping[str, Any], iters: int = 1000) -> Values:
+def translate_names(values: Mapping[str, Any], iters: int = 1000) -> Values:
     """Returns the settings under our names; other names than mlx-lm's stay, and None counts as not given.
 
     iters: the run's steps if `values` does not say. Raises `TrainingError` for a setting that has no counterpart here,
@@ -67,11 +69,11 @@ def translate(values: Mapping[str, Any], iters: int = 1000) -> Values:
         found["val_batches"] = 0
     for name, rule in _RULES.items():
         if name in found:
-            _add(found, name, rule(found.pop(name), found, iters))
+            _add_translated(found, name, rule(found.pop(name), found, iters))
     return found
 
 
-def _add(found: Values, name: str, ours: Values) -> None:
+def _add_translated(found: Values, name: str, ours: Values) -> None:
     """Adds `ours`, translated from mlx-lm's `name`, to the settings. Raises `TrainingError` for one already given."""
     if twice := [one for one in ours if one in found]:
         raise TrainingError(f"{name} of mlx-lm and {twice[0]} name one setting; give one of them")
@@ -81,30 +83,30 @@ def _add(found: Values, name: str, ours: Values) -> None:
 # ---- one function per name of mlx-lm: value, settings given and steps of the run -> settings under our names
 
 
-def _num_layers(value: Any, found: Values, iters: int) -> Values:
+def _translate_num_layers(value: Any, found: Values, iters: int) -> Values:
     if found.get("fine_tune_type") == "full" and value != -1:
         raise TrainingError("num_layers of mlx-lm: fine_tune_type full trains all blocks; leave it out")
     return {"lora_layers": value}
 
 
-def _adapter_path(value: Any, found: Values, iters: int) -> Values:
+def _translate_adapter_path(value: Any, found: Values, iters: int) -> Values:
     if "save" in found:
         return {"out": value}
     return {"out": value, "save": "model" if found.get("fine_tune_type") == "full" else "adapter"}
 
 
-def _lora_parameters(value: Any, found: Values, iters: int) -> Values:
-    given = _mapping("lora_parameters", value, set(_LORA))
+def _translate_lora_parameters(value: Any, found: Values, iters: int) -> Values:
+    given = _check_mapping("lora_parameters", value, set(_LORA_NAMES))
     if isinstance(given.get("keys"), list | tuple):
         given["keys"] = ",".join(map(str, given["keys"]))  # without a key: as if not given
     return {
-        _LORA[name]: _number(one) if name in ("scale", "dropout") else one
+        _LORA_NAMES[name]: _to_number(one) if name in ("scale", "dropout") else one
         for name, one in given.items()
         if one not in (None, "")
     }
 
 
-def _optimizer_config(value: Any, found: Values, iters: int) -> Values:
+def _translate_optimizer_config(value: Any, found: Values, iters: int) -> Values:
     if not isinstance(value, Mapping):
         raise TrainingError(f"optimizer_config of mlx-lm must map optimizers to their options, got {value!r}")
     chosen = found.get("optimizer", "adamw")
@@ -112,10 +114,12 @@ def _optimizer_config(value: Any, found: Values, iters: int) -> Values:
     if not isinstance(given, Mapping):
         raise TrainingError(f"optimizer_config of mlx-lm: {chosen} must be a mapping, got {given!r}")
     given = dict(given)
-    ours = {"weight_decay": _number(given.pop("weight_decay"))} if chosen == "adamw" and "weight_decay" in given else {}
+    ours = (
+        {"weight_decay": _to_number(given.pop("weight_decay"))} if chosen == "adamw" and "weight_decay" in given else {}
+    )
     fixed = _OPTIMIZER_OPTIONS.get(chosen, {})
     for name, one in given.items():
-        if name not in fixed or (list(one) if isinstance(one, list | tuple) else _number(one)) != fixed[name]:
+        if name not in fixed or (list(one) if isinstance(one, list | tuple) else _to_number(one)) != fixed[name]:
             does = f" (it is {fixed[name]})" if name in fixed else ""
             raise TrainingError(
                 f"optimizer_config of mlx-lm: {name} of {chosen} cannot be set here{does}; leave it out"
@@ -123,8 +127,8 @@ def _optimizer_config(value: Any, found: Values, iters: int) -> Values:
     return ours
 
 
-def _lr_schedule(value: Any, found: Values, iters: int) -> Values:
-    given = _mapping("lr_schedule", value, _SCHEDULE)
+def _translate_lr_schedule(value: Any, found: Values, iters: int) -> Values:
+    given = _check_mapping("lr_schedule", value, _SCHEDULE_KEYS)
     arguments = given.get("arguments")
     if given.get("name") != "cosine_decay" or not isinstance(arguments, list) or len(arguments) not in (2, 3):
         raise TrainingError(
@@ -145,18 +149,18 @@ def _lr_schedule(value: Any, found: Values, iters: int) -> Values:
         )
     found.pop("learning_rate", None)  # mlx-lm ignores it too when there is a schedule
     end = arguments[2] if len(arguments) > 2 else 0.0
-    rates = {"learning_rate": _number(arguments[0]), "min_learning_rate": _number(end)}
+    rates = {"learning_rate": _to_number(arguments[0]), "min_learning_rate": _to_number(end)}
     return {**rates, **({"warmup": warmup} if warmup else {})}
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
 
 
-def _mapping(name: str, value: Any, known: set[str]) -> Values:
+def _check_mapping(name: str, value: Any, known: set[str]) -> Values:
     """Returns a setting's value as a dict. Raises `TrainingError` unless it is a mapping of known keys."""
     if not isinstance(value, Mapping):
         raise TrainingError(f"{name} of mlx-lm must be a mapping, got {value!r}")
@@ -166,10 +170,10 @@ def _mapping(name: str, value: Any, known: set[str]) -> Values:
 
 
 _RULES: dict[str, Callable[[Any, Values, int], Values]] = {
-    "num_layers": _num_layers,
-    "adapter_path": _adapter_path,
-    "lora_parameters": _lora_parameters,
-    "optimizer_config": _optimizer_config,
-    "lr_schedule": _lr_schedule,
+    "num_layers": _translate_num_layers,
+    "adapter_path": _translate_adapter_path,
+    "lora_parameters": _translate_lora_parameters,
+    "optimizer_config": _translate_optimizer_config,
+    "lr_schedule": _translate_lr_schedule,
 }
-NAMES = frozenset({*_RULES, *_REFUSED, "test_batches", "val_batches"})
+MLX_LM_NAMES = frozenset({*_RULES, *_REFUSED, "test_batches", "val_batches"})

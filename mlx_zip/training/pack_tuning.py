@@ -15,7 +15,6 @@ import numpy as np
 import mlx_zip
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
-from mlx_zip.files import sole_user
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.loading import find_model_folder, load, read_model_config
 from mlx_zip.models.model_folder import codec_for_tuned_pack
@@ -23,19 +22,19 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.progress import counted
-from mlx_zip.training.prepare.text_windows import Texts
-from mlx_zip.training.run_folder import open_run
-from mlx_zip.training.run_metrics import Metrics, read_metrics
-from mlx_zip.training.run_summary import header
+from mlx_zip.training.prepare.text_windows import CompressedTexts
+from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
+from mlx_zip.training.run_metrics import MetricsLog, read_metrics
+from mlx_zip.training.run_summary import header_lines
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
-from mlx_zip.training.starting_model import start_model
-from mlx_zip.training.steps.objective import PackTrainee, encoded_rows
-from mlx_zip.training.trainer import Outcome, Trainer, check_data
+from mlx_zip.training.starting_model import make_starting_model
+from mlx_zip.training.steps.objective import PackTrainee, encode_pack_rows
+from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The result of `tune`.
+class TuningResult:
+    """The result of `tune_pack`.
 
     rows: the tuned rows, None if a signal ended the run early. before, after: held-out bits per byte before the first
     and after the last step; `after` is None if `rows` is.
@@ -47,7 +46,7 @@ class Tuned:
     after: float | None
 
 
-def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote_code: bool = False) -> Model:
+def load_model_to_tune(name: str, params: CodecParams, position_mode: str, trust_remote_code: bool = False) -> Model:
     """Loads the model that a pack is tuned for, with the codec `params`; a plain model gets a codebook.
 
     name: model folder, bundled model or hub id. position_mode: how a plain model counts positions; a zip2zip model has
@@ -63,11 +62,11 @@ def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote
         )[0]
     else:
         encoder = EncoderOptions("averaging", tie_encoders=True, position_mode=position_mode)
-        model: Any = start_model(folder, None, params, encoder)[0]
+        model: Any = make_starting_model(folder, None, params, encoder)[0]
     return model
 
 
-def dequantized(model: Model, dtype: str = "float32") -> Model:
+def dequantize(model: Model, dtype: str = "float32") -> Model:
     """Returns the model with quantized weights turned into floats, in its encoders too.
 
     dtype: number type in which the model will compute, "float32" or "bfloat16".
@@ -80,11 +79,11 @@ def dequantized(model: Model, dtype: str = "float32") -> Model:
     return made
 
 
-def tune(
+def tune_pack(
     pack: Pack,
     model: Model,
-    data: Texts,
-    valid: Texts,
+    data: CompressedTexts,
+    valid: CompressedTexts,
     settings: TrainSettings,
     run: Path,
     *,
@@ -92,7 +91,7 @@ def tune(
     name: str | None = None,
     save_dtype: str = "float32",
     quiet: bool = False,
-) -> Tuned:
+) -> TuningResult:
     """Tunes the rows of a pack's entries, from the run's last checkpoint if there is one. The model is frozen.
 
     data, valid: samples to train and to validate on, whose codebooks begin with the pack's entries. run: folder of
@@ -102,50 +101,47 @@ def tune(
     encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and LoRA settings are ignored;
     `settings.dtype` may change the model's. Raises `TrainingError`, `DataError`.
     """
-    _check_context(model, data, valid)
-    check_data(data, valid, settings)
+    _check_windows_fit(model, data, valid)
+    check_enough_samples(data, valid, settings)
     name, params = name or model.fingerprint, data.params
     if settings.dtype == "float32":
         model.set_dtype(mx.float32)
-    rows = _first_rows(pack, model, name, params)
-    record = _record(pack, name, data, valid, settings)
+    rows = _starting_rows(pack, model, name, params)
+    record = _make_run_record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    open_run(run, record, mark, "--run")
-    with sole_user(run) as alone:
-        if not alone:
-            raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
+    open_run_folder(run, record, mark, "--run")
+    with lock_run_folder(run, "--run"):
         trainee = PackTrainee(model, *rows)
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
         if not trainer.quiet:
-            print(*header(trainer, f"rows of {counted(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
-        before = _first_bits(trainer, first, run)
+            print(*header_lines(trainer, f"rows of {counted(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
+        before = _bits_before_training(trainer, first, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:
-            return Tuned(None, outcome, before, None)
-        after = trainer.validation()["val_bits_per_byte"]
+            return TuningResult(None, outcome, before, None)
+        after = trainer.measure_validation()["val_bits_per_byte"]
     codec = codec_for_tuned_pack(params, model.config.position_mode) if plain else None
     output = np.array(trainee.output_rows).astype(save_dtype)
-    read = output if model.sides_are_one else np.array(trainee.read_rows).astype(save_dtype)
-    return Tuned(TunedRows(read, output, name, codec), outcome, before, after)
+    read = output if model.sides_are_one else np.array(trainee.pack_input_rows).astype(save_dtype)
+    return TuningResult(TunedRows(read, output, name, codec), outcome, before, after)
 
 
-def _check_context(model: Model, data: Texts, valid: Texts) -> None:
-    """Raises `TrainingError` for a window that is longer than the model's context."""
+def _check_windows_fit(model: Model, data: CompressedTexts, valid: CompressedTexts) -> None:
     context = model.args.config.get("max_position_embeddings")
     longest = max(sample.base_ids for sample in (*data.samples, *valid.samples))
     if isinstance(context, int) and longest > context:
         raise TrainingError(f"there are windows of {longest} base ids (--context), the model has {context} positions")
 
 
-def _first_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
-    """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune`."""
+def _starting_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
+    """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune_pack`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
-    return encoded_rows(model, pack.entries, params)
+    return encode_pack_rows(model, pack.entries, params)
 
 
-def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
+def _bits_before_training(trainer: Trainer, first: Any, run: Path) -> float:
     """Returns held-out bits per byte before the first step: from a resumed run's log, else measured with `first`.
 
     first: the rows to begin with, by parameter name.
@@ -155,15 +151,16 @@ def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
             return line["val_bits_per_byte"]
     now = trainer.trainee.trainable_parameters()
     trainer.trainee.update(first)
-    found = trainer.validation()
+    found = trainer.measure_validation()
     trainer.trainee.update(now)
-    Metrics(run, trainer.progress.step).add(step=0, **found)
+    MetricsLog(run, trainer.progress.step).add(step=0, **found)
     return found["val_bits_per_byte"]
 
 
-def _record(pack: Pack, name: str, data: Texts, valid: Texts, settings: TrainSettings) -> dict[str, Any]:
-    """Returns the record by which `open_run` knows the run again: model, settings, pack and texts."""
-    fixed = settings.deciding()
+def _make_run_record(
+    pack: Pack, name: str, data: CompressedTexts, valid: CompressedTexts, settings: TrainSettings
+) -> dict[str, Any]:
+    fixed = settings.values_to_record()
     return {
         "fixed": {"model": name, "settings": fixed},
         "data": [pack.fingerprint, data.fingerprint, valid.fingerprint],

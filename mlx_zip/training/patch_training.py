@@ -1,8 +1,8 @@
 """Trains and measures models that read patches, and plain models to compare with, from random weights.
 
 A run's steps depend only on its seed, settings and data. On the CPU, a resumed run gives the numbers of an
-uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`. `fit` makes
-a patch model from texts: tokenizer, patch table, training, model folder.
+uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`.
+`fit_patch_model` makes a patch model from texts: tokenizer, patch table, training, model folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import remove_partials, sole_user
+from mlx_zip.files import remove_partials
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
@@ -34,12 +34,12 @@ from mlx_zip.models.patches.patch_model import (
     save_patch_model,
 )
 from mlx_zip.progress import counted
-from mlx_zip.training.checkpoints import Progress, checkpoints, load_checkpoint, save_checkpoint
-from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar, stop_signals
-from mlx_zip.training.run_folder import open_run
-from mlx_zip.training.run_metrics import Metrics
+from mlx_zip.training.checkpoints import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, make_steps_bar, run_steps
+from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
+from mlx_zip.training.run_metrics import MetricsLog
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
-from mlx_zip.training.steps.stepping import clip, learning_rate, make_optimizer
+from mlx_zip.training.steps.stepper import clip_gradients, last_learning_rate, make_optimizer
 from mlx_zip.vocab.hbpe.measures import (
     FIT_LATENT,
     FIT_LOCAL,
@@ -53,11 +53,11 @@ from mlx_zip.vocab.hbpe.patch_merges import MARK
 from mlx_zip.vocab.hbpe.patch_table import PatchText, learn_tokenizer, read_tokenizer
 
 Uint32s = NDArray[np.uint32]
-_WINDOWS = 16  # read in one call of a model
+_WINDOWS_PER_CALL = 16  # read in one call of a model
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
+class PatchCorpus:
     """A text cut into W windows of T ids.
 
     ids uint32 [W, T]. unit_bytes int64 [V]: bytes that each id stands for. rows uint16 [V, S]: each id's patch of S
@@ -96,14 +96,14 @@ class Corpus:
         return digest.hexdigest()
 
 
-def windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
+def cut_windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
     """Joins documents, each followed by the id `end`, and returns windows [W, length] of them; a rest is left out."""
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)
 
 
-def nats(model: PatchModel | PlainModel, corpus: Corpus, ids: Uint32s) -> mx.array:
+def sum_nats(model: PatchModel | PlainModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
     """Returns the summed negative log-likelihood of windows `ids` [B, T], in nats.
 
     A patch model predicts every symbol of every patch, end marks included; a plain model predicts every id.
@@ -111,11 +111,11 @@ def nats(model: PatchModel | PlainModel, corpus: Corpus, ids: Uint32s) -> mx.arr
     if isinstance(model, PlainModel):
         targets = mx.array(ids.astype(np.int32))
         return nn.losses.cross_entropy(model(targets), targets, reduction="sum")
-    return _patch_nats(model, corpus, ids)
+    return _sum_patch_nats(model, corpus, ids)
 
 
-def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
-    """Returns `nats` of a patch model.
+def _sum_patch_nats(model: PatchModel, corpus: PatchCorpus, ids: Uint32s) -> mx.array:
+    """Returns `sum_nats` of a patch model.
 
     Equal patches are encoded once, the decoder runs up to the longest patch, and the head skips padding.
     """
@@ -132,7 +132,7 @@ def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
     return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")
 
 
-def _check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
+def _check_ids_known(model: PatchModel | PlainModel, corpus: PatchCorpus) -> None:
     """Raises `DataError` unless the model knows every id or symbol of the text, which MLX itself does not check."""
     if isinstance(model, PlainModel):
         units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
@@ -145,22 +145,22 @@ def _check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
         raise DataError(f"the text has {units} different ids or symbols, the model knows {known}")
 
 
-def _check_run(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> None:
+def _check_trainable(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> None:
     """Raises `DataError` if the model cannot read the text, `TrainingError` if the text does not fill one batch."""
-    _check_fit(model, corpus)
+    _check_ids_known(model, corpus)
     if len(corpus.ids) < settings.batch_size:
         raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
 
 
-def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 16) -> dict[str, Any]:
+def evaluate_corpus(model: PatchModel | PlainModel, corpus: PatchCorpus, batch_size: int = 16) -> dict[str, Any]:
     """Measures all windows, each read on its own. Raises `DataError` if the model cannot read the text.
 
     Returns `bits_per_byte`, `nats`, `bytes`, and `units`, the number of patches or ids. batch_size: windows per call.
     """
-    _check_fit(model, corpus)
+    _check_ids_known(model, corpus)
     total = 0.0
     for at in range(0, len(corpus.ids), batch_size):
-        some: Any = nats(model, corpus, corpus.ids[at : at + batch_size]).item()
+        some: Any = sum_nats(model, corpus, corpus.ids[at : at + batch_size]).item()
         total += some
     return {
         "bits_per_byte": bits_per_byte(total, corpus.n_bytes),
@@ -177,56 +177,61 @@ def byte_entropies(model: PlainModel, data: bytes, window: int) -> NDArray[np.fl
     """
     filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
     out = []
-    for at in range(0, len(filled), _WINDOWS):
-        logits = model(mx.array(filled[at : at + _WINDOWS]))
+    for at in range(0, len(filled), _WINDOWS_PER_CALL):
+        logits = model(mx.array(filled[at : at + _WINDOWS_PER_CALL]))
         logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         out.append(np.array(-(mx.exp(logs) * logs).sum(axis=-1)).reshape(-1))
     return np.concatenate(out)[: len(data)] if out else np.zeros(0, np.float32)
 
 
-def train(
+def train_patch_model(
     model: PatchModel | PlainModel,
-    corpus: Corpus,
+    corpus: PatchCorpus,
     settings: TrainSettings,
     run: Path,
     quiet: bool = True,
     until: int | None = None,
-    asked: Asked = lambda: None,
+    asked: StopAsked = lambda: None,
 ) -> Progress:
     """Trains from the run's last checkpoint until `settings.iters` steps are done, and saves the last step.
 
-    until: stop after this step already; a later call continues the run. asked: function of `stop_signals`; the run
-    stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
+    until: stop after this step already; a later call continues the run. asked: function of `catch_stop_signals`; the
+    run stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
     steps_per_report, save_every, keep, and those of the optimizer.
 
-    Returns the progress. Raises as `_check_run` does, `TrainingError` if the loss is not a number or the checkpoint is
-    another run's, and `Stopped` after a signal, when the last step is saved.
+    Returns the progress. Raises `DataError` if the model cannot read the text; `TrainingError` if the text does not
+    fill one batch, the loss is not a number or the checkpoint is another run's; and `TrainingStopped` after a signal,
+    when the last step is saved.
     """
-    _check_run(model, corpus, settings)
+    _check_trainable(model, corpus, settings)
     job = _PatchTrainer(model, corpus, settings, run)
-    with steps_bar(settings, job.progress.step, quiet, until) as bar:
+    with make_steps_bar(settings, job.progress.step, quiet, until) as bar:
         bar.say(job.header())
         stopped = run_steps(job, settings, bar, asked, until)
     if stopped and job.progress.step < settings.iters:
-        raise Stopped(job.progress, asked() or signal.SIGTERM)
+        raise TrainingStopped(job.progress, asked() or signal.SIGTERM)
     return job.progress
 
 
 class _PatchTrainer:
-    """Trains a patch model or a plain one as a `Job`: in one process, without validation during the run."""
+    """Trains a patch model or a plain one as a `TrainingJob`: in one process, without validation during the run."""
 
-    def __init__(self, model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path) -> None:
+    def __init__(self, model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings, run: Path) -> None:
         self.model, self.corpus, self.settings, self.run = model, corpus, settings, run
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(model.trainable_parameters())
-        self.mark = _fingerprint(model, corpus, settings)
-        found = checkpoints(run)
-        self.progress = load_checkpoint(found[-1][1], model, self.optimizer, self.mark) if found else Progress()
+        self.fingerprint = _fingerprint_run(model, corpus, settings)
+        found = list_checkpoints(run)
+        self.progress = load_checkpoint(found[-1][1], model, self.optimizer, self.fingerprint) if found else Progress()
         run.mkdir(parents=True, exist_ok=True)
-        self._log = Metrics(run, self.progress.step)
-        self._value_and_grad = nn.value_and_grad(model, lambda ids: nats(model, corpus, ids) / ids.size)
-        self._batches = _batches(corpus, settings, self.progress.step)
-        self._last: tuple[float, Uint32s, float] = (0.0, corpus.ids[:0], 0.0)  # loss, ids and seconds of the last step
+        self._log = MetricsLog(run, self.progress.step)
+        self._value_and_grad = nn.value_and_grad(model, lambda ids: sum_nats(model, corpus, ids) / ids.size)
+        self._batches = _iterate_batches(corpus, settings, self.progress.step)
+        self._last_step: tuple[float, Uint32s, float] = (
+            0.0,
+            corpus.ids[:0],
+            0.0,
+        )  # loss, ids and seconds of the last step
 
     def header(self) -> list[str]:
         """Returns lines on what is trained, on what data, and at which step the run resumes."""
@@ -239,42 +244,41 @@ class _PatchTrainer:
         ]
 
     def step(self, stop: bool) -> bool:
-        """Trains one step on the next windows and returns `stop`; see `Job`."""
+        """Trains one step on the next windows and returns `stop`; see `TrainingJob`."""
         began, ids = time.perf_counter(), next(self._batches)
         loss, gradients = self._value_and_grad(ids)
-        gradients, norm = clip(gradients, self.settings.max_grad_norm)
+        gradients, norm = clip_gradients(gradients, self.settings.max_grad_norm)
         self.optimizer.update(self.model, gradients)
         mx.eval(loss, norm, self.model.parameters(), self.optimizer.state)
         seconds = time.perf_counter() - began
-        self.progress = _advanced(self.progress, self.corpus, ids, seconds)
+        self.progress = _add_step(self.progress, self.corpus, ids, seconds)
         if not np.isfinite([loss.item(), norm.item()]).all():
             raise TrainingError(
                 f"step {self.progress.step}: the loss or its gradient is not a number; the last checkpoint is good: "
                 "lower the learning rate"
             )
-        self._last = loss.item(), ids, seconds
+        self._last_step = loss.item(), ids, seconds
         return stop
 
     def report(self) -> str:
-        """Logs the loss of the last step and returns its figures in words; see `Job`."""
-        loss, ids, seconds = self._last
+        """Logs the loss of the last step and returns its figures in words; see `TrainingJob`."""
+        loss, ids, seconds = self._last_step
         bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
-        rate = learning_rate(self.optimizer)
+        rate = last_learning_rate(self.optimizer)
         self._log.add(loss=loss, bits_per_byte=bits, learning_rate=rate, **vars(self.progress))
         return f"loss {loss:.3f}, {bits:.3f} bits per byte, {ids.size / max(seconds, 1e-9):,.0f} ids/s"
 
     def validate(self) -> None:
-        """Does nothing: there is no validation during the run; see `Job`."""
+        """Does nothing: there is no validation during the run; see `TrainingJob`."""
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it exists; see `Job`."""
-        found = checkpoints(self.run)
+        """Writes the checkpoint of this step, unless it exists; see `TrainingJob`."""
+        found = list_checkpoints(self.run)
         if self.progress.step and (not found or found[-1][0] != self.progress.step):
-            save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.mark, self.settings.keep)
+            save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
 
 
-def _advanced(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> Progress:
-    """Returns `done` plus one step that read the windows `ids` in `seconds`."""
+def _add_step(done: Progress, corpus: PatchCorpus, ids: Uint32s, seconds: float) -> Progress:
     return replace(
         done,
         step=done.step + 1,
@@ -286,7 +290,7 @@ def _advanced(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> P
     )
 
 
-def _batches(corpus: Corpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
+def _iterate_batches(corpus: PatchCorpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
     """Yields the windows [B, T] of each step from `step` on.
 
     Each pass over the text has a random order of its own; windows that do not fill its last batch are left out.
@@ -299,8 +303,7 @@ def _batches(corpus: Corpus, settings: TrainSettings, step: int) -> Iterator[Uin
         yield corpus.ids[order[at : at + settings.batch_size]]
 
 
-def _fingerprint(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> str:
-    """Returns a hex digest of what decides the run's numbers: the model's config, the data and the settings."""
+def _fingerprint_run(model: PatchModel | PlainModel, corpus: PatchCorpus, settings: TrainSettings) -> str:
     left_out = {"steps_per_report", "save_every", "keep", *ADDED_LATER}
     chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in left_out)
     facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()
@@ -313,7 +316,7 @@ MODEL = "model"  # folder inside the run's folder that a finished run writes
 
 
 @dataclass(frozen=True)
-class FitOptions:
+class PatchFitOptions:
     """The patch model to train.
 
     tokenizer: file of the tokenizer whose tokens become patches; None: a byte-level BPE of `vocab_size` tokens is
@@ -334,32 +337,30 @@ class FitOptions:
             raise DataError(f"context must be at least 1, got {self.context}")
 
 
-def fit(
-    texts: Sequence[str], options: FitOptions, settings: TrainSettings, out: Path, quiet: bool = True
+def fit_patch_model(
+    texts: Sequence[str], options: PatchFitOptions, settings: TrainSettings, out: Path, quiet: bool = True
 ) -> SavedPatchModel:
     """Trains a patch model on documents, writes `out/model` and returns the saved model.
 
     texts: the documents. out: the run's folder; a run found there is continued from its last checkpoint. The first
-    Ctrl-C or SIGTERM ends training after the current step, saves it and raises `Stopped`. Raises `DataError`,
-    `ConfigError`, and `TrainingError` as `hbpe.train` does, if the folder holds something else, or if another process
-    trains there.
+    Ctrl-C or SIGTERM ends training after the current step, saves it and raises `TrainingStopped`. Raises `DataError`,
+    `ConfigError`, and `TrainingError` as `train_patch_model` does, if the folder holds something else, or if another
+    process trains there.
     """
-    text = _first_stage(texts, options)
-    ids = windows([text.ids(one) for one in texts], text.end, options.context)
-    corpus = Corpus(ids, text.unit_bytes, text.table.rows)
+    text = _make_patch_text(texts, options)
+    ids = cut_windows([text.ids(one) for one in texts], text.end, options.context)
+    corpus = PatchCorpus(ids, text.unit_bytes, text.table.rows)
     mx.random.seed(settings.seed)
     merges = text.table.merges
     model = PatchModel(PatchConfig(merges.symbols, merges.patch_size, options.latent, options.local))
-    _check_run(model, corpus, settings)
-    record = _record(texts, text, options, settings)
-    open_run(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
+    _check_trainable(model, corpus, settings)
+    record = _make_run_record(texts, text, options, settings)
+    open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     try:
-        with sole_user(out) as alone:
-            if not alone:
-                raise TrainingError(f"another process trains in {out}; wait for it, or choose another RUN")
+        with lock_run_folder(out, "RUN"):
             remove_partials(out)
-            with stop_signals() as asked:
-                done = train(model, corpus, settings, out, quiet, asked=asked)
+            with catch_stop_signals() as asked:
+                done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)
             source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
             saved = SavedPatchModel(model, text, options.context, source)
             save_patch_model(out / MODEL, saved)
@@ -376,11 +377,11 @@ def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int
     None without words), forward_flops_per_byte (counted as in the paper, for the mean symbols per patch of these
     texts), parameters, and exact: whether the patches spell the texts byte by byte.
     """
-    ids = windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
+    ids = cut_windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
     whole = len(ids) // saved.context * saved.context
     parts = [part.reshape(-1, n) for part, n in ((ids[:whole], saved.context), (ids[whole:], len(ids) - whole)) if n]
-    corpora = [Corpus(part, saved.text.unit_bytes, saved.text.table.rows) for part in parts if part.size]
-    found = [evaluate(saved.model, corpus, batch_size) for corpus in corpora]
+    corpora = [PatchCorpus(part, saved.text.unit_bytes, saved.text.table.rows) for part in parts if part.size]
+    found = [evaluate_corpus(saved.model, corpus, batch_size) for corpus in corpora]
     n_bytes, lengths = sum(one["bytes"] for one in found), saved.text.table.lengths[ids]
     if not n_bytes:
         raise DataError("the texts have no bytes: there is nothing to measure")
@@ -401,7 +402,7 @@ def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int
     }
 
 
-def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
+def _make_patch_text(texts: Sequence[str], options: PatchFitOptions) -> PatchText:
     if options.tokenizer is None:
         tokenizer = learn_tokenizer(texts, options.vocab_size)
     else:
@@ -409,12 +410,14 @@ def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
     return PatchText.learn(tokenizer, options.patch_size, options.mode)
 
 
-def _record(texts: Sequence[str], text: PatchText, options: FitOptions, settings: TrainSettings) -> dict[str, Any]:
-    """Returns the record by which `open_run` knows the run again: settings, options, and a digest of the texts."""
+def _make_run_record(
+    texts: Sequence[str], text: PatchText, options: PatchFitOptions, settings: TrainSettings
+) -> dict[str, Any]:
+    """Returns settings, options and a digest of the texts, by which `open_run_folder` recognizes the run."""
     digest = sha256()
     for one in texts:
         digest.update(one.encode("utf-8") + b"\0")
-    fixed = settings.deciding()
+    fixed = settings.values_to_record()
     tokenizer = None if options.tokenizer is None else text.table.fingerprint
     return {
         "fixed": {"settings": {**fixed, **asdict(options), "tokenizer": tokenizer}},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -17,24 +17,43 @@ import mlx.core as mx
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library
-from mlx_zip.files import at_home, sole_user
+from mlx_zip.files import at_home
 from mlx_zip.models.loading import find_model_folder
 from mlx_zip.models.machines import raise_unless_machines_agree, run_on_all_machines, sum_over_machines
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.checkpoints import checkpoints, digest_of_trained, take_trained
-from mlx_zip.training.prepare.shards import Shards
-from mlx_zip.training.run_data import Chosen, Joined, check_as_asked, check_prepared, held_out_count, split
-from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters, read_object
-from mlx_zip.training.run_metrics import Services, check_services
-from mlx_zip.training.run_summary import base_bits_per_byte, closing, header
-from mlx_zip.training.saving import check_savable, save_adapter, save_trained, type_to_save
+from mlx_zip.training.checkpoints import hash_trained_weights, list_checkpoints, load_trained_weights
+from mlx_zip.training.prepare.shards import PreparedShards
+from mlx_zip.training.run_data import (
+    JoinedFolders,
+    SampleSubset,
+    check_length_and_mask,
+    check_prepared,
+    count_held_out,
+    split_held_out,
+)
+from mlx_zip.training.run_folder import (
+    BegunRun,
+    lock_run_folder,
+    open_run_folder,
+    read_begun_run,
+    read_json_object,
+    record_more_iters,
+)
+from mlx_zip.training.run_metrics import ReportServices, check_report_services
+from mlx_zip.training.run_summary import header_lines, measure_base_bits, summary_lines
+from mlx_zip.training.saving import check_adapter_savable, default_save_dtype, save_adapter_folder, save_model_folder
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
-from mlx_zip.training.starting_model import fingerprint, freeze, recompute_activations, start_model
+from mlx_zip.training.starting_model import (
+    fingerprint_run,
+    freeze_and_add_lora,
+    make_starting_model,
+    recompute_activations,
+)
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
-from mlx_zip.training.steps.stepping import Stepper
-from mlx_zip.training.trainer import Outcome, Trainer, check_data
+from mlx_zip.training.steps.stepper import Stepper
+from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
@@ -44,66 +63,55 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     Raises `TrainingError`, `DataError`, `ConfigError`, `ModelError`.
     """
     group = mx.distributed.init()
-    start = run_on_all_machines(group, lambda: _start(options, settings, first=group.rank() == 0))
+    start = run_on_all_machines(group, lambda: _load_run_inputs(options, settings, first=group.rank() == 0))
     facts = json.dumps([start.fingerprint, start.record["data"]])
     raise_unless_machines_agree(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
-    assert isinstance(start.data, Joined)
-    data, valid = split(
-        start.data, sum_over_machines(group, start.held_out)[0], settings.seed
-    )  # the first machine's count
-    with _sole_trainer(group, options.out):
-        return _run(group, options, settings, replace(start, data=data, valid=start.valid or valid), quiet)
+    assert isinstance(start.data, JoinedFolders)
+    held_out = sum_over_machines(group, start.held_out)[0]  # the first machine's count
+    data, valid = split_held_out(start.data, held_out, settings.seed)
+    lock = lock_run_folder(options.out) if group.rank() == 0 else nullcontext()
+    with ExitStack() as stack:
+        run_on_all_machines(group, lambda: stack.enter_context(lock))
+        return _train_and_save(group, options, settings, replace(start, data=data, valid=start.valid or valid), quiet)
 
 
-@contextmanager
-def _sole_trainer(group: mx.distributed.Group, out: Path) -> Iterator[None]:
-    """Keeps other processes from training in the folder. Raises `TrainingError` if one does already."""
-    with sole_user(out) if group.rank() == 0 else nullcontext(True) as alone:
-        run_on_all_machines(group, lambda: _check_alone(out, alone))
-        yield
-
-
-def _check_alone(out: Path, alone: bool) -> None:
-    if not alone:
-        raise TrainingError(f"another process trains in {out}; wait for it, or choose another --out")
-
-
-def _run(
-    group: mx.distributed.Group, options: RunOptions, settings: TrainSettings, start: _Start, quiet: bool
+def _train_and_save(
+    group: mx.distributed.Group, options: RunOptions, settings: TrainSettings, start: _RunInputs, quiet: bool
 ) -> Outcome:
-    """Trains what `_start` returned, and saves the result if all steps are done."""
-    trainee = _trainee(start, settings)
-    if options.init_from is not None and not checkpoints(options.out):
-        take_trained(options.init_from, trainee)
+    """Trains what `_load_run_inputs` returned, and saves the result if all steps are done."""
+    trainee = _make_trainee(start, settings)
+    if options.init_from is not None and not list_checkpoints(options.out):
+        load_trained_weights(options.init_from, trainee)
     if settings.grad_checkpoint and options.engine == "mlx":
         recompute_activations(start.model.layers)
     first = group.rank() == 0
-    services = Services(options, settings) if first and options.report_to else None
+    services = ReportServices(options, settings) if first and options.report_to else None
     observe = services.send if services else lambda line: None
     mark, quiet = start.run_fingerprint, quiet or not first
-    steps = make_stepper(options.engine, start.config)
+    steps = choose_stepper(options.engine, start.config)
     trainer = Trainer(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
     if not quiet:
-        _say(header(trainer, f"{options.model or options.scratch} ({settings.fine_tune_type})"))
+        what = f"{options.model or options.scratch} ({settings.fine_tune_type})"
+        print(*header_lines(trainer, what), sep="\n", file=sys.stderr)
     if trainer.valid is not None and not trainer.progress.step and options.scratch is None:
-        line = {"step": 0, "base_bits_per_byte": base_bits_per_byte(trainer)}
-        run_on_all_machines(group, lambda: trainer.log(line))
+        line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
+        run_on_all_machines(group, lambda: trainer.log_once(line))
     unfinished = trainer.progress.step < settings.iters
     outcome = trainer.train()
     if outcome.progress.step >= settings.iters and first:
         if unfinished and not quiet:
-            _say(closing(trainer, options))
-        _save(options, settings, start, outcome, trainee)
+            print(*summary_lines(trainer, options), sep="\n", file=sys.stderr)
+        _save_result(options, settings, start, outcome, trainee)
     return outcome
 
 
-def _trainee(start: _Start, settings: TrainSettings) -> Trainee:
+def _make_trainee(start: _RunInputs, settings: TrainSettings) -> Trainee:
     if settings.pack_rows:
         return PackAndModelTrainee(start.model, len(start.data.params.start or ()))
     return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
 
 
-def _check_pack_rows(model: Any, data: Joined, folder: Path | None) -> None:
+def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | None) -> None:
     """Raises `TrainingError` if a pack's rows cannot be trained, or would replace those in the model's folder."""
     if not data.params.start or not isinstance(model, Model):
         raise TrainingError("--pack-rows needs data that were prepared with --pack, and without --start-draw")
@@ -114,7 +122,7 @@ def _check_pack_rows(model: Any, data: Joined, folder: Path | None) -> None:
         )
 
 
-def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
+def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns what makes a trainer's stepper. config: the model's config.json. Raises `InstallationError`."""
     if engine == "mlx":
         return Stepper
@@ -125,17 +133,12 @@ def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
     return partial(TorchStepper, config=config)
 
 
-def _say(lines: list[str]) -> None:
-    for line in lines:
-        print(line, file=sys.stderr)
-
-
 @dataclass(frozen=True)
-class _Start:
+class _RunInputs:
     """All that a run begins with, loaded and checked.
 
     config: the model's config.json. folder: the model's or, from scratch, the tokenizer's. data, valid: samples to
-    train and to validate on. record: what the run trains, see `open_run`. fingerprint: of this command.
+    train and to validate on. record: what the run trains, see `open_run_folder`. fingerprint: of this command.
     run_fingerprint: of the run in the folder, which may have begun with fewer steps. held_out: number of samples of
     `data` to hold out, on the first machine; 0 on the others. dtype: floating-point type of the saved weights.
     """
@@ -144,8 +147,8 @@ class _Start:
     config: dict[str, Any]
     tokenizer: Any
     folder: Path
-    data: Joined | Chosen
-    valid: Joined | Chosen | None
+    data: JoinedFolders | SampleSubset
+    valid: JoinedFolders | SampleSubset | None
     record: dict[str, Any]
     fingerprint: str
     run_fingerprint: str
@@ -153,14 +156,14 @@ class _Start:
     dtype: str
 
 
-def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
+def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) -> _RunInputs:
     """Loads and checks all that a run begins with. first: whether this machine is the one that writes files."""
     options.check()
-    check_services(options.report_to)
+    check_report_services(options.report_to)
     check_prepared(options)
-    data = Joined(options.data)
-    check_as_asked(options, data)
-    valid = Joined(options.valid) if options.valid else None
+    data = JoinedFolders(options.data)
+    check_length_and_mask(options, data)
+    valid = JoinedFolders(options.valid) if options.valid else None
     if valid is not None and valid.params != data.params:
         raise DataError(f"{valid} was prepared for another codec than {data}")
     folder = None if options.model is None else find_model_folder(options.model)
@@ -169,37 +172,37 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
         raise TrainingError("--from-scratch needs --tokenizer")
     tokenizer = load_tokenizer(Path(tokenizer_folder))
     for part in (*data.parts, *(valid.parts if valid else ())):
-        _check_tokenizer(part, tokenizer, tokenizer_folder)
+        _check_same_tokenizer(part, tokenizer, tokenizer_folder)
     mx.random.seed(settings.seed)
-    scratch = None if options.scratch is None else read_object(options.scratch)
-    model, config = start_model(folder, scratch, data.params, options.encoder, options.canonical)
-    _check_sizes(config, data, len(tokenizer))
+    scratch = None if options.scratch is None else read_json_object(options.scratch)
+    model, config = make_starting_model(folder, scratch, data.params, options.encoder, options.canonical)
+    _check_vocabulary_and_context(config, data, len(tokenizer))
     if settings.pack_rows:
-        _check_pack_rows(model, data, folder)
+        _check_pack_rows_trainable(model, data, folder)
     if options.save == ADAPTER:
-        check_savable(model, config, settings, from_scratch=folder is None)
-    dtype = options.save_dtype or type_to_save(model)
-    freeze(model, settings)
-    check_data(data, valid, settings)
-    begun = begun_run(options.out)
-    record = _record(options, settings, data, begun)
-    mark = run_mark = fingerprint(model, config, record["fixed"])
+        check_adapter_savable(model, config, settings, from_scratch=folder is None)
+    dtype = options.save_dtype or default_save_dtype(model)
+    freeze_and_add_lora(model, settings)
+    check_enough_samples(data, valid, settings)
+    begun = read_begun_run(options.out)
+    record = _make_run_record(options, settings, data, begun)
+    mark = run_mark = fingerprint_run(model, config, record["fixed"])
     held_out = 0
     if first:
-        share = _valid_share(options, begun)
-        held_out = held_out_count(data, share, settings.batch_size)
+        share = _choose_valid_share(options, begun)
+        held_out = count_held_out(data, share, settings.batch_size)
         run_record = {**record, "valid_share": share} if share else record
-        if begun is not None and _may_raise(options.out, begun, settings.iters):
-            run_record = _with_iters(run_record, begun.iters)
-            run_mark = fingerprint(model, config, run_record["fixed"])
-        open_run(options.out, run_record, run_mark)
+        if begun is not None and _continues_with_more_steps(options.out, begun, settings.iters):
+            run_record = _replace_iters(run_record, begun.iters)
+            run_mark = fingerprint_run(model, config, run_record["fixed"])
+        open_run_folder(options.out, run_record, run_mark)
         if begun is not None and settings.iters != begun.raised_to:
-            raise_iters(options.out, settings.iters)
+            record_more_iters(options.out, settings.iters)
     origin = folder or Path(tokenizer_folder)
-    return _Start(model, config, tokenizer, origin, data, valid, record, mark, run_mark, held_out, dtype)
+    return _RunInputs(model, config, tokenizer, origin, data, valid, record, mark, run_mark, held_out, dtype)
 
 
-def _valid_share(options: RunOptions, begun: Begun | None) -> float:
+def _choose_valid_share(options: RunOptions, begun: BegunRun | None) -> float:
     """Returns the share of the samples to hold out. Raises `TrainingError` unless it is that of the run in the folder.
 
     begun: that run, None for a new one.
@@ -214,7 +217,7 @@ def _valid_share(options: RunOptions, begun: Begun | None) -> float:
     return (0.0 if options.valid else VALID_SHARE) if asked is None else asked
 
 
-def _may_raise(out: Path, begun: Begun, iters: int) -> bool:
+def _continues_with_more_steps(out: Path, begun: BegunRun, iters: int) -> bool:
     """Whether a run continues with another number of steps than it began with; raises `TrainingError` if it must not.
 
     Allowed are the number it was raised to before and, once that is reached, any larger one.
@@ -223,38 +226,38 @@ def _may_raise(out: Path, begun: Begun, iters: int) -> bool:
         return False
     if iters == begun.raised_to:
         return True
-    found = checkpoints(out)
+    found = list_checkpoints(out)
     if iters > begun.raised_to and found and found[-1][0] == begun.raised_to:
         return True
     rule = f"it may be raised when the run's {begun.raised_to} steps are done"
     raise TrainingError(f"{out} holds another run (iters {begun.raised_to}; {rule}); choose another --out")
 
 
-def _with_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
+def _replace_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
     fixed = record["fixed"]
     return {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": iters}}}
 
 
-def _check_tokenizer(part: Shards, tokenizer: Any, folder: str | Path) -> None:
-    """Raises `DataError` if the data say that they were prepared with another tokenizer. folder: for the message."""
+def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Path) -> None:
     made_with = (part.index.get("tokenizer") or {}).get("fingerprint")
     if made_with is not None and made_with != tokenizer_fingerprint(tokenizer):
         raise DataError(f"{part.folder} was prepared with another tokenizer than the one in {folder}; prepare it again")
 
 
-def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: Outcome, trainee: Trainee) -> None:
-    """Writes what a finished run leaves: the model's folder or the adapter's."""
+def _save_result(
+    options: RunOptions, settings: TrainSettings, start: _RunInputs, outcome: Outcome, trainee: Trainee
+) -> None:
     rows: dict[str, mx.array] = {}
     if isinstance(trainee, PackAndModelTrainee):
-        rows = trainee.pack_rows(start.data.params.start or (), start.data.params)
+        rows = trainee.trained_pack_rows(start.data.params.start or (), start.data.params)
     if options.save == ADAPTER:
         place = at_home(str(options.model))
         base = str(place.resolve()) if place.is_dir() else str(options.model)
-        save_adapter(options.out / ADAPTER, start.model, base, settings, start.dtype, rows)
+        save_adapter_folder(options.out / ADAPTER, start.model, base, settings, start.dtype, rows)
         return
     source = {**start.record["fixed"], **vars(outcome.progress)}
     folder = options.out / MODEL
-    save_trained(
+    save_model_folder(
         folder,
         start.model,
         start.config,
@@ -267,7 +270,7 @@ def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: 
     )
 
 
-def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
+def _check_vocabulary_and_context(config: Mapping[str, Any], data: JoinedFolders, tokens: int) -> None:
     """Raises `TrainingError` unless every id has a row and the model's context fits the windows.
 
     config: the model's config.json. tokens: number of tokens in the tokenizer.
@@ -282,25 +285,27 @@ def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
         raise TrainingError(f"the data hold windows of {longest} base ids, the model's context is {context}")
 
 
-def _record(options: RunOptions, settings: TrainSettings, data: Joined, begun: Begun | None) -> dict[str, Any]:
-    """Returns what the run trains, by which the same command knows it again, see `open_run`.
+def _make_run_record(
+    options: RunOptions, settings: TrainSettings, data: JoinedFolders, begun: BegunRun | None
+) -> dict[str, Any]:
+    """Returns what the run trains, by which the same command knows it again, see `open_run_folder`.
 
     begun: the run in the folder, None for a new one. A run with checkpoints does not need the run before it any more.
     """
     origin = options.model if options.scratch is None else options.scratch.name
     before = {}
     if options.init_from is not None:
-        known = begun.init_from if begun is not None and checkpoints(options.out) else None
-        before = {"init_from": known or digest_of_trained(options.init_from)}
+        known = begun.init_from if begun is not None and list_checkpoints(options.out) else None
+        before = {"init_from": known or hash_trained_weights(options.init_from)}
     return {
-        "fixed": {"model": Path(origin).name if origin else None, "settings": settings.deciding(), **before},
-        "data": [_data_record(part) for part in data.parts],
+        "fixed": {"model": Path(origin).name if origin else None, "settings": settings.values_to_record(), **before},
+        "data": [_make_data_record(part) for part in data.parts],
         "encoder": vars(options.encoder),
         "mlx_zip": mlx_zip.__version__,
     }
 
 
-def _data_record(part: Shards) -> dict[str, Any]:
+def _make_data_record(part: PreparedShards) -> dict[str, Any]:
     """Returns what a prepared folder holds and was made from, without any paths, so that folders may be moved."""
     settings = part.index.get("settings") or {}
     try:
@@ -311,7 +316,7 @@ def _data_record(part: Shards) -> dict[str, Any]:
     return {**record, "settings": {**settings, "sources": digests}}
 
 
-def trained_model(out: Path) -> Path:
+def finished_model_folder(out: Path) -> Path:
     """Returns the model folder of a finished run. Raises `TrainingError` if the run is not finished."""
     if not (out / MODEL / "config.json").exists():
         raise TrainingError(f"{out} has no finished model yet")

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.hub import is_hub_id
-from mlx_zip.training.prepare.prepared_folder import STATE
-from mlx_zip.training.prepare.shards import Sample, Shards, grows, is_prepared
+from mlx_zip.training.prepare.prepared_folder import SETTINGS_FILE
+from mlx_zip.training.prepare.shards import PreparedShards, Sample, can_have_entries, is_prepared
 from mlx_zip.training.settings import RunOptions
 
 _SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
-_LEAST = 4  # samples to hold out at least, if the data have enough
-_MOST_SHARE = 5  # hold out at most one in 5 samples
+_FEWEST_HELD_OUT = 4  # samples to hold out at least, if the data have enough
+_ONE_HELD_OUT_IN = 5  # hold out at most one in 5 samples
 
 
 def check_prepared(options: RunOptions) -> None:
@@ -28,12 +28,12 @@ def check_prepared(options: RunOptions) -> None:
     for folder in (*options.data, *options.valid):
         if is_prepared(folder):
             continue
-        if (folder / STATE).is_file():
+        if (folder / SETTINGS_FILE).is_file():
             raise DataError(f"{folder} is not finished: run the same `mlx_zip prepare` again, which goes on with it")
         if not folder.exists() and not is_hub_id(str(folder)):
             flag = "--data" if folder in options.data else "--valid"
             raise DataError(f"{folder}: no such file or folder; {flag} names a folder that `mlx_zip prepare` made")
-        lines = [_command(options, *names) for names in _texts(folder)]
+        lines = [_prepare_command(options, *names) for names in _list_text_files(folder)]
         if not folder.exists():
             raise DataError(
                 f"{folder}: no such folder; if it is the name of a data set, prepare it first: {' and '.join(lines)}"
@@ -41,7 +41,7 @@ def check_prepared(options: RunOptions) -> None:
         raise DataError(f"{folder} is not prepared data; prepare it first: {' and '.join(lines)}")
 
 
-def _texts(path: Path) -> list[tuple[str, str]]:
+def _list_text_files(path: Path) -> list[tuple[str, str]]:
     """Returns (texts, folder to prepare them in) for each text file in a folder, or for a file or a hub name itself."""
     found = [name for name in _SPLITS if (path / name).is_file()]
     if found:
@@ -49,14 +49,14 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     return [(str(path), f"{path.name.removesuffix('.gz').partition('.')[0] or 'data'}-prepared")]
 
 
-def _command(options: RunOptions, data: str, out: str) -> str:
+def _prepare_command(options: RunOptions, data: str, out: str) -> str:
     origin = ["--model", options.model] if options.model else ["--tokenizer", str(options.tokenizer or "FOLDER")]
     context = ["--context", str(options.max_seq_length)] if options.max_seq_length else []
     counted = ["--train-on", "all"] if options.mask_prompt is False else []
     return shlex.join(["mlx_zip", "prepare", *origin, "--data", data, *context, *counted, "--out", out])
 
 
-def check_as_asked(options: RunOptions, data: Joined) -> None:
+def check_length_and_mask(options: RunOptions, data: JoinedFolders) -> None:
     """Raises `DataError` if the data were prepared otherwise than --max-seq-length or --mask-prompt ask for."""
     for part in data.parts:
         if options.max_seq_length is not None and part.context > options.max_seq_length:
@@ -73,7 +73,7 @@ def check_as_asked(options: RunOptions, data: Joined) -> None:
             )
 
 
-class Joined:
+class JoinedFolders:
     """Several prepared folders read as one, in the order given.
 
     Folders prepared without hypertokens (merge size 1 or codebook size 0) may be among others, whose codec is then that
@@ -81,8 +81,8 @@ class Joined:
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
-        self.parts = [Shards(folder) for folder in folders]
-        first = next((part for part in self.parts if grows(part.params)), self.parts[0])
+        self.parts = [PreparedShards(folder) for folder in folders]
+        first = next((part for part in self.parts if can_have_entries(part.params)), self.parts[0])
         self.params = first.params
         as_plain = replace(self.params, codebook_size=0, merge_size=1, start=None)
         for part in self.parts:
@@ -120,13 +120,13 @@ class Joined:
         return ", ".join(str(part.folder) for part in self.parts)
 
 
-class Chosen:
+class SampleSubset:
     """Some samples of prepared data, numbered as in the whole data; all others have length 0 and are never read.
 
     chosen: bool [samples], which ones.
     """
 
-    def __init__(self, data: Joined, chosen: NDArray[np.bool_]) -> None:
+    def __init__(self, data: JoinedFolders, chosen: NDArray[np.bool_]) -> None:
         self.data, self.params, self.chosen = data, data.params, chosen
 
     def __len__(self) -> int:
@@ -154,23 +154,25 @@ class Chosen:
         return str(self.data)
 
 
-def held_out_count(data: Joined, share: float, batch_size: int) -> int:
-    """Returns the number of samples to hold out: `share` of them, at least `_LEAST`, at most one in `_MOST_SHARE`.
+def count_held_out(data: JoinedFolders, share: float, batch_size: int) -> int:
+    """Returns the number of samples to hold out: `share` of them, at least 4 and at most a fifth; 0 for a share of 0.
 
-    One batch is always left to train on. 0 for a share of 0.
+    One batch is always left to train on.
     """
     usable = int((data.lengths >= 2).sum())
     if not share:
         return 0
-    wanted = min(max(_LEAST, round(share * usable)), usable // _MOST_SHARE)
+    wanted = min(max(_FEWEST_HELD_OUT, round(share * usable)), usable // _ONE_HELD_OUT_IN)
     return max(0, min(wanted, usable - batch_size))
 
 
-def split(data: Joined, count: int, seed: int) -> tuple[Joined | Chosen, Chosen | None]:
+def split_held_out(
+    data: JoinedFolders, count: int, seed: int
+) -> tuple[JoinedFolders | SampleSubset, SampleSubset | None]:
     """Returns the samples to train on, and `count` random ones to validate on; (data, None) for a count of 0."""
     if not count:
         return data, None
     drawn = np.random.default_rng([seed, count]).permutation(np.flatnonzero(data.lengths >= 2))[:count]
     held = np.zeros(len(data), np.bool_)
     held[drawn] = True
-    return Chosen(data, ~held), Chosen(data, held)
+    return SampleSubset(data, ~held), SampleSubset(data, held)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, TrainingError, reason
 from mlx_zip.files import check_in, sole_user, write_json
-from mlx_zip.training.run_metrics import FILE
+from mlx_zip.training.run_metrics import METRICS_FILE
 
-RECORD = "train.json"
+RUN_RECORD = "train.json"
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunRun:
     """A run by its record: the steps it began with, those it was raised to later, and the share held out.
 
     init_from: digest of the trained weights that it began with, None for new ones.
@@ -28,68 +29,79 @@ class Begun:
     init_from: str | None = None
 
 
-def begun_run(out: Path) -> Begun | None:
+def read_begun_run(out: Path) -> BegunRun | None:
     """Returns the run in a folder that has saved a step; None without one, or if its record has no number of steps.
 
     Raises `TrainingError` for a damaged record.
     """
-    path, hint = out / RECORD, "; choose another --out"
-    if not path.exists() or _is_unstarted(out, hint):
+    path, hint = out / RUN_RECORD, "; choose another --out"
+    if not path.exists() or _has_no_saved_step(out, hint):
         return None
-    record = read_object(path, hint)
+    record = read_json_object(path, hint)
     try:
         iters = record["fixed"]["settings"]["iters"]
     except (LookupError, TypeError):
-        return None  # `open_run` reports it
+        return None  # `open_run_folder` reports it
     found = {"iters": iters, "raised_to": record.get("raised_to", iters), "valid_share": record.get("valid_share", 0.0)}
     for name, value in found.items():
         whole = isinstance(value, int if name != "valid_share" else int | float) and not isinstance(value, bool)
         if not whole or not value >= 0 or (name == "valid_share" and value >= 1):
             raise TrainingError(f"{path}: {name} is {value!r}{hint}")
-    return Begun(**found, init_from=record["fixed"].get("init_from"))
+    return BegunRun(**found, init_from=record["fixed"].get("init_from"))
 
 
-def _is_unstarted(out: Path, hint: str = "") -> bool:
+def _has_no_saved_step(out: Path, hint: str = "") -> bool:
     """Whether a folder holds nothing but the record, and perhaps the log, of a run that has saved no step.
 
     Raises `TrainingError`, its message ending in `hint`, if the record is damaged.
     """
-    names = _names(out)
-    if RECORD not in names or not names <= {RECORD, FILE}:
+    names = _list_names(out)
+    if RUN_RECORD not in names or not names <= {RUN_RECORD, METRICS_FILE}:
         return False
-    return read_object(out / RECORD, hint).keys() >= {"fingerprint", "fixed", "data"}
+    return read_json_object(out / RUN_RECORD, hint).keys() >= {"fingerprint", "fixed", "data"}
 
 
-def _names(out: Path) -> set[str]:
-    """Returns the names in a folder, without hidden ones; none for what is not a folder."""
+def _list_names(out: Path) -> set[str]:
     return {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
 
 
-def raise_iters(out: Path, iters: int) -> None:
+@contextmanager
+def lock_run_folder(out: Path, flag: str = "--out") -> Iterator[None]:
+    """Keeps other processes from training in a run's folder while the block runs. Raises `TrainingError` if one does.
+
+    flag: the flag that names the folder.
+    """
+    with sole_user(out) as alone:
+        if not alone:
+            raise TrainingError(f"another process trains in {out}; wait for it, or choose another {flag}")
+        yield
+
+
+def record_more_iters(out: Path, iters: int) -> None:
     """Records that a finished run continues up to `iters` steps. Raises `TrainingError`."""
     try:
-        write_json(out / RECORD, {**read_object(out / RECORD), "raised_to": iters})
+        write_json(out / RUN_RECORD, {**read_json_object(out / RUN_RECORD), "raised_to": iters})
     except OSError as error:
         raise TrainingError(f"cannot write {out}: {reason(error)}") from error
 
 
-def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
+def open_run_folder(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
     """Makes the run's folder, or checks that the folder is this run's. Raises `TrainingError` if it is not.
 
     A run that ended before its first checkpoint gives way to this one.
 
     record: what the run trains. mark: fingerprint of model, settings and record. flag: the flag that names the folder.
     """
-    path, advice = out / RECORD, f"choose another {flag}"
-    if _is_unstarted(out, f"; {advice}"):
-        _remove(out, advice)
+    path, advice = out / RUN_RECORD, f"choose another {flag}"
+    if _has_no_saved_step(out, f"; {advice}"):
+        _remove_unstarted_run(out, flag)
     if path.exists():
-        before = read_object(path, f"; {advice}")
+        before = read_json_object(path, f"; {advice}")
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
-            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); {advice}")
+            raise TrainingError(f"{out} holds another run ({_describe_difference(before, record)}); {advice}")
         return
-    if _names(out):
+    if _list_names(out):
         raise TrainingError(f"{out} is not empty and holds no run; {advice}")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -98,19 +110,17 @@ def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") 
         raise TrainingError(f"cannot write {out}: {reason(error)}") from error
 
 
-def _remove(out: Path, advice: str) -> None:
+def _remove_unstarted_run(out: Path, flag: str) -> None:
     """Removes the record and the log of a run that has saved no step. Raises `TrainingError` if it runs now."""
     try:
-        with sole_user(out) as alone:
-            if not alone:
-                raise TrainingError(f"another process trains in {out}; wait for it, or {advice}")
-            (out / FILE).unlink(missing_ok=True)
-            (out / RECORD).unlink()
+        with lock_run_folder(out, flag):
+            (out / METRICS_FILE).unlink(missing_ok=True)
+            (out / RUN_RECORD).unlink()
     except OSError as error:
         raise TrainingError(f"cannot write {out}: {reason(error)}") from error
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     fixed, new = before.get("fixed"), now["fixed"]["settings"]
     old = fixed.get("settings") if isinstance(fixed, dict) else None
     old = old if isinstance(old, dict) else {}
@@ -119,7 +129,7 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join([*names, *parts]) or "another model"
 
 
-def read_object(path: Path, hint: str = "") -> dict[str, Any]:
+def read_json_object(path: Path, hint: str = "") -> dict[str, Any]:
     """Returns the JSON object in a file. Raises `TrainingError`, its message ending in `hint`."""
     try:
         check_in(path)

@@ -11,7 +11,7 @@ from mlx_zip.errors import InstallationError, TrainingError, missing_library, re
 from mlx_zip.files import check_in, whole_file
 from mlx_zip.training.settings import RunOptions, TrainSettings
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 _PANELS = (
     ("bits_per_byte", "bits per byte"),
     ("loss", "nats per id"),
@@ -19,7 +19,7 @@ _PANELS = (
     ("bytes_per_s", "bytes/s"),
 )
 _SERVICES = ("wandb", "swanlab")
-_AS_MLX_LM = {  # our name: mlx-lm's
+_MLX_LM_KEYS = {  # our name: mlx-lm's
     "step": "iteration",
     "loss": "train_loss",
     "base_ids_per_s": "tokens_per_second",
@@ -27,11 +27,11 @@ _AS_MLX_LM = {  # our name: mlx-lm's
 }
 
 
-class Metrics:
+class MetricsLog:
     """The run's log file, one JSON object per line. step: where the run resumes; lines of later steps are removed."""
 
     def __init__(self, run: Path, step: int) -> None:
-        self.path = run / FILE
+        self.path = run / METRICS_FILE
         kept = [line for line in read_metrics(run) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         try:
@@ -54,7 +54,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
     Raises `DataError` if the log is no ordinary file.
     """
-    path = run / FILE
+    path = run / METRICS_FILE
     if not path.exists():
         return []
     check_in(path)
@@ -70,7 +70,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def plot(run: Path) -> Path:
+def plot_curves(run: Path) -> Path:
     """Draws loss, bits per byte, learning rate and speed from the run's log; returns the path of `curves.png`.
 
     Each of the four panels shows one quantity over the optimizer steps, in training and in validation. Raises
@@ -78,7 +78,7 @@ def plot(run: Path) -> Path:
     """
     lines = read_metrics(run)
     if not lines:
-        raise TrainingError(f"{run / FILE} has no lines to draw")
+        raise TrainingError(f"{run / METRICS_FILE} has no lines to draw")
     figure_class, canvas = load_matplotlib()
     figure = figure_class(figsize=(10, 6), layout="constrained")
     canvas(figure)
@@ -105,32 +105,32 @@ def load_matplotlib() -> tuple[Any, Any]:
     return Figure, FigureCanvasAgg
 
 
-def check_services(names: str | None) -> None:
+def check_report_services(names: str | None) -> None:
     """Raises `TrainingError` for an unknown service, `InstallationError` for one that is not installed.
 
     names: services separated by commas; None for none.
     """
-    if names and not _split(names):
+    if names and not _split_names(names):
         raise TrainingError(f"--report-to {names!r} names no service; give {' or '.join(_SERVICES)}")
-    for name in _split(names):
+    for name in _split_names(names):
         if name not in _SERVICES:
             raise TrainingError(f"--report-to {name}: only {' and '.join(_SERVICES)} are known")
         if find_spec(name) is None:
             raise InstallationError(f"--report-to {name} needs the package: pip install {name}")
 
 
-def _split(names: str | None) -> list[str]:
+def _split_names(names: str | None) -> list[str]:
     return [name.strip().lower() for name in (names or "").split(",") if name.strip()]
 
 
-class Services:
+class ReportServices:
     """Sends lines of the log to the services in `options.report_to`, where the constructor begins a new run."""
 
     def __init__(self, options: RunOptions, settings: TrainSettings) -> None:
         from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
         self._callback = get_reporting_callbacks(
-            ",".join(_split(options.report_to)),
+            ",".join(_split_names(options.report_to)),
             project_name=options.project_name,
             log_dir=str(options.out),
             config={**settings.to_dict(), "model": options.model, "data": [str(path) for path in options.data]},  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ class Services:
         """Sends a line with a training or a validation loss; ignores any other line."""
         if self._callback is None:
             return
-        info = {_AS_MLX_LM.get(name, name): value for name, value in line.items()}
+        info = {_MLX_LM_KEYS.get(name, name): value for name, value in line.items()}
         if "train_loss" in info:
             info["peak_memory"] = line["peak_mlx_bytes"] / 1e9
             self._callback.on_train_loss_report(info)

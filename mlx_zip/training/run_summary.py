@@ -16,22 +16,22 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.layout import is_zip
 from mlx_zip.progress import clock, counted
 from mlx_zip.training.checkpoints import Progress
-from mlx_zip.training.prepare.shards import Sample, grows
+from mlx_zip.training.prepare.shards import Sample, can_have_entries
 from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import ADAPTER, RunOptions
 from mlx_zip.training.steps.batches import make_batch
-from mlx_zip.training.trainer import Data, Trainer
+from mlx_zip.training.trainer import SampleData, Trainer
 
 _FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet
 PASSES = 4  # passes over the data after which a rising validation loss is blamed on too little data
-_ALIKE = (
+_FAIR_COMPARISON = (
     "warning: training on one kind of text moves this gap too, with or without hypertokens; what they cost is the gap "
     "to a base trained alike: the same texts prepared with --merge-size 1, then the same training"
 )
-_FALLS = 0.005  # share by which a validation must change to count as falling or rising
+_NOTABLE_CHANGE = 0.005  # share by which a validation must change to count as falling or rising
 
 
-def header(trainer: Trainer, what: str) -> list[str]:
+def header_lines(trainer: Trainer, what: str) -> list[str]:
     """Returns lines on what is trained, on which device and data, and at which step a run resumes.
 
     what: what is trained, in words.
@@ -41,15 +41,15 @@ def header(trainer: Trainer, what: str) -> list[str]:
     total = get_total_parameters(trainer.trainee)
     lines = [
         f"training {what}: {trained:,} of {total:,} parameters; device: {mx.default_device().type.name}",
-        f"data: {_counts(trainer.data)}"
-        + (f"; held out: {_counts(trainer.valid)}" if trainer.valid is not None else "; nothing held out"),
+        f"data: {_describe_counts(trainer.data)}"
+        + (f"; held out: {_describe_counts(trainer.valid)}" if trainer.valid is not None else "; nothing held out"),
     ]
     if trainer.progress.step:
         lines.append(f"resuming at step {trainer.progress.step:,} of {trainer.settings.iters:,}")
     return lines
 
 
-def _counts(data: Data) -> str:
+def _describe_counts(data: SampleData) -> str:
     usable = data.lengths >= 2
     base_ids, ids = int(data.base_ids[usable].sum()), int(data.lengths[usable].sum())
     return (
@@ -57,7 +57,7 @@ def _counts(data: Data) -> str:
     )
 
 
-def closing(trainer: Trainer, options: RunOptions) -> list[str]:
+def summary_lines(trainer: Trainer, options: RunOptions) -> list[str]:
     """Returns lines on a finished run: what its figures mean, hints, and the commands to run next."""
     done = trainer.progress
     passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
@@ -67,12 +67,14 @@ def closing(trainer: Trainer, options: RunOptions) -> list[str]:
     ]
     log = read_metrics(options.out)
     bits = [line["val_bits_per_byte"] for line in log if isinstance(line.get("val_bits_per_byte"), float)]
-    lines += _quality(log, bits) if bits else ["no validation data: how the model does on other text is not known"]
+    lines += (
+        _quality_lines(log, bits) if bits else ["no validation data: how the model does on other text is not known"]
+    )
     lines += [f"hint: {hint}" for hint in hints(bits, passes, done, new_encoders=is_zip(trainer.trainee.model))]
     return lines + _next_commands(options, done)
 
 
-def _quality(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
+def _quality_lines(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
     """Returns lines on the last validation, compared with the model before training. bits: bits per byte, in order."""
     last = next(line for line in reversed(log) if "val_bits_per_byte" in line)
     base = next((line["base_bits_per_byte"] for line in log if "base_bits_per_byte" in line), None)
@@ -82,7 +84,7 @@ def _quality(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
         lines[0] += f"; before training, without hypertokens: {base:.4f} (gap {gap:+.4f}, {gap / base:+.1%})"
     if (per_step := last.get("val_base_tokens_per_step")) is not None:
         lines.append(f"each step of the model covers {per_step:.2f} base tokens of that text on average")
-    return lines if base is None else [*lines, _ALIKE]
+    return lines if base is None else [*lines, _FAIR_COMPARISON]
 
 
 def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
@@ -92,9 +94,9 @@ def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) 
     new_encoders: whether the model has hyper-encoders.
     """
     found = []
-    if len(bits) > 1 and bits[-1] < bits[-2] * (1 - _FALLS):
+    if len(bits) > 1 and bits[-1] < bits[-2] * (1 - _NOTABLE_CHANGE):
         found.append(f"the validation figure still falls: the same command with --iters {2 * done.step} goes on")
-    if len(bits) > 1 and bits[-1] > min(bits) * (1 + _FALLS) and passes > PASSES:
+    if len(bits) > 1 and bits[-1] > min(bits) * (1 + _NOTABLE_CHANGE) and passes > PASSES:
         found.append(
             f"the validation figure has risen again after {passes:.0f} passes: more data would help, or fewer steps"
         )
@@ -108,7 +110,6 @@ def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) 
 
 
 def _next_commands(options: RunOptions, done: Progress) -> list[str]:
-    """Returns the commands that use what the run has written."""
     if options.save == ADAPTER:
         folder = shlex.quote(str(options.out / ADAPTER))
         return [f"next: mlx_zip convert --hf-path {folder} --mlx-path FOLDER puts it together with its base"]
@@ -120,7 +121,7 @@ def _next_commands(options: RunOptions, done: Progress) -> list[str]:
     ]
 
 
-def base_bits_per_byte(trainer: Trainer) -> float:
+def measure_base_bits(trainer: Trainer) -> float:
     """Returns bits per byte of the validation samples when the trainer's model reads them as base ids only.
 
     Called before the first step, it measures the model that training begins with. A base id counts if the id that it
@@ -129,18 +130,18 @@ def base_bits_per_byte(trainer: Trainer) -> float:
     assert trainer.valid is not None
     params, nats, n_bytes = trainer.valid.params, 0.0, 0
     trainer.trainee.eval()
-    for indices in trainer.shown_validation_batches("Measuring the base"):
-        samples = [expanded(trainer.valid[int(i)], params) for i in indices]
+    for indices in trainer.validation_batches_with_progress("Measuring the base"):
+        samples = [expand_sample(trainer.valid[int(i)], params) for i in indices]
         batch = make_batch(samples, replace(params, codebook_size=0, merge_size=1, start=None), base_positions=True)
-        nats += trainer.stepper.base_nats(batch, trainer.is_long(batch))
+        nats += trainer.stepper.measure_base_nats(batch, trainer.needs_long_factors(batch))
         n_bytes += batch.n_bytes
     trainer.trainee.train()
     return nats / math.log(2) / max(n_bytes, 1)
 
 
-def expanded(sample: Sample, params: CodecParams) -> Sample:
+def expand_sample(sample: Sample, params: CodecParams) -> Sample:
     """Returns a sample with its ids expanded to base ids; a base id counts if the id that it comes from counts."""
-    if not grows(params):
+    if not can_have_entries(params):
         return sample
     book = Codebook(sample.params(params))
     book.push(sample.ids)

@@ -45,18 +45,18 @@ from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.settings import BASE, SAVE_DTYPES, UNQUANTIZED, TrainSettings
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ZIP_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-_PT = {"format": "pt"}
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
+_PYTORCH_METADATA = {"format": "pt"}
 _GENERATION = "generation_config.json"
 # left out of config.json: an older name of torch_dtype; code that is not copied; layers that are quantized no more
-_STALE = ("dtype", "auto_map", "quantization", "quantization_config")
+_KEYS_LEFT_OUT = ("dtype", "auto_map", "quantization", "quantization_config")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 Config = Mapping[str, Any]
 
 
-def save_trained(
+def save_model_folder(
     folder: Path,
     model: nn.Module,
     config: Mapping[str, Any],
@@ -71,15 +71,15 @@ def save_trained(
 
     config: config.json of the model that training began with; hyper-encoders that were quantized then are quantized
     again as they were. record: what it was trained from, which config.json keeps. origin: folder of the model or
-    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse`.
-    pack_rows: as in `save_adapter`. Raises `TrainingError` when the folder cannot be written.
+    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse_lora`.
+    pack_rows: as in `save_adapter_folder`. Raises `TrainingError` when the folder cannot be written.
     """
-    fuse(model, adapted_bits)
-    _quantize_encoders_again(model, config)
+    fuse_lora(model, adapted_bits)
+    _requantize_encoders(model, config)
     model.set_dtype(DTYPES[dtype])
     record = {**record, "dtype": dtype, "mlx_zip": mlx_zip.__version__}
-    saved = {**{key: value for key, value in config.items() if key not in _STALE}, "torch_dtype": dtype}
-    saved |= quantization(model, config)
+    saved = {**{key: value for key, value in config.items() if key not in _KEYS_LEFT_OUT}, "torch_dtype": dtype}
+    saved |= quantization_config(model, config)
     if config.get("model_type") == MODEL_TYPE:
         section = {key: value for key, value in config["zip2zip"].items() if key != "fingerprint"}
         saved["zip2zip"] = {**section, "source": record}
@@ -89,18 +89,18 @@ def save_trained(
         with whole_folder(folder) as partial:
             save_model(partial, model)
             if isinstance(model, Model):
-                saved["zip2zip"]["fingerprint"] = _fingerprint(model, saved)
+                saved["zip2zip"]["fingerprint"] = _fingerprint_hyper_rows(model, saved)
             save_config(dict(saved), config_path=partial / "config.json")
             tokenizer.save_pretrained(partial)
             if pack_rows and isinstance(model, Model):
-                _save_pack(partial / IN_FOLDER, model, tokenizer, pack_rows, dtype)
+                _save_pack_rows(partial / IN_FOLDER, model, tokenizer, pack_rows, dtype)
             if origin is not None and (origin / _GENERATION).is_file():
                 shutil.copyfile(origin / _GENERATION, partial / _GENERATION)
     except (OSError, RuntimeError) as error:
         raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
 
 
-def _save_pack(file: Path, model: Model, tokenizer: Any, rows: Mapping[str, mx.array], dtype: str) -> None:
+def _save_pack_rows(file: Path, model: Model, tokenizer: Any, rows: Mapping[str, mx.array], dtype: str) -> None:
     kept = {
         name: np.array(value).astype("float32" if dtype == "float32" else "float16") for name, value in rows.items()
     }
@@ -108,7 +108,7 @@ def _save_pack(file: Path, model: Model, tokenizer: Any, rows: Mapping[str, mx.a
     save_pack(file, Pack(tuple(model.config.start or ()), tokenizer_fingerprint(tokenizer), rows=tuned))
 
 
-def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
+def _fingerprint_hyper_rows(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the fingerprints of what makes hyper rows, which config.json keeps; config: that of the saved model."""
     prints = SideFingerprints()
     named: Any = tree_flatten(model.parameters())
@@ -117,7 +117,7 @@ def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
     return prints.sides(model.config, config.get("quantization", {}))
 
 
-def type_to_save(model: nn.Module) -> str:
+def default_save_dtype(model: nn.Module) -> str:
     """Returns the type that a trained model's weights are saved in unless another is asked for.
 
     It is float32, or for a quantized model the type of its other values, so that it computes in that type as before.
@@ -131,7 +131,7 @@ def type_to_save(model: nn.Module) -> str:
     return next((name for name in SAVE_DTYPES if largest.dtype == getattr(mx, name)), "float32")
 
 
-def fuse(model: nn.Module, bits: str = UNQUANTIZED) -> None:
+def fuse_lora(model: nn.Module, bits: str = UNQUANTIZED) -> None:
     """Merges LoRA layers into the linear layers that they adapt, in place and in float32.
 
     bits: one of `ADAPTED_BITS`, the bits per weight that a quantized layer gets again. One layer is computed at a time,
@@ -140,12 +140,12 @@ def fuse(model: nn.Module, bits: str = UNQUANTIZED) -> None:
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
     for name, module in layers:
         module.set_dtype(mx.float32)
-        fused = _quantized_again(module.fuse(dequantize=True), module.linear, bits)
+        fused = _requantize(module.fuse(dequantize=True), module.linear, bits)
         mx.eval(fused.parameters())
         model.update_modules(tree_unflatten([(name, fused)]))
 
 
-def _quantized_again(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
+def _requantize(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
     """Returns a fused layer with `bits` per weight. base: the layer that was adapted, without its adapter.
 
     Bits other than the base's are affine, in groups of the base's size, or of 32 if that is smaller.
@@ -158,8 +158,7 @@ def _quantized_again(fused: nn.Linear, base: nn.Module, bits: str) -> nn.Module:
     return nn.QuantizedLinear.from_linear(fused, group, int(bits)) if fused.weight.shape[-1] % group == 0 else fused
 
 
-def _quantize_encoders_again(model: nn.Module, config: Config) -> None:
-    """Quantizes the hyper-encoders' layers that config.json says were quantized, in place and as they were."""
+def _requantize_encoders(model: nn.Module, config: Config) -> None:
     before = config.get("quantization") or {}
 
     def chosen(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -169,12 +168,12 @@ def _quantize_encoders_again(model: nn.Module, config: Config) -> None:
     nn.quantize(model, class_predicate=chosen)
 
 
-def quantization(model: nn.Module, config: Config) -> dict[str, Any]:
+def quantization_config(model: nn.Module, config: Config) -> dict[str, Any]:
     """Returns the keys of config.json by which mlx-lm's loader quantizes layers as they are in the model.
 
     config: that of the model that training began with, whose default for all layers stays. {} if no layer is quantized.
     """
-    layers = {path: _sizes(module) for path, module in model.named_modules() if hasattr(module, "scales")}
+    layers = {path: _quantization_of(module) for path, module in model.named_modules() if hasattr(module, "scales")}
     if not layers:
         return {}
     before = config.get("quantization") or next(iter(layers.values()))
@@ -185,14 +184,16 @@ def quantization(model: nn.Module, config: Config) -> dict[str, Any]:
     return {"quantization": made, "quantization_config": made}
 
 
-def _sizes(module: Any) -> dict[str, Any]:
+def _quantization_of(module: Any) -> dict[str, Any]:
     return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
 
 
 # ---- an adapter
 
 
-def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSettings, from_scratch: bool) -> None:
+def check_adapter_savable(
+    model: nn.Module, config: Mapping[str, Any], settings: TrainSettings, from_scratch: bool
+) -> None:
     """Raises `TrainingError` if the run's result cannot be saved as an adapter and encoders. Called before training.
 
     config: the model's config.json. from_scratch: whether the weights began random.
@@ -206,7 +207,7 @@ def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSe
         raise TrainingError("--save adapter needs a plain model to start from; this one is a zip2zip model already")
 
 
-def save_adapter(
+def save_adapter_folder(
     folder: Path,
     model: Any,
     base: str,
@@ -225,32 +226,35 @@ def save_adapter(
     try:
         with whole_folder(folder) as partial:
             if pairs:
-                write_json(partial / CONFIG, _peft_config(pairs, base, settings, len(model.layers)))
-                mx.save_safetensors(str(partial / WEIGHTS), _peft_weights(pairs, DTYPES[dtype]), _PT)
+                write_json(partial / ADAPTER_CONFIG, _make_peft_config(pairs, base, settings, len(model.layers)))
+                mx.save_safetensors(
+                    str(partial / ADAPTER_WEIGHTS), _to_peft_weights(pairs, DTYPES[dtype]), _PYTORCH_METADATA
+                )
             if isinstance(model, Model):
-                write_json(partial / ZIP_CONFIG, _zip_config(model, base))
+                write_json(partial / ZIP_CONFIG, _make_zip_config(model, base))
                 named: Any = tree_flatten(model.parameters())
                 encoders = {name: value for name, value in named if name.startswith(SIDES)}
                 if encoders:
                     cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}
-                    mx.save_safetensors(str(partial / ENCODERS), cast, _PT)
+                    mx.save_safetensors(str(partial / ENCODERS), cast, _PYTORCH_METADATA)
             if pack_rows:
                 rows = {name: value.astype(DTYPES[dtype]) for name, value in pack_rows.items()}
-                mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PT)
+                mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PYTORCH_METADATA)
     except (OSError, RuntimeError) as error:
         raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
 
 
-def _zip_config(model: Model, base: str) -> dict[str, Any]:
-    """Returns zip2zip_config.json for the trained model. base: as in `save_adapter`."""
+def _make_zip_config(model: Model, base: str) -> dict[str, Any]:
     found = replace(model.config, format_version=1, base_model=base).to_dict()
     del found["pad_token_id"]  # the package takes it from the tokenizer, and refuses keys it does not know
     return found
 
 
-def _peft_config(pairs: Mapping[str, LoRALinear], base: str, settings: TrainSettings, layers: int) -> dict[str, Any]:
+def _make_peft_config(
+    pairs: Mapping[str, LoRALinear], base: str, settings: TrainSettings, layers: int
+) -> dict[str, Any]:
     """Returns adapter_config.json. pairs: the LoRA layers by name. layers: number of blocks in the model."""
-    numbers = {int(found[1]) for name in pairs if (found := _LAYER.search(name))}
+    numbers = {int(found[1]) for name in pairs if (found := _LAYER_NUMBER.search(name))}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -265,7 +269,7 @@ def _peft_config(pairs: Mapping[str, LoRALinear], base: str, settings: TrainSett
     }
 
 
-def _peft_weights(pairs: Mapping[str, LoRALinear], dtype: mx.Dtype) -> dict[str, mx.array]:
+def _to_peft_weights(pairs: Mapping[str, LoRALinear], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Returns the LoRA weights under PEFT's names: A [r, in] and B [out, r], which mlx-lm keeps transposed."""
     prefix, weights = "base_model.model.", {}
     for name, layer in pairs.items():

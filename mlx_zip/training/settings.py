@@ -26,7 +26,7 @@ SAVE_DTYPES = ("float32", "float16", "bfloat16")
 BASE, UNQUANTIZED = "base", "none"
 ADAPTED_BITS = (BASE, "6", "8", UNQUANTIZED)
 VALID_SHARE = 0.02  # share of the samples that is held out by default
-CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
+WITHOUT_EFFECT_ON_RESULTS = (  # settings that do not change what a run computes
     "steps_per_report",
     "steps_per_eval",
     "val_batches",
@@ -40,12 +40,12 @@ ADDED_LATER = (
     "pack_rows",
     "pack_learning_rate",
 )  # recorded only if set, so that runs begun by older versions can be continued
-LARGEST = 2**63 - 1  # largest integer that MLX counts with
-KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
-WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
+LARGEST_INTEGER = 2**63 - 1  # largest integer that MLX counts with
+VALUE_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
+TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
 
-def setting(
+def declare_setting(
     default: Any,
     text: str,
     *,
@@ -63,7 +63,7 @@ def setting(
     return field(default=default, metadata=about)
 
 
-def help_of(one: Field[Any], default: Any = MISSING) -> str:
+def help_text(one: Field[Any], default: Any = MISSING) -> str:
     """Returns the help line of a setting, default included. default: the default to show instead of the setting's."""
     value = one.default if default is MISSING else default
     shown = one.metadata["shown"] or ("off" if value is False else "on" if value is True else value)
@@ -79,74 +79,82 @@ class TrainSettings:
     `TrainingError` naming a setting whose value is not allowed.
     """
 
-    iters: int = setting(
+    iters: int = declare_setting(
         1000, "number of optimizer steps in the whole run; more of them continue a finished run", least=1
     )
-    batch_size: int = setting(4, "number of samples per batch, counted over all machines", least=1)
-    grad_accumulation_steps: int = setting(1, "number of batches whose gradients are added up for one step", least=1)
-    optimizer: str = setting(
+    batch_size: int = declare_setting(4, "number of samples per batch, counted over all machines", least=1)
+    grad_accumulation_steps: int = declare_setting(
+        1, "number of batches whose gradients are added up for one step", least=1
+    )
+    optimizer: str = declare_setting(
         "adamw", "optimizer; muon: Muon for the matrices of blocks and encoders, AdamW for the rest", choices=OPTIMIZERS
     )
-    learning_rate: float = setting(3e-4, "peak learning rate of the cosine schedule")
-    min_learning_rate: float = setting(1e-5, "final learning rate of the cosine schedule")
-    encoder_learning_rate: float = setting(
+    learning_rate: float = declare_setting(3e-4, "peak learning rate of the cosine schedule")
+    min_learning_rate: float = declare_setting(1e-5, "final learning rate of the cosine schedule")
+    encoder_learning_rate: float = declare_setting(
         0.0,
         "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once, usually "
         "below --learning-rate",
         shown="--learning-rate",
     )
-    pack_rows: bool = setting(
+    pack_rows: bool = declare_setting(
         False,
         "train a row of its own for each entry of the pack that the data were prepared with; hyper-encoders make those "
         "of other entries",
     )
-    pack_learning_rate: float = setting(
+    pack_learning_rate: float = declare_setting(
         0.0,
         "peak learning rate of the rows that --pack-rows trains, usually above --learning-rate",
         shown="--learning-rate",
     )
-    muon_learning_rate: float = setting(
+    muon_learning_rate: float = declare_setting(
         0.02, "peak learning rate of the matrices that --optimizer muon trains with Muon"
     )
-    warmup: int = setting(0, "number of first steps in which the learning rate rises from 0 to its peak", least=0)
-    weight_decay: float = setting(0.01, "weight decay that AdamW applies")
-    max_grad_norm: float = setting(
+    warmup: int = declare_setting(
+        0, "number of first steps in which the learning rate rises from 0 to its peak", least=0
+    )
+    weight_decay: float = declare_setting(0.01, "weight decay that AdamW applies")
+    max_grad_norm: float = declare_setting(
         1.0, "maximum gradient norm, to which larger gradients are scaled down; 0: no maximum"
     )
-    fine_tune_type: str = setting(
+    fine_tune_type: str = declare_setting(
         "lora",
         "weights to train; lora: LoRA adapters and hyper-encoders, encoders: only hyper-encoders, full: all weights",
         choices=FINE_TUNE_TYPES,
     )
-    lora_layers: int = setting(-1, "number of blocks that get LoRA adapters, counted from the last block; -1: all")
-    lora_rank: int = setting(32, "rank of the LoRA adapters", least=1)
-    lora_scale: float = setting(1.0, "factor that multiplies the LoRA adapters' output (alpha / rank)")
-    lora_dropout: float = setting(0.0, "share of the LoRA adapters' inputs that is dropped in training")
-    lora_keys: str = setting(
+    lora_layers: int = declare_setting(
+        -1, "number of blocks that get LoRA adapters, counted from the last block; -1: all"
+    )
+    lora_rank: int = declare_setting(32, "rank of the LoRA adapters", least=1)
+    lora_scale: float = declare_setting(1.0, "factor that multiplies the LoRA adapters' output (alpha / rank)")
+    lora_dropout: float = declare_setting(0.0, "share of the LoRA adapters' inputs that is dropped in training")
+    lora_keys: str = declare_setting(
         "",
         "linear layers of a block that get LoRA adapters, separated by commas, for example self_attn.q_proj",
         shown="all linear layers",
     )
-    availability: str = setting(
+    availability: str = declare_setting(
         "causal",
         "hypertokens that a position may predict; causal: those installed by then, legacy: all of the sample's",
         choices=AVAILABILITY,
     )
-    reconstruction: float = setting(
+    reconstruction: float = declare_setting(
         0.0, "weight of the reconstruction loss (lambda in arXiv 2506.01084, eq. 3); 0: off"
     )
-    token_type: float = setting(0.0, "weight of the loss on whether the next id is a hypertoken; 0: off")
-    dtype: str = setting("float32", "number type of the forward and backward pass", choices=DTYPES)
-    grad_checkpoint: bool = setting(
+    token_type: float = declare_setting(0.0, "weight of the loss on whether the next id is a hypertoken; 0: off")
+    dtype: str = declare_setting("float32", "number type of the forward and backward pass", choices=DTYPES)
+    grad_checkpoint: bool = declare_setting(
         False, "save memory: compute activations again in the backward pass instead of keeping them"
     )
-    compile: str = setting("auto", "compile the training step; auto: on every device but the CPU", choices=COMPILE)
-    seed: int = setting(0, "random seed of new weights, dropout and the order of the samples", least=0)
-    steps_per_report: int = setting(10, "number of steps between two reports of the training loss", least=1)
-    steps_per_eval: int = setting(200, "number of steps between two validations", least=1)
-    val_batches: int = setting(25, "number of batches per validation; 0: all validation samples", least=0)
-    save_every: int = setting(100, "number of steps between two checkpoints", least=1)
-    keep: int = setting(2, "number of checkpoints to keep, the latest ones", least=1)
+    compile: str = declare_setting(
+        "auto", "compile the training step; auto: on every device but the CPU", choices=COMPILE
+    )
+    seed: int = declare_setting(0, "random seed of new weights, dropout and the order of the samples", least=0)
+    steps_per_report: int = declare_setting(10, "number of steps between two reports of the training loss", least=1)
+    steps_per_eval: int = declare_setting(200, "number of steps between two validations", least=1)
+    val_batches: int = declare_setting(25, "number of batches per validation; 0: all validation samples", least=0)
+    save_every: int = declare_setting(100, "number of steps between two checkpoints", least=1)
+    keep: int = declare_setting(2, "number of checkpoints to keep, the latest ones", least=1)
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -171,15 +179,14 @@ class TrainSettings:
     def _check_type(self, name: str, kind: Any) -> None:
         """Raises `TrainingError` unless a setting is of its type; makes a float of a whole number where one is due."""
         value = getattr(self, name)
-        if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
-            raise TrainingError(f"{name} must be {WORDS[kind]}, got {value!r}")
-        if kind == "int" and abs(value) > LARGEST:
+        if not isinstance(value, VALUE_TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise TrainingError(f"{name} must be {TYPE_WORDS[kind]}, got {value!r}")
+        if kind == "int" and abs(value) > LARGEST_INTEGER:
             raise TrainingError(f"{name} is too large: {value}")
         if kind == "float":
             object.__setattr__(self, name, math.inf if value > sys.float_info.max else float(value))
 
     def _check_range(self, one: Field[Any]) -> None:
-        """Raises `TrainingError` unless a setting is one of its choices, or within its bounds."""
         value, choices, least = getattr(self, one.name), one.metadata["choices"], one.metadata["least"]
         if choices is not None and value not in choices:
             raise TrainingError(f"{one.name} {value!r} is not one of {', '.join(choices)}")
@@ -200,9 +207,9 @@ class TrainSettings:
         """Returns all settings by name."""
         return asdict(self)
 
-    def deciding(self) -> dict[str, Any]:
+    def values_to_record(self) -> dict[str, Any]:
         """Returns the settings that change what is computed, by name; a run records them and compares them later."""
-        left_out = {*CHANGE_NO_NUMBER, *(name for name in ADDED_LATER if not getattr(self, name))}
+        left_out = {*WITHOUT_EFFECT_ON_RESULTS, *(name for name in ADDED_LATER if not getattr(self, name))}
         return {name: value for name, value in self.to_dict().items() if name not in left_out}
 
 
@@ -214,28 +221,28 @@ class EncoderOptions:
     is `res_latent_attn`. intermediate_size: width of its MLP; None: four times `size`.
     """
 
-    kind: str = setting(
+    kind: str = declare_setting(
         "res_latent_attn", "kind of hyper-encoder to add to a plain model", choices=tuple(sorted(ENCODER_FIELDS))
     )
-    num_hidden_layers: int = setting(2, "number of layers in a hyper-encoder added to a plain model")
-    num_heads: int = setting(4, "number of attention heads in a hyper-encoder added to a plain model")
-    size: int | None = setting(
+    num_hidden_layers: int = declare_setting(2, "number of layers in a hyper-encoder added to a plain model")
+    num_heads: int = declare_setting(4, "number of attention heads in a hyper-encoder added to a plain model")
+    size: int | None = declare_setting(
         None,
         "width of a hyper-encoder added to a plain model; only res_latent_attn may be narrower or wider than the model",
         shown="the model's",
     )
-    intermediate_size: int | None = setting(
+    intermediate_size: int | None = declare_setting(
         None, "width of the MLP in a hyper-encoder added to a plain model", shown="four times --encoder-size"
     )
-    tie_encoders: bool = setting(
+    tie_encoders: bool = declare_setting(
         False, "add one hyper-encoder to a plain model for both input and output rows, instead of one for each"
     )
-    residual_by_side: bool = setting(
+    residual_by_side: bool = declare_setting(
         False,
         "a res_latent_attn encoder's rows begin as the entry's last base row (input) and as the mean of its base rows "
         "(output), instead of the first base row (needs an encoder for each side; not in the zip2zip package)",
     )
-    position_mode: str = setting(
+    position_mode: str = declare_setting(
         "compressed",
         "how a plain model with new hyper-encoders counts positions; compressed: by id, base_token_end: by base id",
         choices=POSITION_MODES,

@@ -35,15 +35,15 @@ from mlx_zip.models.loading import load_error_types, read_model_config, rope_set
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
-from mlx_zip.training.prepare.shards import grows
+from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
-from mlx_zip.training.steps.whole import recomputed
+from mlx_zip.training.steps.forward_pass import call_with_recompute
 
 _SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
-_OUTPUT_NORM = 0.02  # gain of the output encoder's last norm at first
+_OUTPUT_NORM_GAIN = 0.02  # gain of the output encoder's last norm at first
 
 
-def start_model(
+def make_starting_model(
     folder: Path | None,
     scratch: Mapping[str, Any] | None,
     params: CodecParams,
@@ -65,25 +65,27 @@ def start_model(
         raise ConfigError("config.json of the new model names no model_type")
     config |= rope_settings_for_mlx_lm(config)
     if config.get("model_type") == MODEL_TYPE:
-        wanted = _with_canonical(_with_codec(config, params), canonical)
-        return (_build(wanted) if folder is None else _load_with_positions(folder, config, wanted)), wanted
-    if grows(params):
-        config = _with_canonical(zip_config(config, params, encoder), canonical)
+        wanted = _set_canonical(_adopt_codec_sizes(config, params), canonical)
+        return (
+            _build_random_model(wanted) if folder is None else _load_with_longer_entries(folder, config, wanted)
+        ), wanted
+    if can_have_entries(params):
+        config = _set_canonical(make_zip_config(config, params, encoder), canonical)
     elif canonical:
         raise TrainingError("canonical decoding needs a codebook, and the data were prepared without one")
     if folder is None:
-        model = _build(config)
+        model = _build_random_model(config)
     else:
-        model = _load(folder, config, strict=not grows(params))
+        model = _load_weights(folder, config, strict=not can_have_entries(params))
     if isinstance(model, Model):
         if folder is not None:
-            _check_decoder(folder, model)
-            _check_fit(folder, model)
+            _check_decoder_tensors(folder, model)
+            _check_weight_shapes(folder, model)
         _init_encoders(model)
     return model, config
 
 
-def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOptions) -> dict[str, Any]:
+def make_zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOptions) -> dict[str, Any]:
     """Returns the config.json of the zip2zip model that a plain model becomes. base: the plain model's config.json."""
     if params.pad_id is None:
         raise TrainingError("the data were prepared without a pad id; prepare them with the model's tokenizer")
@@ -106,12 +108,11 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
     return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
 
 
-def _with_canonical(config: dict[str, Any], canonical: bool | None) -> dict[str, Any]:
-    """Returns a zip2zip model's config.json with canonical decoding on or off; None leaves it as it is."""
+def _set_canonical(config: dict[str, Any], canonical: bool | None) -> dict[str, Any]:
     return config if canonical is None else {**config, "zip2zip": {**config["zip2zip"], "canonical": canonical}}
 
 
-def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
+def _adopt_codec_sizes(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
     """Returns a zip2zip model's config.json with the codebook size and the merge size of `params`."""
     found = ModelArgs.from_dict(config).zip_config
     theirs = found.codec_params
@@ -123,8 +124,8 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
     sizes = {"codebook_size": params.codebook_size, "merge_size": params.merge_size}
     if replace(theirs, start=None, **sizes) != replace(params, start=None) or params.merge_size < theirs.merge_size:
         raise TrainingError(
-            f"the data were prepared for another codec than the model's ({_difference(params, theirs)}): prepare them "
-            "with `mlx_zip prepare --model`, naming this model"
+            f"the data were prepared for another codec than the model's ({_describe_difference(params, theirs)}): "
+            "prepare them with `mlx_zip prepare --model`, naming this model"
         )
     if (theirs.codebook_size, theirs.merge_size) == (params.codebook_size, params.merge_size):
         return config
@@ -132,7 +133,7 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
     return {**config, "zip2zip": {**replace(found, **sizes).to_dict(), **kept}}
 
 
-def _difference(data: CodecParams, model: CodecParams) -> str:
+def _describe_difference(data: CodecParams, model: CodecParams) -> str:
     differ = [one.name for one in fields(data) if getattr(data, one.name) != getattr(model, one.name)]
     lists = [f"other {name}" for name in differ if name == "disabled_ids"]
     numbers = [name for name in differ if name not in ("disabled_ids", "start")]
@@ -141,18 +142,18 @@ def _difference(data: CodecParams, model: CodecParams) -> str:
     )
 
 
-def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:
+def _load_with_longer_entries(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:
     """Loads a zip2zip model with the codec of `wanted`, whose entries may be longer than those of `config`.
 
     config: the model's own config.json. Position embeddings that its encoders lack are copies of their last one.
     """
     before, after = (one["zip2zip"]["compression"]["max_subtokens"] for one in (config, wanted))
     if before == after:  # the number of slots does not change the weights
-        return _load(folder, wanted)
+        return _load_weights(folder, wanted)
     if "quantization" in config:
         raise TrainingError(f"{folder} is quantized: its entries of {before} base ids cannot become longer ({after})")
-    made, weights = _build(wanted), dict[str, mx.array]()
-    named: Any = tree_flatten(_load(folder, config).parameters())
+    made, weights = _build_random_model(wanted), dict[str, mx.array]()
+    named: Any = tree_flatten(_load_weights(folder, config).parameters())
     for name, value in named:
         more = [value[-1:]] * (after - before) if name.endswith("pos_embed.weight") else []
         weights[name] = mx.concatenate([value, *more])
@@ -160,8 +161,7 @@ def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str,
     return made
 
 
-def _build(config: dict[str, Any]) -> nn.Module:
-    """Returns a model with random weights. Raises `ConfigError`."""
+def _build_random_model(config: dict[str, Any]) -> nn.Module:
     try:
         model_class, arguments = _get_classes(config)
         return model_class(arguments.from_dict(config))
@@ -169,7 +169,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
         raise ConfigError(f"config.json of the new model: {first_line(error)}") from error
 
 
-def _load(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
+def _load_weights(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
     """Loads a folder's weights under `config`. strict: the tensors must match exactly. Raises `TrainingError`."""
     try:
         return load_model(folder, lazy=False, strict=strict, model_config=config)[0]
@@ -177,7 +177,7 @@ def _load(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Modul
         raise TrainingError(f"cannot load {folder}: {first_line(error)}") from error
 
 
-def _check_decoder(folder: Path, model: Model) -> None:
+def _check_decoder_tensors(folder: Path, model: Model) -> None:
     """Raises `TrainingError` unless the files hold exactly the decoder's tensors.
 
     Loading did not check this, because new encoders are not in the files.
@@ -193,7 +193,7 @@ def _check_decoder(folder: Path, model: Model) -> None:
         raise TrainingError(f"{folder} has tensors the decoder has no place for: {', '.join(sorted(unknown)[:8])}")
 
 
-def _check_fit(folder: Path, model: Model) -> None:
+def _check_weight_shapes(folder: Path, model: Model) -> None:
     """Raises `TrainingError` if weights have other shapes than the config says. Builds a call, without computing it."""
     try:
         model(mx.zeros((1, 1), mx.int32))
@@ -218,14 +218,14 @@ def _init_encoders(model: Model) -> None:
             last.weight = mx.zeros_like(last.weight)
             quiet = model.config.encoder.residual_by_side and encoder is not model.input_encoder
             if quiet and last is not encoder.norm:
-                encoder.norm.weight = encoder.norm.weight * _OUTPUT_NORM
+                encoder.norm.weight = encoder.norm.weight * _OUTPUT_NORM_GAIN
         elif model.config.encoder.kind == "transformer":
             norm = encoder.layers[-1].post_mlp_layernorm
             rows = matrix_rows(matrix, mx.arange(min(_SAMPLED_ROWS, model.config.vocab_size))).astype(mx.float32)
             norm.weight = norm.weight * mx.sqrt(rows.square().mean())
 
 
-def freeze(model: nn.Module, settings: TrainSettings) -> None:
+def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
     """Freezes what is not trained, and adds LoRA layers. Raises `TrainingError` if nothing is left to train."""
     if settings.dtype == "float32" or settings.fine_tune_type == "full":
         model.set_dtype(mx.float32)
@@ -239,7 +239,7 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
         layers = len(blocks) if settings.lora_layers < 0 else settings.lora_layers
         lora = {"rank": settings.lora_rank, "scale": settings.lora_scale, "dropout": settings.lora_dropout}
         if settings.lora_keys:
-            lora["keys"] = _lora_keys(settings.lora_keys, blocks)
+            lora["keys"] = _parse_lora_keys(settings.lora_keys, blocks)
         linear_to_lora_layers(model, layers, lora)
     if isinstance(model, Model):
         for encoder in (model.input_encoder, model.row_encoder):
@@ -249,7 +249,7 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
         raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")
 
 
-def _lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
+def _parse_lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
     """Returns the layers that `names` lists, separated by commas. Raises `TrainingError` for one that no block has."""
     keys = [name.strip() for name in names.split(",") if name.strip()]
     if not keys:
@@ -260,7 +260,7 @@ def _lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
     return keys
 
 
-def fingerprint(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def fingerprint_run(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """Returns a hex digest of a run's model and facts; only a run of an equal digest may resume its checkpoints.
 
     It covers config.json, `facts`, every weight's name, shape and dtype, the values of all vectors and, because frozen
@@ -288,14 +288,13 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         kind = type(block)
         if kind not in made:
-            made[kind] = type(kind.__name__, (kind,), {"__call__": _recomputed(kind.__call__)})
+            made[kind] = type(kind.__name__, (kind,), {"__call__": _recomputing_call(kind.__call__)})
         block.__class__ = made[kind]
 
 
-def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a block's `__call__` that recomputes its activations. call: the original one."""
+def _recomputing_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        return recomputed(block, lambda x: call(block, x, *args, **kwargs), x)
+        return call_with_recompute(block, lambda x: call(block, x, *args, **kwargs), x)
 
     return checkpointed

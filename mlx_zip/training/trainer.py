@@ -21,24 +21,24 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoints import (
     Progress,
-    checkpoints,
+    get_random_key,
+    list_checkpoints,
     load_checkpoint,
-    random_key,
+    progress_counts,
     save_checkpoint,
     set_random_key,
-    steps_of,
 )
-from mlx_zip.training.loop import give_back, run_steps, steps_bar, stop_signals
+from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, make_steps_bar, run_steps
 from mlx_zip.training.prepare.shards import Sample
-from mlx_zip.training.prepare.text_windows import Texts
-from mlx_zip.training.run_data import Chosen, Joined
-from mlx_zip.training.run_metrics import Metrics, read_metrics
+from mlx_zip.training.prepare.text_windows import CompressedTexts
+from mlx_zip.training.run_data import JoinedFolders, SampleSubset
+from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.steps.batches import CLOSE, FEW, Batch, batch_order, make_batch
+from mlx_zip.training.steps.batches import COARSE_PADDING, FINE_PADDING, Batch, make_batch, order_batches
 from mlx_zip.training.steps.objective import Trainee
-from mlx_zip.training.steps.stepping import Stepper, is_compiled, learning_rate, make_optimizer
+from mlx_zip.training.steps.stepper import Stepper, is_compiled, last_learning_rate, make_optimizer
 
-Data = Joined | Chosen | Texts
+SampleData = JoinedFolders | SampleSubset | CompressedTexts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Outcome:
     stopped_by: int | None = None
 
 
-def check_data(data: Data, valid: Data | None, settings: TrainSettings) -> None:
+def check_enough_samples(data: SampleData, valid: SampleData | None, settings: TrainSettings) -> None:
     """Raises `TrainingError` or `DataError` if there is no batch to train on, or no sample to validate on.
 
     Called before a run makes its folder, so that a failure leaves none.
@@ -76,11 +76,11 @@ class Trainer:
     def __init__(
         self,
         trainee: Trainee,
-        data: Data,
+        data: SampleData,
         settings: TrainSettings,
         run: Path,
         fingerprint: str,
-        valid: Data | None = None,
+        valid: SampleData | None = None,
         quiet: bool = False,
         observe: Callable[[dict[str, Any]], None] = lambda line: None,
         make_stepper: Callable[..., Any] = Stepper,
@@ -90,25 +90,25 @@ class Trainer:
         self.fingerprint = fingerprint
         self.group = mx.distributed.init()
         self.quiet = quiet or self.group.rank() > 0
-        check_data(data, valid, settings)
+        check_enough_samples(data, valid, settings)
         self._lengths, self._starts = data.lengths, data.starts
         self._orders: dict[int, list[np.ndarray]] = {}
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(trainee.trainable_parameters())
-        self.progress = self._resumed()
+        self.progress = self._restore_progress()
         self.stepper = make_stepper(trainee, self.optimizer, settings, self.group)
 
-    def _resumed(self) -> Progress:
+    def _restore_progress(self) -> Progress:
         """Restores the first machine's last checkpoint, or its new weights, on every machine; returns the progress."""
         mx.random.seed(self.settings.seed)
-        progress = run_on_all_machines(self.group, self._load)
+        progress = run_on_all_machines(self.group, self._load_last_checkpoint)
         if self.group.size() == 1:
             return progress
         own = {
             "weights": self.trainee.trainable_parameters(),
             "optimizer": self.optimizer.state,
-            "key": random_key(),
-            "steps": steps_of(progress),
+            "key": get_random_key(),
+            "steps": progress_counts(progress),
         }
         shared = arrays_of_first_machine(self.group, own)
         self.trainee.update(shared["weights"])
@@ -116,9 +116,9 @@ class Trainer:
         set_random_key(shared["key"])
         return replace(Progress(*shared["steps"].tolist()), seconds=progress.seconds)
 
-    def _load(self) -> Progress:
+    def _load_last_checkpoint(self) -> Progress:
         """Restores the last checkpoint on the first machine and returns its progress; zero if there is none."""
-        found = checkpoints(self.run) if self.group.rank() == 0 else []
+        found = list_checkpoints(self.run) if self.group.rank() == 0 else []
         if not found:
             return Progress()
         return load_checkpoint(found[-1][1], self.trainee, self.optimizer, self.fingerprint)
@@ -127,30 +127,30 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Trains on all machines until `iters` steps are done or a signal stops the run; saves the last step."""
-        self._log = run_on_all_machines(self.group, self._metrics)
+        self._log = run_on_all_machines(self.group, self._open_log)
         self.trainee.train()
-        self._since = _SinceReport(self.progress)
+        self._report_sums = _ReportSums(self.progress)
         done = self.progress.step
-        bar = steps_bar(self.settings, done, self.quiet)
-        with stop_signals() as asked, bar, ThreadPoolExecutor(1) as self._pool:
-            self._upcoming = self._pool.submit(self._batches, done)
+        bar = make_steps_bar(self.settings, done, self.quiet)
+        with catch_stop_signals() as asked, bar, ThreadPoolExecutor(1) as self._pool:
+            self._upcoming = self._pool.submit(self._make_step_batches, done)
             stopped = run_steps(self, self.settings, bar, asked)
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 
     def step(self, stop: bool) -> bool:
-        """Trains one step on the next batches; see `Job`."""
+        """Trains one step on the next batches; see `TrainingJob`."""
         began = time.perf_counter()  # waiting for data is part of the step
         batches = self._upcoming.result()
-        self._upcoming = self._pool.submit(self._batches, self.progress.step + 1)
-        sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=stop)
+        self._upcoming = self._pool.submit(self._make_step_batches, self.progress.step + 1)
+        sums = self.stepper.step(batches, [self.needs_long_factors(b) for b in batches], stop=stop)
         if not all(map(math.isfinite, sums.values())):
             step, which = self.progress.step + 1, sorted({i for batch in batches for i in batch.samples})
-            good = "; the last checkpoint stays good" if checkpoints(self.run) else ""
+            good = "; the last checkpoint stays good" if list_checkpoints(self.run) else ""
             raise TrainingError(
                 f"step {step}: the loss or its gradient is not a number; samples {which} of {self.data}: lower the "
                 f"learning rate or remove the samples{good}"
             )
-        self._since.add(sums)
+        self._report_sums.add(sums)
         done = self.progress
         self.progress = replace(
             done,
@@ -164,38 +164,37 @@ class Trainer:
         return sums["stop"] > 0
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it exists; see `Job`."""
-        run_on_all_machines(self.group, self._checkpoint)
+        """Writes the checkpoint of this step, unless it exists; see `TrainingJob`."""
+        run_on_all_machines(self.group, self._write_checkpoint)
 
-    def _checkpoint(self) -> None:
-        """Writes the checkpoint of this step on the first machine, unless it exists."""
+    def _write_checkpoint(self) -> None:
         if self.group.rank() > 0:
             return
-        found = checkpoints(self.run)
+        found = list_checkpoints(self.run)
         if not found or found[-1][0] != self.progress.step:
-            self.stepper.publish()
+            self.stepper.sync_to_trainee()
             args = (self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
             save_checkpoint(*args)
 
     # ---- data
 
-    def _batches(self, step: int) -> list[Batch]:
+    def _make_step_batches(self, step: int) -> list[Batch]:
         """Returns this machine's part of each batch of step `step`, which counts from 0."""
         accumulate = self.settings.grad_accumulation_steps
-        per_epoch = len(self._order(0))
+        per_epoch = len(self._order_epoch(0))
         out = []
         for k in range(step * accumulate, (step + 1) * accumulate):
-            order = self._order(k // per_epoch)
-            out.append(self._make(self.data, order[k % per_epoch][self.group.rank() :: self.group.size()]))
+            order = self._order_epoch(k // per_epoch)
+            out.append(self._make_batch(self.data, order[k % per_epoch][self.group.rank() :: self.group.size()]))
         return out
 
-    def _order(self, epoch: int) -> list[np.ndarray]:
+    def _order_epoch(self, epoch: int) -> list[np.ndarray]:
         if epoch not in self._orders:
-            order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
+            order = order_batches(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
         return self._orders[epoch]
 
-    def _make(self, data: Data, indices: Any) -> Batch:
+    def _make_batch(self, data: SampleData, indices: Any) -> Batch:
         """Returns the batch of the samples with these numbers. Raises `DataError` naming a damaged one."""
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
@@ -209,13 +208,13 @@ class Trainer:
                 availability=self.settings.availability,
                 base_positions=config is not None and config.position_mode == "base_token_end",
                 canonical=config is not None and config.canonical,
-                padding=FEW if compiled else CLOSE,
+                padding=COARSE_PADDING if compiled else FINE_PADDING,
             )
             return self.trainee.prepare_batch(batch)
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
 
-    def is_long(self, batch: Batch) -> bool:
+    def needs_long_factors(self, batch: Batch) -> bool:
         """Whether a batch needs LongRoPE's long factors: some position lies beyond the model's original context."""
         model = self.trainee.model
         context = model.traits.long_context if isinstance(model, Model) else None
@@ -226,50 +225,48 @@ class Trainer:
 
     # ---- reports
 
-    def log(self, line: dict[str, Any]) -> None:
+    def log_once(self, line: dict[str, Any]) -> None:
         """Adds a line to the run's log before `train`, on the first machine, unless the log has it already."""
         if self.group.rank() == 0 and line not in read_metrics(self.run):
-            Metrics(self.run, self.progress.step).add(**line)
+            MetricsLog(self.run, self.progress.step).add(**line)
 
-    def _metrics(self) -> Metrics | None:
-        """Opens the run's log; None on any machine but the first."""
-        return Metrics(self.run, self.progress.step) if self.group.rank() == 0 else None
+    def _open_log(self) -> MetricsLog | None:
+        return MetricsLog(self.run, self.progress.step) if self.group.rank() == 0 else None
 
     def report(self) -> str:
-        """Logs the steps since the last report and returns their figures in words; see `Job`."""
-        line = self._since.line(self.progress)
-        line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
+        """Logs the steps since the last report and returns their figures in words; see `TrainingJob`."""
+        line = self._report_sums.make_line(self.progress)
+        line |= {"learning_rate": last_learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
         if is_compiled(self.settings):
             line["traces"] = self.stepper.traces  # since the process began
-        self._since = _SinceReport(self.progress)
-        self._write(line)
+        self._report_sums = _ReportSums(self.progress)
+        self._log_line(line)
         bits = f", {line['bits_per_byte']:.3f} bits per byte" if self.progress.seen_bytes else ""
         return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
-    def _write(self, line: dict[str, Any]) -> None:
-        """Adds a line to the log, on the first machine, and passes it to `observe`."""
+    def _log_line(self, line: dict[str, Any]) -> None:
         run_on_all_machines(self.group, lambda: None if self._log is None else self._log.add(**line))
         self.observe(line)
 
     def validate(self) -> str | None:
-        """Logs the loss on the validation samples and returns it in words; see `Job`."""
+        """Logs the loss on the validation samples and returns it in words; see `TrainingJob`."""
         if self.valid is None:
             return None
-        line = {"step": self.progress.step, **self.validation()}
-        self._write(line)
+        line = {"step": self.progress.step, **self.measure_validation()}
+        self._log_line(line)
         per_step = line["val_base_tokens_per_step"]
         return f"validation {line['val_bits_per_byte']:.4f} bits per byte, {per_step:.3f} base tokens per step"
 
-    def validation(self) -> dict[str, float]:
+    def measure_validation(self) -> dict[str, float]:
         """Measures the model on `validation_batches`: loss in nats per id, bits per byte, base tokens per step."""
         nats, count, n_bytes, base_ids, ids = 0.0, 0.0, 0, 0, 0
         self.trainee.eval()
         assert self.valid is not None
-        for indices in self.shown_validation_batches("Validating"):
-            batch = self._make(self.valid, indices)
-            sums = self.stepper.losses(batch, self.is_long(batch))
-            give_back()
+        for indices in self.validation_batches_with_progress("Validating"):
+            batch = self._make_batch(self.valid, indices)
+            sums = self.stepper.measure_losses(batch, self.needs_long_factors(batch))
+            free_cached_memory()
             nats, count = nats + sums["nats"], count + sums["count"]
             n_bytes, base_ids, ids = n_bytes + batch.n_bytes, base_ids + batch.base_ids - len(indices), ids + batch.ids
         self.trainee.train()
@@ -279,7 +276,7 @@ class Trainer:
             "val_base_tokens_per_step": base_ids / max(ids, 1),  # each sample's first id is read, not predicted
         }
 
-    def shown_validation_batches(self, task: str) -> Iterator[np.ndarray]:
+    def validation_batches_with_progress(self, task: str) -> Iterator[np.ndarray]:
         """Yields what `validation_batches` does, and shows how many batches are done."""
         batches = list(self.validation_batches())
         with ProgressBar(len(batches), "batch", task, shown=not self.quiet) as count:
@@ -302,7 +299,7 @@ class Trainer:
         yield from (order[i : i + size] for i in range(0, len(order), size))
 
 
-class _SinceReport:
+class _ReportSums:
     """Sums of the steps since the last report. since: the progress at that report."""
 
     def __init__(self, since: Progress) -> None:
@@ -313,7 +310,7 @@ class _SinceReport:
         self.steps += 1
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 
-    def line(self, now: Progress) -> dict[str, Any]:
+    def make_line(self, now: Progress) -> dict[str, Any]:
         """Returns the log line: losses per id, rates per second, and totals since the run began. now: the progress."""
         seconds, since = max(now.seconds - self.since.seconds, 1e-9), self.since
         count = max(self.sums["count"], 1.0)

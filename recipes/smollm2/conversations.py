@@ -24,18 +24,18 @@ from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
 
-from .settings import FUNCTION_REQUESTS, PROBLEM_REQUESTS, SYSTEMS, TASK_REQUESTS, TEXT_REQUESTS, Talk
-from .texts import DATA_SETS, library
+from .settings import FUNCTION_REQUESTS, PROBLEM_REQUESTS, SYSTEM_MESSAGES, TASK_REQUESTS, TEXT_REQUESTS, TalkSettings
+from .texts import DATA_SETS, list_library_files
 
-NUMBERS = {"train": 0, "held_out": 10_000_000}  # number of the first conversation of each part
-OWN = "Apache-2.0"  # the model's licence
-LICENCES = {  # of the texts in given user turns
+FIRST_NUMBERS = {"train": 0, "held_out": 10_000_000}  # number of the first conversation of each part
+MODEL_LICENCE = "Apache-2.0"  # the model's licence
+TEXT_LICENCES = {  # of the texts in given user turns
     "functions": "PSF-2.0",
     "problems": DATA_SETS["gsm8k"].licence,
     "tasks": DATA_SETS["mbpp"].licence,
     "abstracts": DATA_SETS["pubmedqa"].licence,
 }
-TOP = 256  # ids that are drawn from at most
+MOST_DRAWN_FROM = 256  # ids that are drawn from at most
 NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, a conversation that reached its limit
 
 
@@ -43,7 +43,7 @@ NOT_ENDED, TOO_LONG = "not ended", "too long"  # a turn, a conversation that rea
 
 
 @dataclass(frozen=True)
-class Seed:
+class ConversationSeed:
     """The beginning of a conversation. number: all draws follow from it. user: the first user turn; None: written."""
 
     number: int
@@ -53,9 +53,9 @@ class Seed:
 
 
 @dataclass(frozen=True)
-class Pool:
+class RequestPool:
     """What given user turns of one kind are made of. requests: each with a place for a text. systems: names in
-    `SYSTEMS`. share: weight of the kind.
+    `SYSTEM_MESSAGES`. share: weight of the kind.
     """
 
     texts: Sequence[str]
@@ -64,52 +64,54 @@ class Pool:
     share: float
 
 
-def make_pools(shared: Path | None, part: str) -> dict[str, Pool]:
+def make_pools(shared: Path | None, part: str) -> dict[str, RequestPool]:
     """Returns the pools of a part, train or held_out, whose texts are different ones.
 
     shared: folder that holds data/text; None for functions alone. Raises `DataError`.
     """
-    pools = {"functions": Pool(functions(part), FUNCTION_REQUESTS, ("general", "coding"), 0.3)}
+    pools = {"functions": RequestPool(list_library_functions(part), FUNCTION_REQUESTS, ("general", "coding"), 0.3)}
     if shared is not None:
-        problems, tasks = _texts(shared, "gsm8k", part, "question"), _texts(shared, "mbpp", part)
-        abstracts = [text for text in _texts(shared, "pubmedqa", part) if len(text) < 1600]
-        pools["problems"] = Pool(problems, PROBLEM_REQUESTS, ("general", "maths"), 0.25)
-        pools["tasks"] = Pool(tasks, TASK_REQUESTS, ("general", "coding"), 0.15)
-        pools["abstracts"] = Pool(abstracts, TEXT_REQUESTS, ("general", "summary", "science"), 0.3)
+        problems, tasks = _read_field(shared, "gsm8k", part, "question"), _read_field(shared, "mbpp", part)
+        abstracts = [text for text in _read_field(shared, "pubmedqa", part) if len(text) < 1600]
+        pools["problems"] = RequestPool(problems, PROBLEM_REQUESTS, ("general", "maths"), 0.25)
+        pools["tasks"] = RequestPool(tasks, TASK_REQUESTS, ("general", "coding"), 0.15)
+        pools["abstracts"] = RequestPool(abstracts, TEXT_REQUESTS, ("general", "summary", "science"), 0.3)
     return pools
 
 
-def _texts(shared: Path, name: str, part: str, key: str = "text") -> list[str]:
+def _read_field(shared: Path, name: str, part: str, key: str = "text") -> list[str]:
     return [record[key].replace("\r\n", "\n").strip() for record in DATA_SETS[name].read(shared, part)]
 
 
-def functions(part: str, least: int = 200, most: int = 1200) -> list[str]:
+def list_library_functions(part: str, least: int = 200, most: int = 1200) -> list[str]:
     """Returns the functions of `least` to `most` characters at the top level of Python's library."""
     out = []
-    for source in (file.read_text(encoding="utf-8") for path, file in library(part).items() if "/" not in path):
+    for source in (
+        file.read_text(encoding="utf-8") for path, file in list_library_files(part).items() if "/" not in path
+    ):
         lines = source.split("\n")
         nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
         out += ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
     return [text for text in out if least <= len(text) <= most]
 
 
-def make_seeds(pools: Mapping[str, Pool], part: str, alone: float, have: set[int]) -> Iterator[Seed]:
+def make_seeds(pools: Mapping[str, RequestPool], part: str, alone: float, have: set[int]) -> Iterator[ConversationSeed]:
     """Yields the seeds of a part without end, but not those whose numbers are in `have`.
 
     alone: part of the seeds whose user turn is left to the model.
     """
-    names, number = list(pools), NUMBERS[part]
+    names, number = list(pools), FIRST_NUMBERS[part]
     while True:
         if number not in have:
             draw = random.Random(f"seed {number}")
             if draw.random() < alone:
-                name = draw.choice(list(SYSTEMS))
-                yield Seed(number, f"own {name}", SYSTEMS[name])
+                name = draw.choice(list(SYSTEM_MESSAGES))
+                yield ConversationSeed(number, f"own {name}", SYSTEM_MESSAGES[name])
             else:
                 name = draw.choices(names, [pools[one].share for one in names])[0]
                 pool = pools[name]
                 user = draw.choice(pool.requests).format(draw.choice(pool.texts))
-                yield Seed(number, name, SYSTEMS[draw.choice(pool.systems)], user)
+                yield ConversationSeed(number, name, SYSTEM_MESSAGES[draw.choice(pool.systems)], user)
         number += 1
 
 
@@ -117,14 +119,14 @@ def make_seeds(pools: Mapping[str, Pool], part: str, alone: float, have: set[int
 
 
 @dataclass
-class Writing:
-    """A conversation that is being written in one row of `Rows`.
+class ConversationWriter:
+    """A conversation that is being written in one row of `ParallelTexts`.
 
     tokenizer: the model's; ChatML's marks in a text are its special tokens.
     """
 
-    seed: Seed
-    talk: Talk
+    seed: ConversationSeed
+    talk: TalkSettings
     tokenizer: Any
     given: deque[int] = field(default_factory=deque)  # ids that are read next
     turn: list[int] = field(default_factory=list)  # ids of the turn that is being written
@@ -142,14 +144,14 @@ class Writing:
         if self.seed.user is not None:
             self.messages.append({"role": "user", "content": self.seed.user})
             text += f"{self.seed.user}<|im_end|>\n<|im_start|>assistant\n"
-        self._give(text)
+        self._queue_text(text)
 
     @property
     def role(self) -> str:
         """Whose turn is being written."""
         return "assistant" if self.messages[-1]["role"] == "user" else "user"
 
-    def next(self, drawn: int | None) -> int | None:
+    def next_id(self, drawn: int | None) -> int | None:
         """Returns the id to be read next, None at the end. drawn: the id drawn after the last one, if none is given."""
         if self.length == self.talk.total:
             self.dropped = TOO_LONG
@@ -174,7 +176,7 @@ class Writing:
         cut = False
         if self.dropped in (NOT_ENDED, TOO_LONG) and self.role == "assistant":
             text = self.tokenizer.decode(self.turn)
-            self.dropped = fault(self.turn, text, self.talk.repeated)
+            self.dropped = find_fault(self.turn, text, self.talk.repeated)
             if cut := not self.dropped:
                 self.messages.append({"role": "assistant", "content": text})
         messages = self.messages[: len(self.messages) - (self.messages[-1]["role"] == "user")]
@@ -186,30 +188,30 @@ class Writing:
     def _end_turn(self) -> int | None:
         """Keeps the turn that has ended and begins the next one; returns the id that ends it, None at the end."""
         text = self.tokenizer.decode(self.turn)
-        self.dropped = fault(self.turn, text, self.talk.repeated)
+        self.dropped = find_fault(self.turn, text, self.talk.repeated)
         if self.dropped:
             return None
         self.messages.append({"role": self.role, "content": text})
         self.turn = []
         if len(self.messages) > self.turns:
             return None
-        self._give(f"\n<|im_start|>{self.role}\n")
+        self._queue_text(f"\n<|im_start|>{self.role}\n")
         return self.end
 
-    def _give(self, text: str) -> None:
+    def _queue_text(self, text: str) -> None:
         self.given.extend(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-def fault(ids: Sequence[int], text: str, most: float) -> str:
+def find_fault(ids: Sequence[int], text: str, most: float) -> str:
     """Returns why a turn is not kept, or nothing. most: largest part of repeated 4-grams."""
     if not text.strip():
         return "empty"
     if "\ufffd" in text or "<|" in text:
         return "not text"
-    return "repeats" if repeated(ids) > most else ""
+    return "repeats" if repeated_share(ids) > most else ""
 
 
-def repeated(ids: Sequence[int], n: int = 4) -> float:
+def repeated_share(ids: Sequence[int], n: int = 4) -> float:
     """Returns the part of a sequence's n-grams that occurred in it before; 0 for a sequence shorter than n."""
     grams = Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
     return 1 - len(grams) / grams.total() if grams else 0.0
@@ -218,7 +220,7 @@ def repeated(ids: Sequence[int], n: int = 4) -> float:
 # --- Many conversations ---------------------------------------------------------------------------------------------
 
 
-class Rows:
+class ParallelTexts:
     """Texts that a plain model reads side by side on the CPU: one id per text and pass.
 
     A text may begin while others are being written, and it is read id by id too: with dozens of texts that costs
@@ -246,34 +248,38 @@ class Rows:
         return self._model.base_logits(out[wanted])
 
 
-def draw(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, points: Sequence[float]) -> list[int]:
+def draw_ids(logits: torch.Tensor, temperatures: Sequence[float], top_p: float, points: Sequence[float]) -> list[int]:
     """Returns one id per row of logits [n, vocabulary], drawn from the most likely ids that make up `top_p`.
 
     points: numbers in 0..1, one per row, that choose the id.
     """
-    best = logits.topk(min(TOP, logits.shape[-1]))
+    best = logits.topk(min(MOST_DRAWN_FROM, logits.shape[-1]))
     shares = (best.values / torch.tensor(temperatures)[:, None]).softmax(-1).cumsum(-1)
     places = torch.searchsorted(shares, torch.tensor(points)[:, None] * top_p)
     return best.indices.gather(1, places).squeeze(1).tolist()
 
 
-def write_all(
-    texts: Rows, tokenizer: Any, seeds: Iterator[Seed], talk: Talk, done: Callable[[list[dict[str, Any]]], bool]
+def write_conversations(
+    texts: ParallelTexts,
+    tokenizer: Any,
+    seeds: Iterator[ConversationSeed],
+    talk: TalkSettings,
+    done: Callable[[list[dict[str, Any]]], bool],
 ) -> None:
     """Writes conversations until `done` says so, which takes records as they are finished.
 
     A row whose conversation has ended begins the next one at once, so all rows are always at work.
     """
-    rows = [Writing(next(seeds), talk, tokenizer) for _ in range(len(texts))]
+    rows = [ConversationWriter(next(seeds), talk, tokenizer) for _ in range(len(texts))]
     ids, drawn = torch.zeros(len(rows), dtype=torch.int64), dict[int, int]()
     while True:
         finished = []
         for row, writing in enumerate(rows):
-            chosen = writing.next(drawn.get(row))
+            chosen = writing.next_id(drawn.get(row))
             if chosen is None:
                 finished.append(writing.record())
-                rows[row] = Writing(next(seeds), talk, tokenizer)
-                chosen = rows[row].next(None)
+                rows[row] = ConversationWriter(next(seeds), talk, tokenizer)
+                chosen = rows[row].next_id(None)
                 texts.clear(row)
             assert chosen is not None  # of a new text there is always a first id
             ids[row] = chosen
@@ -282,16 +288,16 @@ def write_all(
         drawing = {row: one for row, one in enumerate(rows) if not one.given}
         logits = texts.step(ids, torch.tensor(list(drawing), dtype=torch.int64))
         points = [one.draw.random() for one in drawing.values()]
-        chosen_ids = draw(logits, [one.temperature for one in drawing.values()], talk.top_p, points)
+        chosen_ids = draw_ids(logits, [one.temperature for one in drawing.values()], talk.top_p, points)
         drawn = dict(zip(drawing, chosen_ids, strict=True))
 
 
-def sample(
+def sample_conversations(
     model: Path,
     tokenizer: Any,
-    pools: Mapping[str, Pool],
+    pools: Mapping[str, RequestPool],
     part: str,
-    talk: Talk,
+    talk: TalkSettings,
     file: Path,
     say: Callable[[str], object] = lambda line: None,
 ) -> None:
@@ -305,7 +311,7 @@ def sample(
     if kept >= wanted:
         return
     low = multiplies_bfloat16() and not talk.exact
-    texts = Rows(model, talk.rows, talk.total, "bfloat16" if low else "float32")
+    texts = ParallelTexts(model, talk.rows, talk.total, "bfloat16" if low else "float32")
     file.parent.mkdir(parents=True, exist_ok=True)
     seeds = make_seeds(pools, part, talk.alone, {one["number"] for one in have})
     with open(file, "a", encoding="utf-8") as out:
@@ -319,11 +325,11 @@ def sample(
                 say(f"conversations, {part}: {kept:,} of {wanted:,} base ids")
             return kept >= wanted
 
-        write_all(texts, tokenizer, seeds, talk, done)
+        write_conversations(texts, tokenizer, seeds, talk, done)
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file of JSON lines that `sample` wrote, [] if there is none.
+    """Returns the records of a file of JSON lines that `sample_conversations` wrote, [] if there is none.
 
     A last line that was not finished is removed from the file. Raises `DataError` for another broken line.
     """
@@ -340,8 +346,8 @@ def read_records(file: Path) -> list[dict[str, Any]]:
         raise DataError(f"{file} holds a line that is no JSON: {error}; delete the file to begin again") from error
 
 
-def take(file: Path, folder: Path, seen: set[str]) -> None:
-    """Writes the conversations in a file of `sample` to chat.jsonl in a folder, whole or not at all.
+def write_chat_files(file: Path, folder: Path, seen: set[str]) -> None:
+    """Writes the conversations in a file of `sample_conversations` to chat.jsonl in a folder, whole or not at all.
 
     Those whose last answer was cut become texts in chat_cut.jsonl, which end without the mark of an end. seen: first
     user turns that were taken before; a conversation that repeats one is left out.
@@ -351,8 +357,11 @@ def take(file: Path, folder: Path, seen: set[str]) -> None:
         if "messages" not in one or one["messages"][1]["content"] in seen:
             continue
         seen.add(one["messages"][1]["content"])
-        given = LICENCES.get(one["kind"])
-        facts = {"origin": f"sampled: {one['kind']}", "licence": f"{OWN} and {given}" if given else OWN}
+        given = TEXT_LICENCES.get(one["kind"])
+        facts = {
+            "origin": f"sampled: {one['kind']}",
+            "licence": f"{MODEL_LICENCE} and {given}" if given else MODEL_LICENCE,
+        }
         if one["cut"]:
             turns = [f"<|im_start|>{turn['role']}\n{turn['content']}" for turn in one["messages"]]
             cut.append({"text": "<|im_end|>\n".join(turns), **facts})

@@ -16,18 +16,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlx_zip.files import whole_folder, write_json
-from mlx_zip.training.run_folder import read_object
+from mlx_zip.training.run_folder import read_json_object
 
-from .measuring import Call, fuse, make_models, run
-from .settings import Frontier, Leg, Measure
-from .training import CONTROL, ZIP, heal
+from .measuring import RunModule, fuse_adapter, make_models, run_command
+from .settings import FrontierSettings, Leg, MeasureSettings
+from .training import CONTROL, ZIP, heal_models
 
-LAYER = "model.layers."
+LAYER_PREFIX = "model.layers."
 _COPIED = ("tokenizer", "special_tokens", "chat_template", "generation_config")
 
 
 @torch.no_grad()
-def distances(model: Path, texts: Sequence[str], dropped: int) -> list[float]:
+def measure_layer_distances(model: Path, texts: Sequence[str], dropped: int) -> list[float]:
     """Returns, for each first layer, how much `dropped` layers turn the hidden state of a text's last token, in turns.
 
     model: folder in transformers' format. The mean over the texts of the angle between the two states, over pi.
@@ -48,13 +48,13 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
     for file in sorted(model.glob("*.safetensors")):
         weights |= load_file(file)
     for name, tensor in weights.items():
-        if name.startswith(LAYER):
-            number, _, rest = name.removeprefix(LAYER).partition(".")
+        if name.startswith(LAYER_PREFIX):
+            number, _, rest = name.removeprefix(LAYER_PREFIX).partition(".")
             if first <= int(number) < first + dropped:
                 continue
-            name = f"{LAYER}{int(number) - dropped * (int(number) >= first)}.{rest}"
+            name = f"{LAYER_PREFIX}{int(number) - dropped * (int(number) >= first)}.{rest}"
         kept[name] = tensor.contiguous()
-    config = read_object(model / "config.json")
+    config = read_json_object(model / "config.json")
     with whole_folder(out) as partial:
         save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
         write_json(partial / "config.json", {**config, "num_hidden_layers": config["num_hidden_layers"] - dropped})
@@ -63,14 +63,14 @@ def drop_layers(model: Path, first: int, dropped: int, out: Path) -> None:
                 (partial / file.name).write_bytes(file.read_bytes())
 
 
-def make_shallow(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
+def make_shallow_models(model: Path, texts: Path, folder: Path, layers: Sequence[int]) -> dict[str, Path]:
     """Returns folders of the base with as many layers as `layers` says, by name, and makes those that are missing."""
-    made, all_layers = {}, read_object(model / "config.json")["num_hidden_layers"]
+    made, all_layers = {}, read_json_object(model / "config.json")["num_hidden_layers"]
     opened = [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()[:16]]
     for count in layers:
         out = made[f"layers-{count}"] = folder / f"layers-{count}"
         if not out.exists():
-            turned = distances(model, opened, all_layers - count)
+            turned = measure_layer_distances(model, opened, all_layers - count)
             drop_layers(model, turned.index(min(turned)), all_layers - count, out)
     return made
 
@@ -80,8 +80,8 @@ def measure_frontier(
     packs: Path,
     leg_folder: Path,
     legs: Sequence[Leg],
-    sizes: tuple[Frontier, Measure],
-    call: Call,
+    sizes: tuple[FrontierSettings, MeasureSettings],
+    call: RunModule,
     say: Callable[[str], None],
 ) -> None:
     """Heals the shallow models of leg N and writes leg-N/frontier/points.json. Raises `TrainingError`.
@@ -92,13 +92,15 @@ def measure_frontier(
     """
     frontier, measure = sizes
     out, found = leg_folder / "frontier", make_models(model, leg_folder, call)
-    cut = make_shallow(model, leg_folder / "measured" / "code.jsonl", out / "cut", frontier.layers)
+    cut = make_shallow_models(model, leg_folder / "measured" / "code.jsonl", out / "cut", frontier.layers)
     healed = heal_in_legs(cut, leg_folder.parent, out, legs, say)
     plain = {"base": model, CONTROL: found[CONTROL]}
     for name, folder in cut.items():
-        plain[f"{name} healed"] = fuse(folder, healed / name / "adapter", out / f"{name}-healed", call)
-    steps = {name: _step(folder, leg_folder, frontier, call, out, "torch-base") for name, folder in plain.items()}
-    steps[ZIP] = _step(found[ZIP], leg_folder, frontier, call, out, "torch-zip")
+        plain[f"{name} healed"] = fuse_adapter(folder, healed / name / "adapter", out / f"{name}-healed", call)
+    steps = {
+        name: _measure_step_s(folder, leg_folder, frontier, call, out, "torch-base") for name, folder in plain.items()
+    }
+    steps[ZIP] = _measure_step_s(found[ZIP], leg_folder, frontier, call, out, "torch-zip")
     chosen = [(name, folder, None) for name, folder in plain.items()]
     chosen += [(ZIP, found[ZIP], pack) for pack in (None, *frontier.packs)]
     points = []
@@ -110,8 +112,8 @@ def measure_frontier(
             words += ["--context", measure.context, "--limit-bytes", measure.bytes]
             words += [] if pack is None else ["--pack", packs / f"{pack}.npz"]
             if not file.exists():
-                run(call, "mlx_zip", words, out)
-            points.append(_point(name, pack, domain, file, steps[name]))
+                run_command(call, "mlx_zip", words, out)
+            points.append(_make_point(name, pack, domain, file, steps[name]))
     write_json(out / "points.json", {"points": points})
 
 
@@ -122,26 +124,28 @@ def heal_in_legs(
     before = None
     for number, leg in enumerate(legs, start=1):
         folder = out / f"leg-{number}"
-        heal(models, recipe / f"leg-{number}" / "data" / CONTROL, folder, leg, before, say)
+        heal_models(models, recipe / f"leg-{number}" / "data" / CONTROL, folder, leg, before, say)
         before = folder
     assert before is not None
     return before
 
 
-def _point(name: str, pack: str | None, domain: str, file: Path, step_s: float) -> dict[str, Any]:
-    (one,) = read_object(file)["models"]
+def _make_point(name: str, pack: str | None, domain: str, file: Path, step_s: float) -> dict[str, Any]:
+    (one,) = read_json_object(file)["models"]
     text: Mapping[str, Any] = one["text"]
     figures = {"bits_per_byte": text["bits_per_byte"], "ids_per_byte": text["ids"] / text["bytes"], "step_s": step_s}
     return {"model": name, "pack": pack, "domain": domain, **figures}
 
 
-def _step(folder: Path, leg: Path, frontier: Frontier, call: Call, out: Path, engine: str) -> float:
+def _measure_step_s(
+    folder: Path, leg: Path, frontier: FrontierSettings, call: RunModule, out: Path, engine: str
+) -> float:
     """Returns the median seconds of a warm step, writing a text that is given."""
     record = out / f"steps-{engine}-{folder.name}.jsonl"
     if not record.exists():
         kind = "--base" if engine == "torch-base" else "--model"
         text = leg / "measured" / "code.jsonl"
         words = ["bench", "generate", "--engines", engine, kind, folder, "--text", f"code={text}"]
-        run(call, "mlx_zip", [*words, "--sizes", frontier.sizes, "--record", record], out)
+        run_command(call, "mlx_zip", [*words, "--sizes", frontier.sizes, "--record", record], out)
     (line,) = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     return line["figures"]["step_ms"]["median"] / 1000

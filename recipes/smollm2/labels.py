@@ -23,7 +23,7 @@ from mlx_zip.text.prompts import render_chat
 
 
 @dataclass(frozen=True)
-class Task:
+class LabelTask:
     """A data set of classes. request: with the place of the text. words: the label of each class."""
 
     name: str
@@ -32,20 +32,20 @@ class Task:
     words: tuple[str, ...]
 
 
-TASKS = (
-    Task(
+LABEL_TASKS = (
+    LabelTask(
         "agnews",
         "agnews.test.jsonl.gz",
         "What is this news item about: World, Sports, Business or Technology? Answer with one word.\n\n{}",
         ("World", "Sports", "Business", "Technology"),
     ),
-    Task(
+    LabelTask(
         "sst2",
         "sst2.test.tsv.gz",
         "Is this sentence of a film review Positive or Negative? Answer with one word.\n\n{}",
         ("Negative", "Positive"),
     ),
-    Task(
+    LabelTask(
         "imdb",
         "imdb.test.jsonl.gz",
         "Is this film review Positive or Negative? Answer with one word.\n\n{}",
@@ -54,7 +54,7 @@ TASKS = (
 )
 
 
-def read_examples(task: Task, folder: Path, most: int) -> list[tuple[str, int]]:
+def read_examples(task: LabelTask, folder: Path, most: int) -> list[tuple[str, int]]:
     """Returns (text, class) of at most `most` examples, taken at even distances. Raises `DataError` for a bad line."""
     with gzip.open(folder / task.file, "rt", encoding="utf-8") as file:
         lines = file.read().rstrip("\n").split("\n")  # a text may hold other ends of lines
@@ -68,7 +68,7 @@ def read_examples(task: Task, folder: Path, most: int) -> list[tuple[str, int]]:
     return found
 
 
-def label_ids(tokenizer: Any, words: tuple[str, ...]) -> list[int]:
+def first_label_ids(tokenizer: Any, words: tuple[str, ...]) -> list[int]:
     """Returns the first base id of each label. Raises `DataError` if two labels begin with the same id."""
     ids = [tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
     if len(set(ids)) < len(ids):
@@ -76,9 +76,11 @@ def label_ids(tokenizer: Any, words: tuple[str, ...]) -> list[int]:
     return ids
 
 
-def is_right(model: Any, tokenizer: Any, task: Task, examples: list[tuple[str, int]], most_ids: int) -> np.ndarray:
+def check_answers(
+    model: Any, tokenizer: Any, task: LabelTask, examples: list[tuple[str, int]], most_ids: int
+) -> np.ndarray:
     """Returns whether the model finds each example's class, bool [n]. most_ids: base ids of a text that are read."""
-    wanted, right = label_ids(tokenizer, task.words), np.zeros(len(examples), bool)
+    wanted, right = first_label_ids(tokenizer, task.words), np.zeros(len(examples), bool)
     for at, (text, label) in enumerate(examples):
         kept = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:most_ids])
         asked = render_chat(
@@ -96,21 +98,23 @@ def measure_labels(models: Mapping[str, Path], control: str, folder: Path, most:
     "examples" {task: n}; "models" {name: {task or "all": {"accuracy", and but for the control "difference" and
     "difference_standard_error"}}}, as shares of 1.
     """
-    examples = {task.name: read_examples(task, folder, most) for task in TASKS}
+    examples = {task.name: read_examples(task, folder, most) for task in LABEL_TASKS}
     right: dict[str, dict[str, np.ndarray]] = {}
     for name, path in models.items():
         model, tokenizer = load_evaluated(path, device=torch.device("cpu"))
-        right[name] = {task.name: is_right(model, tokenizer, task, examples[task.name], most_ids) for task in TASKS}
+        right[name] = {
+            task.name: check_answers(model, tokenizer, task, examples[task.name], most_ids) for task in LABEL_TASKS
+        }
         right[name]["all"] = np.concatenate(list(right[name].values()))
         model.close()
     made = {
-        name: {task: _figures(found[task], None if name == control else right[control][task]) for task in found}
+        name: {task: _compute_figures(found[task], None if name == control else right[control][task]) for task in found}
         for name, found in right.items()
     }
     return {"examples": {name: len(found) for name, found in examples.items()}, "models": made}
 
 
-def _figures(right: np.ndarray, control: np.ndarray | None) -> dict[str, float]:
+def _compute_figures(right: np.ndarray, control: np.ndarray | None) -> dict[str, float]:
     made = {"accuracy": float(right.mean())}
     if control is not None:
         pairs = right.astype(float) - control

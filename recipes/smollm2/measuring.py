@@ -18,21 +18,21 @@ from mlx_zip import named
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.run_folder import read_object
+from mlx_zip.training.run_folder import read_json_object
 from mlx_zip.training.run_metrics import read_metrics
-from mlx_zip.training.saving import CONFIG, ZIP_CONFIG
+from mlx_zip.training.saving import ADAPTER_CONFIG, ZIP_CONFIG
 
-from .settings import Measure
-from .texts import laid_out
+from .settings import MeasureSettings
+from .texts import render_record
 from .training import CONTROL, ZIP
 
 BASE, MASKED = "base", "masked"
-LABELS = "labels.json"
-Call = Callable[[str, Sequence[str], Path], int]
-_BASE_NAMED = {CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_or_path"}
+LABELS_FILE = "labels.json"
+RunModule = Callable[[str, Sequence[str], Path], int]
+_BASE_NAMED = {ADAPTER_CONFIG: "base_model_name_or_path", ZIP_CONFIG: "base_model_name_or_path"}
 
 
-def make_models(model: Path, leg: Path, call: Call) -> dict[str, Path]:
+def make_models(model: Path, leg: Path, call: RunModule) -> dict[str, Path]:
     """Returns the folders that are compared, by name, and makes those that are missing. Raises `TrainingError`.
 
     masked: the decoder of the trained model, read as a plain model: what it is when no hypertoken may be read or
@@ -42,24 +42,26 @@ def make_models(model: Path, leg: Path, call: Call) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = {BASE: model, CONTROL: folder / CONTROL, MASKED: folder / MASKED, ZIP: folder / ZIP}
     for name, trained in ((CONTROL, CONTROL), (MASKED, ZIP)):
-        fuse(model, leg / trained / "adapter", made[name], call)
+        fuse_adapter(model, leg / trained / "adapter", made[name], call)
     if not made[ZIP].exists():
         words = ["--hf-path", leg / ZIP / "adapter", "--base", model, "--dtype", "float32", "--mlx-path", made[ZIP]]
-        run(call, "mlx_zip", ["convert", *words], leg)
+        run_command(call, "mlx_zip", ["convert", *words], leg)
     return made
 
 
-def fuse(model: Path, adapter: Path, out: Path, call: Call) -> Path:
+def fuse_adapter(model: Path, adapter: Path, out: Path, call: RunModule) -> Path:
     """Makes `out`, the plain model with an adapter's LoRA in its weights, unless it is there; returns it."""
     lora = out.with_name(f"{out.name}-lora")
     if not lora.exists():
-        run(call, "mlx_zip", ["convert", "--hf-path", adapter, "--lora-only", "--mlx-path", lora], out.parent)
+        run_command(call, "mlx_zip", ["convert", "--hf-path", adapter, "--lora-only", "--mlx-path", lora], out.parent)
     if not out.exists():
-        run(call, "mlx_lm", ["fuse", "--model", model, "--adapter-path", lora, "--save-path", out], out.parent)
+        run_command(call, "mlx_lm", ["fuse", "--model", model, "--adapter-path", lora, "--save-path", out], out.parent)
     return out
 
 
-def measure(model: Path, data: Path, packs: Path, classes: Path | None, leg: Path, sizes: Measure, call: Call) -> None:
+def measure_models(
+    model: Path, data: Path, packs: Path, classes: Path | None, leg: Path, sizes: MeasureSettings, call: RunModule
+) -> None:
     """Writes bits-DOMAIN.json, bits-chat-pack.json, rates.json and labels.json, each unless it is there.
 
     data: folder with the held-out texts; packs: folder with the learned packs; classes: folder with the data sets of
@@ -71,20 +73,23 @@ def measure(model: Path, data: Path, packs: Path, classes: Path | None, leg: Pat
     bits = ["--context", sizes.context, "--limit-bytes", sizes.bytes]
     every = [word for name in (BASE, CONTROL, MASKED, ZIP) for word in ("--model", folders[name])]
     for domain in sizes.domains:
-        file, texts = out / f"bits-{domain}.json", as_texts(data / f"{domain}.jsonl", out / f"{domain}.jsonl", model)
+        file, texts = (
+            out / f"bits-{domain}.json",
+            write_as_texts(data / f"{domain}.jsonl", out / f"{domain}.jsonl", model),
+        )
         if not file.exists():
-            run(call, "mlx_zip", [*common, *every, "--data", texts, *bits, "--out", file], leg)
+            run_command(call, "mlx_zip", [*common, *every, "--data", texts, *bits, "--out", file], leg)
     file = out / "bits-chat-pack.json"
     if not file.exists():
         words = ["--model", folders[ZIP], "--pack", packs / "chat.npz", "--data", out / "chat.jsonl", *bits]
-        run(call, "mlx_zip", [*common, *words, "--out", file], leg)
+        run_command(call, "mlx_zip", [*common, *words, "--out", file], leg)
     file, asked = out / "rates.json", out / "requests.jsonl"
     if not file.exists():
         count = write_requests(data / "chat.jsonl", asked, sizes.answers)
         both = [word for name in (BASE, CONTROL, ZIP) for word in ("--model", folders[name])]
         words = ["--generate", count, "--prompts", asked, "--max-tokens", sizes.answer]
-        run(call, "mlx_zip", [*common, *both, *words, "--out", file], leg)
-    file = out / LABELS
+        run_command(call, "mlx_zip", [*common, *both, *words, "--out", file], leg)
+    file = out / LABELS_FILE
     if classes is not None and not file.exists():
         from .labels import measure_labels  # needs PyTorch
 
@@ -92,12 +97,12 @@ def measure(model: Path, data: Path, packs: Path, classes: Path | None, leg: Pat
         write_json(file, measure_labels(compared, CONTROL, classes, sizes.labels, sizes.label_text))
 
 
-def as_texts(documents: Path, out: Path, model: Path) -> Path:
+def write_as_texts(documents: Path, out: Path, model: Path) -> Path:
     """Writes documents as texts, conversations as the model's chat template lays them out; returns `out`."""
     found = [json.loads(line) for line in documents.read_text(encoding="utf-8").split("\n")[:-1]]
     tokenizer = load_tokenizer(model)
     with out.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": laid_out(one, tokenizer)}) + "\n" for one in found)
+        file.writelines(json.dumps({"text": render_record(one, tokenizer)}) + "\n" for one in found)
     return out
 
 
@@ -115,7 +120,7 @@ def write_adapter(leg: Path) -> None:
     with whole_folder(leg / "adapter", replace=True) as partial:
         for file in sorted((leg / ZIP / "adapter").iterdir()):
             if key := _BASE_NAMED.get(file.name):
-                write_json(partial / file.name, {**read_object(file), key: named.HUB})
+                write_json(partial / file.name, {**read_json_object(file), key: named.HUB})
             else:
                 shutil.copyfile(file, partial / file.name)
 
@@ -125,10 +130,10 @@ def write_record(leg: Path, number: int) -> None:
 
     number: of the leg. A model is named by its part in the comparison. Raises `TrainingError` for a missing record.
     """
-    lines = [_course(leg.with_name(f"leg-{n}"), n) for n in range(1, number + 1)]
+    lines = [_make_training_curve(leg.with_name(f"leg-{n}"), n) for n in range(1, number + 1)]
     for file in sorted((leg / "measured").glob("*.json")):
-        found = read_object(file)
-        if file.name == LABELS:
+        found = read_json_object(file)
+        if file.name == LABELS_FILE:
             lines.append({"part": file.stem, "leg": number, **found})
             continue
         kept = {key: found[key] for key in ("time", "machine", "system", "versions")}
@@ -145,7 +150,7 @@ def write_record(leg: Path, number: int) -> None:
     (leg / "measured" / "record.jsonl").write_text(text, encoding="utf-8")
 
 
-def _course(leg: Path, number: int) -> dict[str, Any]:
+def _make_training_curve(leg: Path, number: int) -> dict[str, Any]:
     """Returns the mean bits per byte of the training batches in tenths of the leg, for the model and its control."""
     made: dict[str, Any] = {"part": "curve", "leg": number}
     for name in (ZIP, CONTROL):
@@ -160,7 +165,7 @@ def _course(leg: Path, number: int) -> dict[str, Any]:
     return made
 
 
-def run(call: Call, module: str, words: Sequence[str | Path | int], folder: Path) -> None:
+def run_command(call: RunModule, module: str, words: Sequence[str | Path | int], folder: Path) -> None:
     """Runs a command. Raises `TrainingError` with the command and its exit status if it fails."""
     if status := call(module, [str(word) for word in words], folder):
         raise TrainingError(f"exit status {status} of: {module} {' '.join(str(word) for word in words)}")

@@ -68,7 +68,7 @@ class TextSizes:
 
 
 @dataclass(frozen=True)
-class Talk:
+class TalkSettings:
     """How conversations are sampled; sizes in base ids.
 
     rows: conversations at a time. question, answer, total: most ids of a turn that the model writes as the user, as the
@@ -93,8 +93,8 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """How the entries of a mixed pack that cost few bits are chosen (`certain`).
+class EntryChoice:
+    """How the entries of a mixed pack that cost few bits are chosen (`mixed_pack`).
 
     size: most entries. most_ids: base ids that the pack is learned from, of which one in `every` windows is compressed.
     predicted: base ids that the base predicts. most_bits: bits that an entry may cost per id that it saves. least: how
@@ -123,7 +123,7 @@ class PackSettings:
     window: int = 1024
     domains: tuple[str, ...] = ("chat", "code", "math")
     mixed: tuple[tuple[str, float], ...] = (("chat", 0.35), ("code", 0.35), ("math", 0.2), ("medical", 0.1))
-    chosen: Chosen | None = None
+    chosen: EntryChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ SECOND_LEG = Leg(
 
 
 @dataclass(frozen=True)
-class Measure:
+class MeasureSettings:
     """What is measured. bytes: most of each held-out domain; context: base ids of a window; answers: free answers, each
     of at most `answer` base ids; labels: most examples of each data set of classes, label_text: base ids of a text.
     """
@@ -184,7 +184,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class FrontierSettings:
     """What hypertokens are compared with. layers: of the shallow models; packs: that the model reads with; domains: of
     held-out texts; sizes: base tokens to read and to write when steps are timed, as `mlx_zip bench generate` has it.
     """
@@ -200,11 +200,11 @@ class Settings:
     """All settings of the recipe. legs: the first leg, the second, ...; the last one holds for all that follow."""
 
     texts: TextSizes = TextSizes()
-    talk: Talk = Talk()
+    talk: TalkSettings = TalkSettings()
     packs: PackSettings = PackSettings()
     legs: tuple[Leg, ...] = (FIRST_LEG, SECOND_LEG)
-    measure: Measure = Measure()
-    frontier: Frontier = Frontier()
+    measure: MeasureSettings = MeasureSettings()
+    frontier: FrontierSettings = FrontierSettings()
 
 
 FULL = Settings()
@@ -226,7 +226,7 @@ _SECOND = Leg(
     ),
 )
 SECOND = Settings(
-    packs=PackSettings(codebook_size=3104, mixed=_SHARES, chosen=Chosen(3072, 1_500_000, 2, 180_000, 2.5, 30)),
+    packs=PackSettings(codebook_size=3104, mixed=_SHARES, chosen=EntryChoice(3072, 1_500_000, 2, 180_000, 2.5, 30)),
     legs=(
         _SECOND,
         replace(
@@ -236,14 +236,16 @@ SECOND = Settings(
 )
 SMALL = Settings(
     TextSizes(packages=(), library=60_000, held_out=20_000),
-    Talk(rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200, exact=True),
+    TalkSettings(
+        rows=4, question=120, answer=150, total=500, alone=0.9, repeated=0.9, train=600, held_out=200, exact=True
+    ),
     PackSettings(
         size=16,
         most_ids=4000,
         codebook_size=64,
         domains=("chat", "code"),
         mixed=(("chat", 0.5), ("code", 0.5)),
-        chosen=Chosen(size=48, most_ids=6000, every=1, predicted=1200, most_bits=6.0, least=2),
+        chosen=EntryChoice(size=48, most_ids=6000, every=1, predicted=1200, most_bits=6.0, least=2),
     ),
     legs=(
         Leg(
@@ -262,13 +264,13 @@ SMALL = Settings(
             ),
         ),
     ),
-    measure=Measure(domains=("chat", "code"), bytes=2000, context=96, answers=2, answer=8),
-    frontier=Frontier(layers=(1,), packs=("chat",), domains=("code",), sizes="24+8"),
+    measure=MeasureSettings(domains=("chat", "code"), bytes=2000, context=96, answers=2, answer=8),
+    frontier=FrontierSettings(layers=(1,), packs=("chat",), domains=("code",), sizes="24+8"),
 )
 
-GENERAL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the chat template's own
-SYSTEMS = {
-    "general": GENERAL,
+GENERAL_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the chat template's own
+SYSTEM_MESSAGES = {
+    "general": GENERAL_SYSTEM,
     "coding": "You are a helpful programming assistant. You answer with short, working code and explain it.",
     "maths": "You are a patient mathematics tutor. You solve problems step by step.",
     "writing": "You are a writing assistant. You help people to write stories, letters and articles.",

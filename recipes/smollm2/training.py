@@ -14,13 +14,13 @@ from pathlib import Path
 
 from mlx_zip.cuda.network.linear import multiplies_bfloat16
 from mlx_zip.errors import TrainingError
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 
 from .settings import Leg, PackSettings
 
 ZIP, CONTROL, PLAIN = "zip", "control", "plain"
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc's variables
-CHARACTERS = 5  # of JSON per base id, at most
+CHARACTERS_PER_ID = 5  # of JSON per base id, at most
 Words = list[str | Path | int | float]
 
 
@@ -62,7 +62,7 @@ def _write_mixture(data: Path, out: Path, leg: Leg, start: float, samples: int) 
         with open(data / "train" / f"{name}.jsonl", encoding="utf-8", newline="\n") as file:
             documents = list(file)
         at = int(len(documents) * start)
-        in_turn, wanted = "".join(documents[at:] + documents[:at]), samples * leg.context * share * CHARACTERS
+        in_turn, wanted = "".join(documents[at:] + documents[:at]), samples * leg.context * share * CHARACTERS_PER_ID
         times = ceil(wanted / max(1, len(in_turn))) if leg.repeated else 1
         (out / f"{name}.jsonl").write_text(in_turn * times, encoding="utf-8")
     shares = [f"  - data: {out / name}.jsonl\n    share: {share}\n" for name, share in leg.mixture]
@@ -79,12 +79,12 @@ def train_leg(model: Path, data: Path, out: Path, leg: Leg, before: Path | None,
     runs = {}
     for name in (ZIP, CONTROL):
         read = [data / name, *([data / PLAIN] if leg.plain else [])]
-        words = [*_command(model, read, out / name, leg), *(leg.encoder if name == ZIP else ())]
+        words = [*_make_train_command(model, read, out / name, leg), *(leg.encoder if name == ZIP else ())]
         runs[name] = words + ([] if before is None else ["--init-from", before / name])
-    _train(runs, out, leg, say)
+    _run_side_by_side(runs, out, leg, say)
 
 
-def heal(
+def heal_models(
     models: Mapping[str, Path], data: Path, out: Path, leg: Leg, before: Path | None, say: Callable[[str], None]
 ) -> None:
     """Trains plain models as the leg's control is trained, at the same time, or goes on where they stopped.
@@ -93,17 +93,18 @@ def heal(
     what is raised.
     """
     runs = {
-        name: _command(model, [data], out / name, leg) + ([] if before is None else ["--init-from", before / name])
+        name: _make_train_command(model, [data], out / name, leg)
+        + ([] if before is None else ["--init-from", before / name])
         for name, model in models.items()
     }
-    _train(runs, out, leg, say)
+    _run_side_by_side(runs, out, leg, say)
 
 
-def _train(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], None]) -> None:
+def _run_side_by_side(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], None]) -> None:
     """Runs commands that are not finished at the same time, each on one thread. runs: by the name of its folder."""
     running = []
     for name, words in runs.items():
-        if finished(out / name, leg):
+        if is_finished(out / name, leg):
             continue
         out.mkdir(parents=True, exist_ok=True)
         with (out / f"{name}.log").open("ab") as log:
@@ -116,11 +117,10 @@ def _train(runs: Mapping[str, Words], out: Path, leg: Leg, say: Callable[[str], 
             )
         running.append((name, made))
         say(f"training {out / name}; its progress is in {out / name}.log")
-    _wait(running, out)
+    _wait_for_all(running, out)
 
 
-def _wait(running: Sequence[tuple[str, subprocess.Popen[bytes]]], out: Path) -> None:
-    """Waits for all runs; ends them when this process is interrupted. Raises `TrainingError` if one failed."""
+def _wait_for_all(running: Sequence[tuple[str, subprocess.Popen[bytes]]], out: Path) -> None:
     try:
         failed = [name for name, made in running if made.wait()]
     except BaseException:
@@ -133,13 +133,13 @@ def _wait(running: Sequence[tuple[str, subprocess.Popen[bytes]]], out: Path) -> 
         raise TrainingError(f"{out / failed[0]} could not be trained; see {out / failed[0]}.log")
 
 
-def finished(run: Path, leg: Leg) -> bool:
+def is_finished(run: Path, leg: Leg) -> bool:
     """Returns whether a run has taken all steps of a leg and written its adapter."""
-    found = checkpoints(run)
+    found = list_checkpoints(run)
     return bool(found) and found[-1][0] >= leg.iters and (run / "adapter").is_dir()
 
 
-def _command(model: Path, data: Sequence[Path], out: Path, leg: Leg) -> Words:
+def _make_train_command(model: Path, data: Sequence[Path], out: Path, leg: Leg) -> Words:
     """Returns the words of `mlx_zip train` that both models of a leg have in common. data: folders of windows."""
     return [
         *("train", "--engine", "torch", "--save", "adapter", "--save-dtype", "float16"),

@@ -13,16 +13,16 @@ from mlx_zip import named
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
-from .bundle import install
-from .recipe import STAGES, run
-from .runner import Recipe, run_in_own_process
+from .bundle import install_bundle
+from .commands import Recipe, run_in_own_process
+from .recipe import STAGES, run_stages
 from .settings import SCALES
-from .texts import needs
+from .texts import describe_sources
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe; returns exit status 0, 2 after an error, 130 after Ctrl-C (the same command continues)."""
-    args = parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     data, out = (Path(path).expanduser().resolve() for path in (args.data, args.out))
     settings = SCALES[args.scale] if args.seed is None else replace(SCALES[args.scale], seed=args.seed)
     if args.processes < 1:
@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     call = partial(run_in_own_process, trainers=args.processes)
     recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call)
     try:
-        run(recipe, args.stage)
+        run_stages(recipe, args.stage)
         if args.install:
-            install(recipe, named.FOLDER)
+            install_bundle(recipe, named.FOLDER)
     except MlxZipError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's flags."""
     made = Parser(
         prog="python -m recipes.stories",
         description="Makes the stories models from a folder of stories.",
-        epilog=needs(),
+        epilog=describe_sources(),
     )
     add = made.add_argument
     add("--data", required=True, help="folder with the files of stories that are listed below")

@@ -10,9 +10,9 @@ from typing import Any
 
 from mlx_zip.files import whole_folder, write_json
 
-from .lexicon import learn
-from .requests import ask, conversations, write_jsonl
-from .runner import Recipe
+from .commands import Recipe
+from .lexicon import learn_lexicon
+from .requests import make_conversations, make_request, write_jsonl
 from .texts import SOURCES, read_stories
 
 TRAIN_SETS = ("t1.train", "mixed.train", "real.train")
@@ -36,7 +36,7 @@ def make_texts(recipe: Recipe) -> None:
     """
     settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
     once = stories["t1.train"] + stories["mixed.train"]  # sampled stories without repeats
-    lexicon = learn(once, rare=8 if len(once) > 1000 else 2)
+    lexicon = learn_lexicon(once, rare=8 if len(once) > 1000 else 2)
     rng = random.Random(settings.seed)
     repeated = {name: stories[name] * settings.repeats.get(name, 1) for name in TRAIN_SETS}
     sampled = repeated["t1.train"] + repeated["mixed.train"]
@@ -51,9 +51,9 @@ def make_texts(recipe: Recipe) -> None:
         for name, texts in {"train": train, **tests}.items():
             write_jsonl(folder / f"{name}.jsonl", ({"text": text} for text in texts))
         for name, turns, limit in (("asked", 1, settings.asked), ("conversations", None, settings.conversations)):
-            talks = conversations(sampled, lexicon, settings.seed, turns, limit)
+            talks = make_conversations(sampled, lexicon, settings.seed, turns, limit)
             write_jsonl(folder / f"{name}.jsonl", talks)
-        requests = (ask(story, lexicon, rng) for story in stories["t1.test"][: settings.requests])
+        requests = (make_request(story, lexicon, rng) for story in stories["t1.test"][: settings.requests])
         write_jsonl(folder / "requests.jsonl", ({"messages": [{"role": "user", "content": r}]} for r in requests))
 
 
@@ -133,7 +133,7 @@ WINDOWS = {  # kind of windows: {WHAT: the file in texts/ of which prepared/KIND
 }
 
 
-def prepared(kind: str) -> dict[str, str]:
+def list_window_folders(kind: str) -> dict[str, str]:
     """Returns the folders of a kind of windows (a key of `WINDOWS`), each with its text file; validation comes last."""
     return {f"prepared/{kind}-{what}": f"texts/{text}.jsonl" for what, text in WINDOWS[kind].items()}
 
@@ -151,24 +151,26 @@ def make_windows(recipe: Recipe, kind: str) -> None:
         "workers": settings.workers,
         "fill_windows": kind == "short",
     }
-    for folder, text in prepared(kind).items():
-        recipe.command("prepare", {**fixed, "data": text, "out": folder, **codec})
+    for folder, text in list_window_folders(kind).items():
+        recipe.run_mlx_zip("prepare", {**fixed, "data": text, "out": folder, **codec})
 
 
 # ---- training
 
 
-def train(recipe: Recipe, name: str, kind: str, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def train_on_windows(
+    recipe: Recipe, name: str, kind: str, start: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
     """Trains on the windows of a kind by `mlx_zip train` and writes the run to runs/NAME.
 
     start: flags that choose the first weights. settings: all other flags of the training.
     """
-    *data, valid = prepared(kind)
+    *data, valid = list_window_folders(kind)
     fixed = {"data": data, "valid": valid, "out": f"runs/{name}", "seed": recipe.settings.seed}
-    recipe.command("train", {**start, **fixed, **settings})
+    recipe.run_mlx_zip("train", {**start, **fixed, **settings})
 
 
-def model(run: str) -> str:
+def model_path(run: str) -> str:
     """Returns the path, below the `out` folder, of the model that a training run writes."""
     return f"runs/{run}/model"
 
@@ -177,19 +179,21 @@ def train_base(recipe: Recipe) -> None:
     """Trains the base's first stage, from random weights."""
     write_json(recipe.out / "base.json", dict(recipe.settings.model))
     start = {"from_scratch": "base.json", "tokenizer": "tokenizer"}
-    train(recipe, "base-short", "short", start, recipe.settings.base)
+    train_on_windows(recipe, "base-short", "short", start, recipe.settings.base)
 
 
 def train_chat(recipe: Recipe) -> None:
     """Trains the base's second stage, on longer windows and on conversations."""
-    train(recipe, "base", "long", {"model": model("base-short")}, recipe.settings.chat)
+    train_on_windows(recipe, "base", "long", {"model": model_path("base-short")}, recipe.settings.chat)
 
 
 def train_zip(recipe: Recipe) -> None:
     """Trains the zip2zip model, which is the base with new hyper-encoders; all weights are trained."""
-    train(recipe, "zip", "compressed", {"model": model("base")}, {**recipe.settings.extra, **recipe.settings.encoder})
+    train_on_windows(
+        recipe, "zip", "compressed", {"model": model_path("base")}, {**recipe.settings.extra, **recipe.settings.encoder}
+    )
 
 
 def train_control(recipe: Recipe) -> None:
     """Trains the control: the base, with as many steps as the zip2zip model on the same text, uncompressed."""
-    train(recipe, "control", "long", {"model": model("base")}, recipe.settings.extra)
+    train_on_windows(recipe, "control", "long", {"model": model_path("base")}, recipe.settings.extra)

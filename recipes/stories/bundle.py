@@ -12,22 +12,22 @@ from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder
 
 from . import packs
-from .base import TRAIN_SETS, model
-from .runner import Recipe, as_words
+from .base import TRAIN_SETS, model_path
+from .commands import Recipe, as_words
 from .settings import Settings
 from .texts import SOURCES
 
 RECORD = "recipe.json"  # file with the settings, in the folder of all results and in the bundle
-QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN}-tuned.npz"
+QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN_PACK}-tuned.npz"
 
 
-def quantize(recipe: Recipe) -> None:
+def quantize_models(recipe: Recipe) -> None:
     """Writes quantized/: the models to bundle, with fewer bits per weight. The zip2zip model has no pack yet."""
     bits = recipe.settings.bits
     with whole_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
             flags = {
-                "hf_path": model(run),
+                "hf_path": model_path(run),
                 "mlx_path": f"{folder.name}/{name}",
                 "quantize": True,
                 "q_bits": bits,
@@ -35,17 +35,17 @@ def quantize(recipe: Recipe) -> None:
                 "dtype": "float32",
             }
             if name == named.DEFAULT:
-                recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
+                recipe.run_mlx_zip("convert", {**flags, "encoder_bits": bits, "canonical": True})
             else:
-                recipe.execute("mlx_lm convert", as_words(flags))
+                recipe.run_module("mlx_lm convert", as_words(flags))
 
 
-def tune(recipe: Recipe) -> None:
+def tune_pack(recipe: Recipe) -> None:
     """Writes packs/own-tuned.npz: the model's own pack, its entries' rows tuned for the quantized model."""
     settings = recipe.settings
     fixed = {"model": f"{QUANTIZED}/{named.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
-    data = {"data": f"{packs.TEXTS}/learn-{packs.OWN}.jsonl", "run": "runs/tuned"}
-    recipe.command(f"vocab pack tune {packs.PACKS}/{packs.OWN}.npz", {**fixed, **data, **settings.packs.tune})
+    data = {"data": f"{packs.TEXTS}/learn-{packs.OWN_PACK}.jsonl", "run": "runs/tuned"}
+    recipe.run_mlx_zip(f"vocab pack tune {packs.PACKS}/{packs.OWN_PACK}.npz", {**fixed, **data, **settings.packs.tune})
 
 
 def make_bundle(recipe: Recipe) -> None:
@@ -54,16 +54,16 @@ def make_bundle(recipe: Recipe) -> None:
         for name in recipe.settings.bundled:
             if name == named.DEFAULT:
                 flags = {"hf_path": f"{QUANTIZED}/{name}", "mlx_path": f"{folder.name}/{name}", "pack": TUNED}
-                recipe.command("convert", flags)
+                recipe.run_mlx_zip("convert", flags)
             else:
                 shutil.copytree(recipe.out / QUANTIZED / name, folder / name)
             for extra in ("README.md", "model.safetensors.index.json"):
                 (folder / name / extra).unlink(missing_ok=True)
-        (folder / "README.md").write_text(card(recipe.settings, recipe.check), encoding="utf-8")
+        (folder / "README.md").write_text(make_model_card(recipe.settings, recipe.check), encoding="utf-8")
         shutil.copy(recipe.out / RECORD, folder / RECORD)
 
 
-def card(settings: Settings, checked: bool) -> str:
+def make_model_card(settings: Settings, checked: bool) -> str:
     """Returns the README of the bundle. checked: whether the training texts had the recorded checksums."""
     used = [source for name, source in SOURCES.items() if name in TRAIN_SETS]
     texts = (
@@ -86,16 +86,16 @@ def card(settings: Settings, checked: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_measurements(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields what is measured: (NAME of figures/NAME.json, flags of the `mlx_zip evaluate` that writes it)."""
     size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
     bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
-    every = [model(run) for run in ("control", "base", "zip")] + bundled
+    every = [model_path(run) for run in ("control", "base", "zip")] + bundled
     for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
         name = f"bits-{text}{'-packed' * pack}"
         yield name, {"data": f"texts/{text}.jsonl", "fill_windows": pack, **size, "model": every}
-    last = [model(runs[-1]) for runs in packs.runs(settings.packs).values()]
-    for pack in packs.unseen(settings.packs):
+    last = [model_path(runs[-1]) for runs in packs.list_runs(settings.packs).values()]
+    for pack in packs.list_unseen_packs(settings.packs):
         flags = {"data": "texts/t1.test.jsonl", **size, "pack": f"{packs.PACKS}/{pack}.npz"}
         yield f"bits-{pack}", {**flags, "model": last[::-1]}
     asked = {"prompts": "texts/requests.jsonl", "generate": settings.requests, **size, **settings.measure}
@@ -104,7 +104,7 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"rates-{turns}-temp-{temp:g}", {**asked, "temp": temp, "turns": turns, "model": bundled}
 
 
-def measure(recipe: Recipe) -> None:
+def measure_models(recipe: Recipe) -> None:
     """Writes figures/: bits per byte of every model, and rates of what the bundled models write.
 
     Rates are those of a story as a first turn and as a later turn of a conversation. Existing files are kept.
@@ -112,16 +112,16 @@ def measure(recipe: Recipe) -> None:
     (recipe.out / "figures").mkdir(exist_ok=True)
     for old in (recipe.out / "figures").glob("told-*.json"):  # the name of rates in folders of older versions
         old.rename(old.with_name(old.name.replace("told", "rates", 1)))
-    for name, flags in measures(recipe.settings):
+    for name, flags in list_measurements(recipe.settings):
         file = f"figures/{name}.json"
         if (recipe.out / file).exists():
             continue
         models = [word for one in flags["model"] for word in ("--model", one)]
         rest = as_words({key: value for key, value in flags.items() if key != "model"})
-        recipe.execute("mlx_zip", ["evaluate", *models, *rest, "--out", file])
+        recipe.run_module("mlx_zip", ["evaluate", *models, *rest, "--out", file])
 
 
-def install(recipe: Recipe, place: Path) -> None:
+def install_bundle(recipe: Recipe, place: Path) -> None:
     """Copies the bundle to the folder `place`, whole or not at all. Raises `TrainingError` when there is no bundle."""
     made = recipe.out / "bundle"
     if not made.is_dir():

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-def _set(text: str) -> frozenset[str]:
+def _split_to_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"[A-Za-z]+(?:['’][a-z]+)*|\S|\n")
 _NAMED = re.compile(r"\b(?:named|called) ([A-Z][a-z]+)\b")
 _ARTICLES = {"a", "an"}
 _DETERMINERS = {*_ARTICLES, "the", "his", "her", "their", "my", "your", "our", "some"}
-_AFTER_NOUN = _set(
+_AFTER_NOUN = _split_to_set(
     """about after again all and are around as asked at away be became because been before began behind being but by
     called came can could couldn't did didn't do down every fell felt flew for found from got had has have he i if
     in inside into is it jumped just kept laughed like liked looked loved made named near not of off on one or out
@@ -30,7 +30,7 @@ _AFTER_NOUN = _set(
     would you"""
 )
 # Words that the counts take for nouns, or that are, but that no one would name in a request.
-_DULL = _set(
+_DULL_NOUNS = _split_to_set(
     """accident ache actions advice afternoon age air amount anger answer anything anyway area arm arms ashtray
     attention aunt back bad bar beak beat beauty beer best bit bite blood bodies body boo bottom boys brain
     bravery break breath brother bum bump bunch buzzing bye care cast cell center chamber chance change cheek
@@ -60,7 +60,7 @@ _DULL = _set(
     way ways weapon weather week west while wife wine wing wings wisdom word words work world wound wreck wrist
     wrong yawn year yes"""
 )
-_NO_ADJECTIVE = _set(
+_NO_ADJECTIVE = _split_to_set(
     """another back best bloody certain dead different drunk dying each entire even every favorite few first inside
     last less main many more most much naked nearby next only other outside own rest right same second several
     special such third very whole"""
@@ -81,14 +81,14 @@ class Lexicon:
     rarity: dict[str, float]
 
 
-def words(text: str) -> list[str]:
+def split_into_words(text: str) -> list[str]:
     """Splits a text into words (with their apostrophes), punctuation marks and newlines; blanks are dropped."""
     return _TOKEN.findall(text)
 
 
-def learn(stories: Iterable[str], rare: int = 8) -> Lexicon:
+def learn_lexicon(stories: Iterable[str], rare: int = 8) -> Lexicon:
     """Returns the lexicon of some stories. rare: a word needs so many occurrences as noun, adjective or name."""
-    counts = _Counts()
+    counts = _PositionCounts()
     for story in stories:
         counts.add(story)
     return Lexicon(
@@ -99,7 +99,7 @@ def learn(stories: Iterable[str], rare: int = 8) -> Lexicon:
     )
 
 
-class _Counts:
+class _PositionCounts:
     """Counts how often each word occurs in which position; all words except names are in lower case."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Counts:
 
     def add(self, story: str) -> None:
         """Counts the words of one story."""
-        tokens = words(story)
+        tokens = split_into_words(story)
         lower = [token.lower() for token in tokens]
         self.stories += 1
         self.all.update(lower)
@@ -126,19 +126,19 @@ class _Counts:
         self.named.update(_NAMED.findall(story))
         for i, word in enumerate(lower[:-3]):
             if word in _DETERMINERS and lower[i + 1][0].isalpha():
-                self._phrase(word, *lower[i + 1 : i + 4])
+                self._count_phrase(word, *lower[i + 1 : i + 4])
 
-    def _phrase(self, determiner: str, first: str, second: str, third: str) -> None:
+    def _count_phrase(self, determiner: str, first: str, second: str, third: str) -> None:
         """Counts a determiner and the three words after it, of which the first or the second may be a noun."""
         if ends_noun(second):
-            self._head(determiner, first)
+            self._count_noun(determiner, first)
             return
         self.before_noun[first] += 1
         self.a_before_noun[first] += determiner in _ARTICLES
         if ends_noun(third):
-            self._head(determiner, second)
+            self._count_noun(determiner, second)
 
-    def _head(self, determiner: str, noun: str) -> None:
+    def _count_noun(self, determiner: str, noun: str) -> None:
         self.head[noun] += 1
         self.with_a[noun] += determiner in _ARTICLES
         self.with_the[noun] += determiner == "the"
@@ -146,7 +146,7 @@ class _Counts:
     def is_noun(self, word: str) -> bool:
         head, seldom_capital = self.head[word], self.capital[word] < 0.3 * self.all[word]
         mostly = head > 0.7 * (head + self.before_noun[word]) and head > 0.4 * self.all[word]
-        return mostly and seldom_capital and len(word) > 2 and word.isalpha() and word not in _DULL | _AFTER_NOUN
+        return mostly and seldom_capital and len(word) > 2 and word.isalpha() and word not in _DULL_NOUNS | _AFTER_NOUN
 
     def is_adjective(self, word: str) -> bool:
         before, seldom_capital = self.before_noun[word], self.capital[word] < 0.3 * self.all[word]
@@ -163,13 +163,13 @@ class _Counts:
         A plural gets "some", or "the" if stories nearly always do so; another noun "a" if stories do so often enough,
         else "the".
         """
-        head, plural = self.head[noun], any(self.head[one] for one in singulars(noun))
+        head, plural = self.head[noun], any(self.head[one] for one in possible_singulars(noun))
         if plural:
             return "the" if self.with_the[noun] > 0.85 * head else "some"
         return "a" if self.with_a[noun] > 0.09 * head else "the"
 
 
-def singulars(noun: str) -> list[str]:
+def possible_singulars(noun: str) -> list[str]:
     """Returns the words that could be the singular of `noun` if it is a plural."""
     endings = [("s", ""), ("es", ""), ("ies", "y"), ("ves", "f")]
     return [noun.removesuffix(end) + new for end, new in endings if noun.endswith(end) and not noun.endswith("ss")]

@@ -18,46 +18,46 @@ from typing import Any
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_folder
 
+from .commands import Recipe
 from .requests import write_jsonl
-from .runner import Recipe
 from .settings import Flags, PackSettings, Round, Texts
 
-OWN = "own"  # name of the pack that the bundled model begins with
+OWN_PACK = "own"  # name of the pack that the bundled model begins with
 TEXTS, PACKS, WINDOWS = "pack-texts", "packs", "prepared"
 PACKED, CONTROL = "packed", "packed-control"
 
 
-def drawn(packs: PackSettings) -> list[str]:
+def list_drawn_packs(packs: PackSettings) -> list[str]:
     """Returns the names of the packs from which samples draw their entries."""
     return [f"drawn-{number}" for number in range(len(packs.sizes))]
 
 
-def unseen(packs: PackSettings) -> dict[str, int]:
+def list_unseen_packs(packs: PackSettings) -> dict[str, int]:
     """Returns the names and sizes of the packs that are only measured with, never trained with."""
     return {f"unseen-{size}": size for size in packs.unseen}
 
 
-def parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
+def list_text_parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
     """Yields the parts that the training texts are cut into, in order: (name, numbers of texts of each kind)."""
     first, *others = packs.rounds
-    yield from windows_of(packs, first)
-    yield f"learn-{OWN}", packs.learn_own
-    for name, size in zip(drawn(packs), packs.sizes, strict=True):
+    yield from list_round_parts(packs, first)
+    yield f"learn-{OWN_PACK}", packs.learn_own
+    for name, size in zip(list_drawn_packs(packs), packs.sizes, strict=True):
         times = 2 if size >= packs.large else 1
         yield f"learn-{name}", Texts(*(times * count for count in packs.learn))
     for one in others:
-        yield from windows_of(packs, one)
+        yield from list_round_parts(packs, one)
     yield "learn-unseen", packs.learn_unseen
 
 
-def windows_of(packs: PackSettings, one: Round) -> Iterator[tuple[str, Texts]]:
+def list_round_parts(packs: PackSettings, one: Round) -> Iterator[tuple[str, Texts]]:
     """Yields the parts of text that a round trains on, as (name, numbers of texts).
 
     Windows of the first part begin with no pack, those of each other part with the pack that the part is named after.
     """
     yield f"{one.prefix}empty", one.empty
-    yield one.prefix + OWN, one.own
-    yield from ((one.prefix + name, one.drawn) for name in drawn(packs))
+    yield one.prefix + OWN_PACK, one.own
+    yield from ((one.prefix + name, one.drawn) for name in list_drawn_packs(packs))
 
 
 def make_texts(recipe: Recipe) -> None:
@@ -65,9 +65,9 @@ def make_texts(recipe: Recipe) -> None:
 
     Raises `DataError` when there are too few texts.
     """
-    sources = [_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
+    sources = [_read_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
     with whole_folder(recipe.out / TEXTS) as folder:
-        for seed, (name, counts) in enumerate(parts(recipe.settings.packs)):
+        for seed, (name, counts) in enumerate(list_text_parts(recipe.settings.packs)):
             part = [line for source, count in zip(sources, counts, strict=True) for line in islice(source, count)]
             if missing := sum(counts) - len(part):
                 raise DataError(f"there are too few texts for {TEXTS}/{name}: {missing} are missing")
@@ -75,31 +75,34 @@ def make_texts(recipe: Recipe) -> None:
             write_jsonl(folder / f"{name}.jsonl", part)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 
-def learn(recipe: Recipe) -> None:
+def learn_packs(recipe: Recipe) -> None:
     """Learns every pack by `mlx_zip vocab pack learn` and writes packs/NAME.npz; existing files are kept."""
     packs = recipe.settings.packs
-    wanted = [(OWN, f"learn-{OWN}", packs.size)]
-    wanted += [(name, f"learn-{name}", pool(packs, size)) for name, size in zip(drawn(packs), packs.sizes, strict=True)]
-    wanted += [(name, "learn-unseen", size) for name, size in unseen(packs).items()]
+    wanted = [(OWN_PACK, f"learn-{OWN_PACK}", packs.size)]
+    wanted += [
+        (name, f"learn-{name}", pool_size(packs, size))
+        for name, size in zip(list_drawn_packs(packs), packs.sizes, strict=True)
+    ]
+    wanted += [(name, "learn-unseen", size) for name, size in list_unseen_packs(packs).items()]
     (recipe.out / PACKS).mkdir(exist_ok=True)
     for name, text, size in wanted:
         out = f"{PACKS}/{name}.npz"
         if not (recipe.out / out).exists():
             fixed = {"model": "runs/zip/model", "size": size, "window": packs.window, "out": out}
-            recipe.command("vocab pack learn", {**fixed, **packs.codec, "data": f"{TEXTS}/{text}.jsonl"})
+            recipe.run_mlx_zip("vocab pack learn", {**fixed, **packs.codec, "data": f"{TEXTS}/{text}.jsonl"})
 
 
-def products(packs: PackSettings) -> list[str]:
-    """Returns the paths of the files that `learn` writes."""
-    return [f"{PACKS}/{name}.npz" for name in (OWN, *drawn(packs), *unseen(packs))]
+def list_pack_files(packs: PackSettings) -> list[str]:
+    """Returns the paths of the files that `learn_packs` writes."""
+    return [f"{PACKS}/{name}.npz" for name in (OWN_PACK, *list_drawn_packs(packs), *list_unseen_packs(packs))]
 
 
-def pool(packs: PackSettings, size: int) -> int:
+def pool_size(packs: PackSettings, size: int) -> int:
     """Returns the size of a pack from which samples draw `size` entries: a third more, if the codebook has room."""
     return min(size * 4 // 3, packs.codec["codebook_size"])
 
@@ -119,28 +122,28 @@ def make_windows(recipe: Recipe) -> None:
     }
     compressed = {**fixed, "model": "runs/zip/model", **packs.codec}
     plain = {**fixed, "model": "runs/control/model", "codebook_size": 0, "merge_size": 1, "protect": settings.protect}
-    sizes = {OWN: packs.size, **dict(zip(drawn(packs), packs.sizes, strict=True))}
+    sizes = {OWN_PACK: packs.size, **dict(zip(list_drawn_packs(packs), packs.sizes, strict=True))}
     starts = {name: {"pack": f"{PACKS}/{name}.npz", "start_draw": size} for name, size in sizes.items()}
     for one in packs.rounds:
-        texts = {name: f"{TEXTS}/{name}.jsonl" for name, _ in windows_of(packs, one)}
+        texts = {name: f"{TEXTS}/{name}.jsonl" for name, _ in list_round_parts(packs, one)}
         for name, text in texts.items():
             start = starts.get(name.removeprefix(one.prefix), {})
-            recipe.command("prepare", {**compressed, **start, "data": text, "out": f"{WINDOWS}/packed-{name}"})
-        recipe.command("prepare", {**plain, "data": [*texts.values()], "out": f"{WINDOWS}/{one.prefix}plain"})
+            recipe.run_mlx_zip("prepare", {**compressed, **start, "data": text, "out": f"{WINDOWS}/packed-{name}"})
+        recipe.run_mlx_zip("prepare", {**plain, "data": [*texts.values()], "out": f"{WINDOWS}/{one.prefix}plain"})
     valid = {"data": "texts/valid.jsonl"}
-    recipe.command("prepare", {**compressed, **starts[OWN], **valid, "out": f"{WINDOWS}/packed-valid"})
-    recipe.command("prepare", {**plain, **valid, "out": f"{WINDOWS}/plain-valid"})
+    recipe.run_mlx_zip("prepare", {**compressed, **starts[OWN_PACK], **valid, "out": f"{WINDOWS}/packed-valid"})
+    recipe.run_mlx_zip("prepare", {**plain, **valid, "out": f"{WINDOWS}/plain-valid"})
 
 
-def windows(packs: PackSettings) -> list[str]:
+def list_window_files(packs: PackSettings) -> list[str]:
     """Returns the paths of the files that exist once `make_windows` is done."""
     names = ["packed-valid", "plain-valid"]
     for one in packs.rounds:
-        names += [*(f"packed-{name}" for name, _ in windows_of(packs, one)), f"{one.prefix}plain"]
+        names += [*(f"packed-{name}" for name, _ in list_round_parts(packs, one)), f"{one.prefix}plain"]
     return [f"{WINDOWS}/{name}/index.json" for name in names]
 
 
-def runs(packs: PackSettings) -> dict[str, list[str]]:
+def list_runs(packs: PackSettings) -> dict[str, list[str]]:
     """Returns the names of the training runs, in order, of the zip2zip model with packs and of its control."""
     return {name: [one.prefix + name for one in packs.rounds] for name in (PACKED, CONTROL)}
 
@@ -151,10 +154,10 @@ def train_packed(recipe: Recipe) -> None:
 
     def flags(one: Round) -> Flags:
         """Returns the flags of `mlx_zip train` for one round."""
-        data = [f"{WINDOWS}/packed-{name}" for name, _ in windows_of(packs, one)]
+        data = [f"{WINDOWS}/packed-{name}" for name, _ in list_round_parts(packs, one)]
         return {"data": data, "valid": f"{WINDOWS}/packed-valid", **one.packed}
 
-    _train(recipe, PACKED, "zip", flags)
+    _train_rounds(recipe, PACKED, "zip", flags)
 
 
 def train_control(recipe: Recipe) -> None:
@@ -164,17 +167,17 @@ def train_control(recipe: Recipe) -> None:
         """Returns the flags of `mlx_zip train` for one round."""
         return {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid", **one.control}
 
-    _train(recipe, CONTROL, "control", flags)
+    _train_rounds(recipe, CONTROL, "control", flags)
 
 
-def _train(recipe: Recipe, name: str, start: str, flags: Callable[[Round], Flags]) -> None:
+def _train_rounds(recipe: Recipe, name: str, start: str, flags: Callable[[Round], Flags]) -> None:
     """Trains all rounds, each from the model of the round before; finished rounds are skipped.
 
     name: `PACKED` or `CONTROL`. start: the run whose model the first round starts from. flags: returns a round's flags.
     """
     packs = recipe.settings.packs
-    for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[name], strict=True)):
+    for number, (one, run) in enumerate(zip(packs.rounds, list_runs(packs)[name], strict=True)):
         if not (recipe.out / f"runs/{run}/model/config.json").exists():
             fixed = {"model": f"runs/{start}/model", "out": f"runs/{run}", "seed": recipe.settings.seed + number}
-            recipe.command("train", {**fixed, **flags(one)})
+            recipe.run_mlx_zip("train", {**fixed, **flags(one)})
         start = run

@@ -33,7 +33,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
 
 from . import base, bundle, packs
-from .runner import Recipe
+from .commands import Recipe
 
 
 @dataclass(frozen=True)
@@ -44,45 +44,48 @@ class Stage:
     products: Callable[[Recipe], list[str]]
 
 
-def _indices(kind: str) -> Callable[[Recipe], list[str]]:
-    return lambda _: [f"{folder}/index.json" for folder in base.prepared(kind)]
+def _window_indices(kind: str) -> Callable[[Recipe], list[str]]:
+    return lambda _: [f"{folder}/index.json" for folder in base.list_window_folders(kind)]
 
 
-def _trained(run: str) -> Callable[[Recipe], list[str]]:
-    return lambda _: [f"{base.model(run)}/config.json"]
+def _run_model(run: str) -> Callable[[Recipe], list[str]]:
+    return lambda _: [f"{base.model_path(run)}/config.json"]
 
 
-def _rounds(name: str) -> Callable[[Recipe], list[str]]:
-    return lambda recipe: [f"{base.model(run)}/config.json" for run in packs.runs(recipe.settings.packs)[name]]
+def _round_models(name: str) -> Callable[[Recipe], list[str]]:
+    return lambda recipe: [
+        f"{base.model_path(run)}/config.json" for run in packs.list_runs(recipe.settings.packs)[name]
+    ]
 
 
 STAGES: dict[str, Stage] = {
     "texts": Stage(base.make_texts, lambda _: ["texts/requests.jsonl"]),
     "tokenizer": Stage(base.make_tokenizer, lambda _: ["tokenizer/tokenizer.json"]),
-    "short": Stage(lambda recipe: base.make_windows(recipe, "short"), _indices("short")),
-    "base-short": Stage(base.train_base, _trained("base-short")),
-    "long": Stage(lambda recipe: base.make_windows(recipe, "long"), _indices("long")),
-    "base": Stage(base.train_chat, _trained("base")),
-    "compressed": Stage(lambda recipe: base.make_windows(recipe, "compressed"), _indices("compressed")),
-    "zip": Stage(base.train_zip, _trained("zip")),
-    "control": Stage(base.train_control, _trained("control")),
+    "short": Stage(lambda recipe: base.make_windows(recipe, "short"), _window_indices("short")),
+    "base-short": Stage(base.train_base, _run_model("base-short")),
+    "long": Stage(lambda recipe: base.make_windows(recipe, "long"), _window_indices("long")),
+    "base": Stage(base.train_chat, _run_model("base")),
+    "compressed": Stage(lambda recipe: base.make_windows(recipe, "compressed"), _window_indices("compressed")),
+    "zip": Stage(base.train_zip, _run_model("zip")),
+    "control": Stage(base.train_control, _run_model("control")),
     "pack-texts": Stage(packs.make_texts, lambda _: [packs.TEXTS]),
-    "packs": Stage(packs.learn, lambda recipe: packs.products(recipe.settings.packs)),
-    "windows": Stage(packs.make_windows, lambda recipe: packs.windows(recipe.settings.packs)),
-    "packed": Stage(packs.train_packed, _rounds(packs.PACKED)),
-    "packed-control": Stage(packs.train_control, _rounds(packs.CONTROL)),
+    "packs": Stage(packs.learn_packs, lambda recipe: packs.list_pack_files(recipe.settings.packs)),
+    "windows": Stage(packs.make_windows, lambda recipe: packs.list_window_files(recipe.settings.packs)),
+    "packed": Stage(packs.train_packed, _round_models(packs.PACKED)),
+    "packed-control": Stage(packs.train_control, _round_models(packs.CONTROL)),
     "quantized": Stage(
-        bundle.quantize, lambda recipe: [f"{bundle.QUANTIZED}/{name}" for name in recipe.settings.bundled]
+        bundle.quantize_models, lambda recipe: [f"{bundle.QUANTIZED}/{name}" for name in recipe.settings.bundled]
     ),
-    "tuned": Stage(bundle.tune, lambda _: [bundle.TUNED]),
+    "tuned": Stage(bundle.tune_pack, lambda _: [bundle.TUNED]),
     "bundle": Stage(bundle.make_bundle, lambda _: [f"bundle/{bundle.RECORD}"]),
     "measure": Stage(
-        bundle.measure, lambda recipe: [f"figures/{name}.json" for name, _ in bundle.measures(recipe.settings)]
+        bundle.measure_models,
+        lambda recipe: [f"figures/{name}.json" for name, _ in bundle.list_measurements(recipe.settings)],
     ),
 }
 
 
-def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
+def run_stages(recipe: Recipe, stages: Sequence[str] = ()) -> None:
     """Runs the named stages (none named: all) in order, skipping those whose results exist.
 
     Raises `DataError`, `TrainingError`.

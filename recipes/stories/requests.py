@@ -15,7 +15,7 @@ from typing import Any
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
 
-from .lexicon import Lexicon, ends_noun, singulars, words
+from .lexicon import Lexicon, ends_noun, possible_singulars, split_into_words
 
 ABOUT = (  # {} is one to three things
     "Tell me a story about {}.",
@@ -99,10 +99,10 @@ ANY_AGAIN = (
 )
 KIN = r"mom|dad|mommy|daddy|mother|father|brother|sister|grandma|grandpa|family|friends|friend"
 TURNS = {1: 15, 2: 15, 3: 20, 4: 20, 5: 20, 6: 10}  # turns of a conversation: how often, of a hundred
-_PERSON = re.compile(r"\b(?:[Aa]n?|[Tt]he) ((?:[a-z]+ ){0,2})([a-z]+) (?:named|called) ([A-Z][a-z]+)\b")
+_PERSON_PATTERN = re.compile(r"\b(?:[Aa]n?|[Tt]he) ((?:[a-z]+ ){0,2})([a-z]+) (?:named|called) ([A-Z][a-z]+)\b")
 
 
-def conversations(
+def make_conversations(
     stories: Sequence[str], lexicon: Lexicon, seed: int, turns: int | None = None, limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yields conversations {"messages": [...]} in which each request is answered by a story, used at most once.
@@ -117,7 +117,11 @@ def conversations(
         if turns and len(pool) < turns:
             return
         used, pool = pool[:wanted], pool[wanted:]
-        yield {"messages": [message for turn, story in enumerate(used) for message in _turn(story, turn, lexicon, rng)]}
+        yield {
+            "messages": [
+                message for turn, story in enumerate(used) for message in _make_turn(story, turn, lexicon, rng)
+            ]
+        }
         made += 1
 
 
@@ -138,26 +142,25 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> int:
     return count
 
 
-def _turn(story: str, turn: int, lexicon: Lexicon, rng: random.Random) -> list[dict[str, str]]:
-    """Returns the two messages of a turn: a request, and the story that answers it. turn: its number from 0 on."""
-    request = ask(story, lexicon, rng, again=turn > 0)
+def _make_turn(story: str, turn: int, lexicon: Lexicon, rng: random.Random) -> list[dict[str, str]]:
+    request = make_request(story, lexicon, rng, again=turn > 0)
     return [{"role": "user", "content": request}, {"role": "assistant", "content": story}]
 
 
-def ask(story: str, lexicon: Lexicon, rng: random.Random, again: bool = False) -> str:
+def make_request(story: str, lexicon: Lexicon, rng: random.Random, again: bool = False) -> str:
     """Returns a request for a story. again: it follows another story, so it may be worded "another one, please"."""
     again = again and rng.random() < 0.7
-    topics = things(story, lexicon, rng)
+    topics = find_topics(story, lexicon, rng)
     draw = rng.random()
     if not topics or draw < 0.08:
-        return _as_typed(rng.choice(ANY_AGAIN if again else ANY), rng)
-    if draw < 0.2 and len(nouns := bare_nouns(topics)) > 1:
+        return _vary_typing(rng.choice(ANY_AGAIN if again else ANY), rng)
+    if draw < 0.2 and len(nouns := strip_to_nouns(topics)) > 1:
         chosen = _draw_topics(nouns, rng, least=2)
-        return _as_typed(rng.choice(USING_AGAIN if again else USING).format(listed(chosen)), rng)
-    return _as_typed(rng.choice(ABOUT_AGAIN if again else ABOUT).format(listed(_draw_topics(topics, rng))), rng)
+        return _vary_typing(rng.choice(USING_AGAIN if again else USING).format(join_topics(chosen)), rng)
+    return _vary_typing(rng.choice(ABOUT_AGAIN if again else ABOUT).format(join_topics(_draw_topics(topics, rng))), rng)
 
 
-def _as_typed(text: str, rng: random.Random) -> str:
+def _vary_typing(text: str, rng: random.Random) -> str:
     """Returns a request as people type: mostly unchanged, at times without its full stop, at times without capitals."""
     draw = rng.random()
     if draw < 0.12:
@@ -178,40 +181,40 @@ def _draw_topics(topics: Sequence[str], rng: random.Random, least: int = 1) -> l
     return [best[i] for i in sorted(rng.sample(range(len(best)), count))]
 
 
-def listed(topics: Sequence[str]) -> str:
+def join_topics(topics: Sequence[str]) -> str:
     """Joins topics to a list in English, for example "a dog, a red ball and the park"."""
     single = [one for topic in topics for one in topic.split(" and ")]
     return " and ".join(part for part in (", ".join(single[:-1]), single[-1]) if part)
 
 
-def bare_nouns(topics: Sequence[str]) -> list[str]:
+def strip_to_nouns(topics: Sequence[str]) -> list[str]:
     """Returns the nouns of topics without articles and adjectives; people are left out."""
     articles = ("a ", "an ", "the ", "some ")
     return [topic.split()[-1] for topic in topics if topic.startswith(articles) and " named " not in topic]
 
 
-def things(story: str, lexicon: Lexicon, rng: random.Random, most: int = 5) -> list[str]:
+def find_topics(story: str, lexicon: Lexicon, rng: random.Random, most: int = 5) -> list[str]:
     """Returns what a story is about: in six of ten cases its person first, then at most `most` nouns with articles.
 
     Nouns that are rare in other stories and frequent in this one come first. Every noun, adjective and name occurs in
     the story.
     """
-    person = _person(story, lexicon)
+    person = _find_person(story, lexicon)
     named = person.split() if person else []
-    found = [phrase for noun, phrase in _objects(story, lexicon) if noun not in named][:most]
+    found = [phrase for noun, phrase in _find_nouns(story, lexicon) if noun not in named][:most]
     return [person, *found] if person and (rng.random() < 0.6 or not found) else found
 
 
-def _person(story: str, lexicon: Lexicon) -> str | None:
+def _find_person(story: str, lexicon: Lexicon) -> str | None:
     """Returns whom a story is about, for example "a little dog named Max" or "Tom and his mom".
 
     None when it has no name that the lexicon knows.
     """
-    if (match := _PERSON.search(story)) and match[2] in {*lexicon.nouns, "girl", "boy", "man", "woman"}:
+    if (match := _PERSON_PATTERN.search(story)) and match[2] in {*lexicon.nouns, "girl", "boy", "man", "woman"}:
         adjective = match[1].split()[-1:]
         kept = [word for word in adjective if word in lexicon.adjectives]
         return f"{_with_article([*kept, match[2]])} named {match[3]}" if match[3] in lexicon.names else None
-    seen = [word for word in words(story) if word in lexicon.names]
+    seen = [word for word in split_into_words(story) if word in lexicon.names]
     if not seen:
         return None
     name = max(dict.fromkeys(seen), key=seen.count)
@@ -220,9 +223,9 @@ def _person(story: str, lexicon: Lexicon) -> str | None:
     return f"{name} and {pronoun[1]} {kin[1]}" if kin and pronoun else name
 
 
-def _objects(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
+def _find_nouns(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
     """Returns (noun, noun with article and adjective) of each word that is used as a noun in the story, best first."""
-    tokens = [token.lower() for token in words(story)]
+    tokens = [token.lower() for token in split_into_words(story)]
     phrases: dict[str, str] = {}
     score: dict[str, float] = {}
     for i, (word, following) in enumerate(zip(tokens, [*tokens[1:], "."], strict=True)):
@@ -231,7 +234,7 @@ def _objects(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
             score[word] = score.get(word, 0.0) + min(lexicon.rarity.get(word, 1.0), 4.0) * early
             _keep_better_phrase(phrases, word, tokens[i - 1], lexicon)
     order = sorted(score, key=lambda noun: (-score[noun], noun))
-    return [(noun, phrases[noun]) for noun in order if not score.keys() & set(singulars(noun))]
+    return [(noun, phrases[noun]) for noun in order if not score.keys() & set(possible_singulars(noun))]
 
 
 def _keep_better_phrase(phrases: dict[str, str], noun: str, before: str, lexicon: Lexicon) -> None:

@@ -252,7 +252,7 @@ FULL = Settings(
 _FEW = {"iters": 4, "batch_size": 4, "warmup": 1, "steps_per_report": 2, "steps_per_eval": 4, "val_batches": 1}
 
 
-def _few(texts: Texts) -> Texts:
+def _shrink_texts(texts: Texts) -> Texts:
     """Returns numbers of texts for a test run: 4 stories, and one conversation of each kind that `texts` has."""
     return Texts(4, min(texts.conversations, 1), min(texts.asked, 1))
 
@@ -296,9 +296,9 @@ TINY = replace(
         rounds=tuple(
             replace(
                 found,
-                empty=_few(found.empty),
-                own=_few(found.own),
-                drawn=_few(found.drawn),
+                empty=_shrink_texts(found.empty),
+                own=_shrink_texts(found.own),
+                drawn=_shrink_texts(found.drawn),
                 packed={**found.packed, **_FEW},
                 control={**found.control, **_FEW, "grad_accumulation_steps": 1},
             )

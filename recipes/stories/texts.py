@@ -49,7 +49,7 @@ class Source:
         """
         path = folder / self.name
         text = read_checked(path, self.sha256 if check else None)
-        stories = split_real(text) if self.real else split_synthetic(text)
+        stories = split_tinystories(text) if self.real else split_sampled(text)
         if not stories:
             raise DataError(f"{path} holds no story")
         return stories
@@ -92,19 +92,19 @@ def read_stories(folder: Path, check: bool = True) -> dict[str, list[str]]:
     check: refuse files whose sha256 is not the recorded one, because the recorded figures would not apply to them.
     Raises `DataError`, which describes missing files.
     """
-    require(folder)
+    require_files(folder)
     return {key: source.stories(folder, check) for key, source in SOURCES.items()}
 
 
-def require(folder: Path) -> None:
+def require_files(folder: Path) -> None:
     """Raises `DataError` unless every file of the recipe lies in `folder`."""
     missing = [source for source in SOURCES.values() if not (folder / source.name).is_file()]
     if missing:
         names = ", ".join(source.name for source in missing)
-        raise DataError(f"{folder} lacks {names} (--data names the folder of the stories). {needs(missing)}")
+        raise DataError(f"{folder} lacks {names} (--data names the folder of the stories). {describe_sources(missing)}")
 
 
-def needs(sources: Sequence[Source] = tuple(SOURCES.values())) -> str:
+def describe_sources(sources: Sequence[Source] = tuple(SOURCES.values())) -> str:
     """Returns a sentence that names the files that the recipe reads, with content, origin and checksum."""
     return "Needed: " + "; ".join(f"{s.name}: {s.origin} (sha256 {s.sha256})" for s in sources)
 
@@ -127,16 +127,15 @@ def read_checked(path: Path, sha256: str | None) -> str:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def split_synthetic(text: str) -> list[str]:
+def split_sampled(text: str) -> list[str]:
     """Splits a text at lines that are `SEPARATOR`; removes the newlines around each story and empty stories."""
-    return _without_empty(re.split(rf"^{re.escape(SEPARATOR)}$", text, flags=re.MULTILINE))
+    return _strip_and_drop_empty(re.split(rf"^{re.escape(SEPARATOR)}$", text, flags=re.MULTILINE))
 
 
-def split_real(text: str) -> list[str]:
+def split_tinystories(text: str) -> list[str]:
     """Splits a file of TinyStories: a single newline ends a story, an empty line separates paragraphs and is kept."""
-    return _without_empty(re.split(r"(?<!\n)\n(?!\n)", text))
+    return _strip_and_drop_empty(re.split(r"(?<!\n)\n(?!\n)", text))
 
 
-def _without_empty(pieces: list[str]) -> list[str]:
-    """Returns the pieces without the newlines around them; pieces of white space are left out."""
+def _strip_and_drop_empty(pieces: list[str]) -> list[str]:
     return [story for piece in pieces if (story := piece.strip("\n")).strip()]

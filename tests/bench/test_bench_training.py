@@ -21,10 +21,10 @@ from mlx_zip.bench.training import (
 from mlx_zip.bench.training_step import StepParts, TrainedModel, plain_batch_of_same_size
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
-from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import make_batch
-from mlx_zip.training.steps.whole import encode_rows
+from mlx_zip.training.steps.forward_pass import encode_rows
 from support import tiny_training
 
 TINY = [
@@ -184,7 +184,7 @@ def test_sharing_is_counted_over_the_measured_batches(capsys, bench):
 def test_a_measured_shard_holds_the_documents(tmp_path):
     documents = synthetic_documents(700, 64, 3)
     assert write_shard(tmp_path, documents).keys() == {"cut", "compress", "write"}
-    shards = Shards(write_prepared(tmp_path, documents))
+    shards = PreparedShards(write_prepared(tmp_path, documents))
     found = []
     for i in range(len(shards)):
         book = Codebook(shards.params)

@@ -11,7 +11,7 @@ from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx import scoring
 from mlx_zip.engine.mlx.scoring import compress_row, score
 from mlx_zip.errors import DataError, ModelError
-from mlx_zip.evaluation.bits import Bits, Window, Windows, compare_bits, measure_bits, ratio_error
+from mlx_zip.evaluation.bits import BitsResult, ScoredWindow, Windows, compare_bits, measure_bits, ratio_standard_error
 from mlx_zip.packs.pack import Pack
 from support import tiny
 from support.evaluating import BOS, windows
@@ -183,7 +183,7 @@ def test_no_id_is_used_before_an_id_has_created_it():
 def test_ids_between_documents_are_read_but_cost_nothing():
     base_ids = np.array([*tiny.base_ids(20), 1, *tiny.base_ids(20, 5)], np.uint32)
     scored = np.arange(41) != 20
-    packed = Windows((Window(base_ids, scored, 40),), BOS, 0)
+    packed = Windows((ScoredWindow(base_ids, scored, 40),), BOS, 0)
     costs = slow_logprobs(LLAMA, packed.windows[0])
     ends = compress_row(LLAMA, np.array([BOS], np.uint32), base_ids).ends[1:] - 1
     expected = -sum(cost for cost, end in zip(costs, ends, strict=True) if end != 21) / math.log(2)
@@ -198,7 +198,7 @@ def test_a_model_whose_numbers_are_none_is_an_error_that_names_the_id():
 
 
 def test_ids_beyond_the_models_are_an_error():
-    alien = Windows((Window(np.array([3, 41], np.uint32), np.ones(2, bool), 2),), BOS, 0)
+    alien = Windows((ScoredWindow(np.array([3, 41], np.uint32), np.ones(2, bool), 2),), BOS, 0)
     for model in (LLAMA, plain_llama()):
         with pytest.raises(DataError, match="id 41, the model has base ids 0 to 39"):
             measure_bits(model, alien)
@@ -225,7 +225,7 @@ def test_bad_arguments_are_refused():
 
 def made(bits, n_bytes, **fields):
     counts = {"base_ids": 30, "ids": 20, "hypertokens": 5, "hyper_mass": 0.2, "seconds": 2.0, "peak_bytes": 1}
-    return Bits(np.array(bits, float), np.array(n_bytes), **{**counts, "availability": "causal", **fields})
+    return BitsResult(np.array(bits, float), np.array(n_bytes), **{**counts, "availability": "causal", **fields})
 
 
 def test_bits_per_byte_is_a_ratio_of_sums_and_byte_perplexity_its_power_of_two():
@@ -250,7 +250,7 @@ def test_counts_are_those_of_the_windows_without_their_first_id():
 def test_with_equal_bytes_the_standard_error_is_that_of_a_mean():
     values = np.array([3.0, 5.0, 10.0, 2.0])
     expected = values.std(ddof=1) / 2 / 7
-    assert ratio_error(values, np.full(4, 7)) == pytest.approx(expected)
+    assert ratio_standard_error(values, np.full(4, 7)) == pytest.approx(expected)
 
 
 def test_the_standard_error_is_about_that_of_a_bootstrap():
@@ -259,7 +259,7 @@ def test_the_standard_error_is_about_that_of_a_bootstrap():
     values = weights * rng.normal(1.0, 0.2, 400)
     draws = rng.integers(0, 400, (2000, 400))
     bootstrap = (values[draws].sum(axis=1) / weights[draws].sum(axis=1)).std()
-    assert ratio_error(values, weights) == pytest.approx(bootstrap, rel=0.1)
+    assert ratio_standard_error(values, weights) == pytest.approx(bootstrap, rel=0.1)
 
 
 def test_one_window_has_no_standard_error():

@@ -12,7 +12,7 @@ from mlx_zip import GenerationError, cli
 from mlx_zip.engine.mlx.generate import load
 from mlx_zip.evaluation import evaluation_report
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
-from mlx_zip.evaluation.evaluate import Evaluation, check_prompts, evaluate
+from mlx_zip.evaluation.evaluate import EvaluationOptions, check_prompts_fit, evaluate
 from mlx_zip.text.conversations import Prompt
 from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
@@ -233,9 +233,9 @@ def test_a_prompt_that_fits_the_context_only_compressed_is_refused_for_the_plain
     text = "The cat sat on the mat. " * positions(base)
     ids = tokenizer.encode(text)[: positions(base) + 50]
     conversations = [[Prompt(tokenizer.decode(ids))]]
-    check_prompts(Path(zipped), tokenizer, conversations, None, None)
+    check_prompts_fit(Path(zipped), tokenizer, conversations, None, None)
     with pytest.raises(GenerationError, match="prompt 1 takes"):
-        check_prompts(Path(base), tokenizer, conversations, None, None)
+        check_prompts_fit(Path(base), tokenizer, conversations, None, None)
 
 
 def positions(model):
@@ -271,7 +271,7 @@ def test_each_part_of_the_table_is_explained_after_it(run, zipped, text):
 
 def test_the_library_gives_the_record_that_the_command_writes(run, zipped, text):
     record = run("--model", zipped, "--data", text, "--fill-windows")[3]
-    ours = evaluate([zipped], Evaluation(data=[text], fill_windows=True))
+    ours = evaluate([zipped], EvaluationOptions(data=[text], fill_windows=True))
     assert ours["settings"] == record["settings"]
     assert ours["models"][0]["text"]["bits_per_byte"] == record["models"][0]["text"]["bits_per_byte"]
 
@@ -343,8 +343,8 @@ def test_tasks_read_all_positions_of_the_first_model_unless_told_otherwise(
 
 
 def test_without_the_harness_tasks_say_what_to_install(run, zipped, monkeypatch):
-    monkeypatch.delitem(sys.modules, "mlx_zip.evaluation.harness", raising=False)
-    monkeypatch.delattr("mlx_zip.evaluation.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "mlx_zip.evaluation.lm_eval_model", raising=False)
+    monkeypatch.delattr("mlx_zip.evaluation.lm_eval_model", raising=False)
     for name in ("lm_eval", "lm_eval.api", "lm_eval.api.instance"):
         monkeypatch.setitem(sys.modules, name, None)
     status, _, err, _ = run("--model", zipped, "--tasks", "arc_easy,hellaswag")

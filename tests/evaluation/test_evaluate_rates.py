@@ -14,12 +14,12 @@ from mlx_zip.engine.mlx import prompt_caches
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.rates import (
-    Settings,
-    Story,
+    GeneratedTurn,
+    RateSettings,
     count_invalid,
+    count_repeated_grams,
     measure_rates,
-    repeated_grams,
-    summary,
+    summarize_turns,
 )
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
@@ -33,7 +33,7 @@ PARAMS = MODEL.config.codec_params
 EOS = TOKENIZER.eos_token_id
 TEXTS = ["once upon a time", "a time, a time, a time", "the cat sat on the mat. the cat", "x", "no no no no", "be"]
 PROMPTS = [Prompt(text) for text in TEXTS]
-SHORT = Settings(max_tokens=24, batch_size=4)
+SHORT = RateSettings(max_tokens=24, batch_size=4)
 CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a {% endif %}"
 
 
@@ -68,7 +68,7 @@ def responses(prompt, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
 def test_stories_are_those_of_stream_generate_in_batches_too(batch_size):
-    stories = measured(alone(), Settings(max_tokens=24, batch_size=batch_size)).turns[0]
+    stories = measured(alone(), RateSettings(max_tokens=24, batch_size=batch_size)).turns[0]
     for text, story in zip(TEXTS, stories, strict=True):
         last = (found := responses(text))[-1]
         assert story.text == "".join(response.text for response in found)
@@ -106,7 +106,7 @@ def test_of_a_prompt_that_a_cache_holds_whole_the_end_is_read_again():
 
 
 def test_a_random_model_emits_hypertokens_and_no_invalid_ids():
-    record = measured(alone(), Settings(max_tokens=60, temp=1.0, batch_size=3)).record()
+    record = measured(alone(), RateSettings(max_tokens=60, temp=1.0, batch_size=3)).record()
     assert record["hyper_share"] > 0
     assert record["invalid_ids"] == 0
 
@@ -122,17 +122,17 @@ def test_ids_that_are_not_installed_are_invalid_the_next_one_too():
 
 
 def test_repeated_grams_are_those_seen_before():
-    assert repeated_grams([1, 2, 3, 4, 1, 2, 3, 4, 1]) == (6, 2)
-    assert repeated_grams([5] * 6) == (3, 2)
-    assert repeated_grams([1, 2, 3]) == (0, 0)
+    assert count_repeated_grams([1, 2, 3, 4, 1, 2, 3, 4, 1]) == (6, 2)
+    assert count_repeated_grams([5] * 6) == (3, 2)
+    assert count_repeated_grams([1, 2, 3]) == (0, 0)
 
 
 @pytest.mark.slow
 def test_a_starting_codebook_compresses_the_canonical_text_and_is_generated_with():
     words = Pack(tuple(tuple(TOKENIZER.encode(word, add_special_tokens=False)) for word in ("on", "ti", "cat")))
-    settings = Settings(max_tokens=24, batch_size=4, pack=words)
+    settings = RateSettings(max_tokens=24, batch_size=4, pack=words)
     for batch_size in (1, 4):
-        rates = measured(alone(), Settings(max_tokens=24, batch_size=batch_size, pack=words))
+        rates = measured(alone(), RateSettings(max_tokens=24, batch_size=batch_size, pack=words))
         expected = ["".join(response.text for response in responses(text, pack=words)) for text in TEXTS]
         assert [story.text for story in rates.turns[0]] == expected
     assert (rates.record()["invalid_ids"], settings.record()["start"]) == (0, 3)
@@ -179,7 +179,7 @@ def test_chat_turns_are_rendered_by_the_template_with_the_answers_between():
 def test_the_last_turn_is_what_is_reported_and_every_turn_is_there():
     rates = measured(make_conversations(PROMPTS, 3, 2, repeat=False))
     record = rates.record()
-    by_turn = [summary(stories) for stories in rates.turns]
+    by_turn = [summarize_turns(stories) for stories in rates.turns]
     assert record["turns"] == by_turn
     assert {key: record[key] for key in by_turn[-1]} == by_turn[-1]
     assert record["texts"] == [story.text for story in rates.turns[-1]]
@@ -188,7 +188,7 @@ def test_the_last_turn_is_what_is_reported_and_every_turn_is_there():
 @pytest.mark.parametrize("batch_size", slow_but([1, 3], 3))
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_a_turns_context_is_all_that_was_said_before(keep_cache, batch_size):
-    settings = Settings(max_tokens=24, batch_size=batch_size, keep_cache=keep_cache)
+    settings = RateSettings(max_tokens=24, batch_size=batch_size, keep_cache=keep_cache)
     first, second = measured([PROMPTS[:2], PROMPTS[2:4]], settings).turns
     for one, two, texts in zip(first, second, (TEXTS[:2], TEXTS[2:4]), strict=True):
         talk = Conversation(TOKENIZER, [Prompt(text) for text in texts])
@@ -206,7 +206,7 @@ def test_without_the_cache_a_later_turn_is_a_request_of_its_own():
 
 
 def test_with_the_cache_a_later_turn_goes_on_from_the_ids_that_were_emitted():
-    first, second = measured([PROMPTS[:2]], Settings(max_tokens=24, keep_cache=True)).turns
+    first, second = measured([PROMPTS[:2]], RateSettings(max_tokens=24, keep_cache=True)).turns
     cache = MODEL.make_cache()
     responses(TEXTS[0], prompt_cache=cache)
     book = cache[-1].books[0]
@@ -225,26 +225,28 @@ def test_with_the_cache_a_later_turn_goes_on_from_the_ids_that_were_emitted():
 def test_a_cache_that_holds_more_than_was_said_is_trimmed_first():
     """A stop string inside the text leaves emitted ids in the cache that do not count."""
     text = "".join(response.text for response in responses(TEXTS[1], max_tokens=60))
-    settings = Settings(max_tokens=60, keep_cache=True, stop=(text[7:9],))
+    settings = RateSettings(max_tokens=60, keep_cache=True, stop=(text[7:9],))
     rates = measured([PROMPTS[1:3], PROMPTS[:2]], settings)
     assert rates.turns[0][0].text == text[:7]
     assert rates.record()["invalid_ids"] == 0
 
 
 def test_conversations_do_not_share_a_cache():
-    settings = Settings(max_tokens=24, keep_cache=True)
+    settings = RateSettings(max_tokens=24, keep_cache=True)
     both = measured([PROMPTS[:2], PROMPTS[2:4]], settings)
     assert both.turns[1][1] == measured([PROMPTS[2:4]], settings).turns[1][0]
 
 
 def test_the_cache_makes_no_difference_to_a_plain_model():
     model = plain_model()
-    anew, kept = (measured([PROMPTS[:2]], Settings(max_tokens=24, keep_cache=k), model) for k in (False, True))
+    anew, kept = (measured([PROMPTS[:2]], RateSettings(max_tokens=24, keep_cache=k), model) for k in (False, True))
     assert anew.turns == kept.turns
 
 
 def test_sampling_follows_the_seed():
-    texts = [measured(alone(), Settings(max_tokens=24, temp=1.0, seed=seed)).record()["texts"] for seed in (1, 1, 2)]
+    texts = [
+        measured(alone(), RateSettings(max_tokens=24, temp=1.0, seed=seed)).record()["texts"] for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -313,10 +315,10 @@ def test_openings_are_the_first_base_ids_of_documents_as_text():
 
 def test_totals_are_sums_and_ratios_of_sums():
     stories = [
-        Story("a", 3, (1, 2, 3, 4), 2, 1, 3, 0, 10, 1, "stop"),
-        Story("b", 5, (1, 2), 2, 0, 1, 1, 30, 9, "length"),
+        GeneratedTurn("a", 3, (1, 2, 3, 4), 2, 1, 3, 0, 10, 1, "stop"),
+        GeneratedTurn("b", 5, (1, 2), 2, 0, 1, 1, 30, 9, "length"),
     ]
-    assert summary(stories) == {
+    assert summarize_turns(stories) == {
         "stories": 2,
         "prompt_base_tokens": 8,
         "base_tokens": 6,
@@ -334,7 +336,7 @@ def test_totals_are_sums_and_ratios_of_sums():
 
 def test_bad_settings_are_refused():
     with pytest.raises(DataError, match="--batch-size"):
-        Settings(batch_size=0)
+        RateSettings(batch_size=0)
     with pytest.raises(DataError, match="--turns"):
         make_conversations(PROMPTS, 1, 0, repeat=False)
     with pytest.raises(DataError, match="--opening"):

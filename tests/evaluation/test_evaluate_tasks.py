@@ -16,7 +16,7 @@ from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.scoring import compress_row
 from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
-from mlx_zip.evaluation.tasks import figures, run_tasks
+from mlx_zip.evaluation.tasks import list_metrics, run_tasks
 from mlx_zip.packs.pack import Pack
 from mlx_zip.sampling.canonical import CanonicalDecoding
 from mlx_zip.text.documents import Document
@@ -27,7 +27,7 @@ pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (pip install 
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from mlx_zip.evaluation.harness import ZipLM
+from mlx_zip.evaluation.lm_eval_model import ZipLM
 
 TOKENIZER = tiny_text.byte_level()
 MODEL = tiny.tiny_model()
@@ -307,7 +307,7 @@ def test_the_figures_of_tasks_are_metrics_with_their_errors():
         "exact_match,strict": 1,
         "exact_match_stderr,strict": "N/A",
     }
-    rows = figures({"results": {"t": metrics}})
+    rows = list_metrics({"results": {"t": metrics}})
     assert rows == [("t acc", 0.5, 0.1), ("t exact_match (strict)", 1.0, None)]
 
 
@@ -317,8 +317,8 @@ def test_an_unknown_task_is_an_error_that_names_it(tasks):
 
 
 def test_without_the_harness_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "mlx_zip.evaluation.harness")
-    monkeypatch.delattr("mlx_zip.evaluation.harness")
+    monkeypatch.delitem(sys.modules, "mlx_zip.evaluation.lm_eval_model")
+    monkeypatch.delattr("mlx_zip.evaluation.lm_eval_model")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InstallationError, match=r"pip install -e '\.\[eval\]'"):

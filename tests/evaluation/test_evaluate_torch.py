@@ -16,7 +16,7 @@ from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.engine.mlx.scoring import compress_row, score  # noqa: E402
 from mlx_zip.errors import DataError  # noqa: E402
 from mlx_zip.evaluation.bits import measure_bits  # noqa: E402
-from mlx_zip.evaluation.rates import Settings, measure_rates  # noqa: E402
+from mlx_zip.evaluation.rates import RateSettings, measure_rates  # noqa: E402
 from mlx_zip.packs.pack import Pack  # noqa: E402
 from mlx_zip.text.conversations import Prompt  # noqa: E402
 from support import tiny, tiny_text  # noqa: E402
@@ -115,7 +115,7 @@ PROMPTS = [[Prompt(text)] for text in ("once upon a time", "a time, a time, a ti
 
 def test_rates_of_greedy_texts_are_those_of_mlx(tmp_path):
     model, other = both("llama", tmp_path / "m")
-    settings = Settings(max_tokens=24, batch_size=3)
+    settings = RateSettings(max_tokens=24, batch_size=3)
     expected, got = (measure_rates(one, TOKENIZER, PROMPTS, settings).record() for one in (model, other))
     for name in ("texts", "base_tokens", "steps", "canonical_steps", "hyper_share", "invalid_ids", "ended"):
         assert got[name] == expected[name]
@@ -125,7 +125,7 @@ def test_rates_of_greedy_texts_are_those_of_mlx(tmp_path):
 def test_a_seed_gives_sampled_texts_again_and_each_conversation_has_its_own(tmp_path):
     _, other = both("llama", tmp_path / "m")
     same = [[Prompt("once upon a time")]] * 3
-    settings = Settings(max_tokens=24, batch_size=2, temp=1.0, seed=5, pack=Pack(START))
+    settings = RateSettings(max_tokens=24, batch_size=2, temp=1.0, seed=5, pack=Pack(START))
     first, second = (measure_rates(other, TOKENIZER, same, settings).record()["texts"] for _ in range(2))
     assert first == second
     assert len(set(first)) == 3
@@ -135,7 +135,7 @@ def test_a_seed_gives_sampled_texts_again_and_each_conversation_has_its_own(tmp_
 def test_turns_that_go_on_from_a_cache_are_mlx_s_alone(tmp_path):
     _, other = both("llama", tmp_path / "m")
     with pytest.raises(DataError, match=r"--keep-cache.* needs a model on MLX"):
-        measure_rates(other, TOKENIZER, PROMPTS, Settings(keep_cache=True))
+        measure_rates(other, TOKENIZER, PROMPTS, RateSettings(keep_cache=True))
 
 
 # ---- the command

@@ -11,7 +11,7 @@ from mlx_zip.bench.papers.hbpe import hbpe_data
 from mlx_zip.bench.papers.hbpe import hbpe_model as bench
 from mlx_zip.bench.papers.hbpe.hbpe_data import PatchTrainingData, read_documents
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, count_parameters
-from mlx_zip.training.patch_training import train
+from mlx_zip.training.patch_training import train_patch_model
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_table import read_tokens, text_encoder
 from support.tiny_vocabularies import write_folder
@@ -115,12 +115,12 @@ def test_a_run_that_was_stopped_goes_on_and_ends_as_one_that_was_not(capsys, tex
         calls.append(kwargs["until"])
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return train(*args, **kwargs)
+        return train_patch_model(*args, **kwargs)
 
-    monkeypatch.setattr(bench, "train", stopped)
+    monkeypatch.setattr(bench, "train_patch_model", stopped)
     with pytest.raises(KeyboardInterrupt):
         main(["hbpe_model", *map(str, [*flags, "--out", tmp_path / "stopped"])])
-    monkeypatch.setattr(bench, "train", train)
+    monkeypatch.setattr(bench, "train_patch_model", train_patch_model)
     resumed = lines_of(capsys, *flags, "--out", tmp_path / "stopped")
     for scores in (tmp_path / "stopped").rglob("scores-*.json"):
         scores.rename(scores.with_name(scores.name.replace("scores", "told")))  # as older versions named them

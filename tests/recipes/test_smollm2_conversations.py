@@ -29,12 +29,12 @@ torch = pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[to
 
 from safetensors.torch import load_file  # noqa: E402
 
-from mlx_zip.training.checkpoints import digest_of_trained  # noqa: E402
-from mlx_zip.training.run_folder import read_object  # noqa: E402
+from mlx_zip.training.checkpoints import hash_trained_weights  # noqa: E402
+from mlx_zip.training.run_folder import read_json_object  # noqa: E402
 from recipes.smollm2 import __main__ as main  # noqa: E402
 from recipes.smollm2 import conversations as made  # noqa: E402
 from recipes.smollm2 import frontier, labels  # noqa: E402
-from recipes.smollm2.settings import SMALL, Talk  # noqa: E402
+from recipes.smollm2.settings import SMALL, TalkSettings  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def base(tmp_path_factory):
 
 def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(base):
     folder, model = base
-    rows = made.Rows(folder, 3, 16)
+    rows = made.ParallelTexts(folder, 3, 16)
     texts = [np.random.default_rng(n).integers(3, 90, 9) for n in range(3)]
     expected = [np.array(model(mx.array(text)[None]))[0] for text in texts]
     begins = (0, 2, 5)
@@ -67,7 +67,7 @@ def test_rows_that_begin_at_different_times_get_the_logits_of_each_text_alone(ba
 
 def test_a_cleared_row_forgets_its_text(base):
     folder, _ = base
-    used, new = made.Rows(folder, 2, 8), made.Rows(folder, 2, 8)
+    used, new = made.ParallelTexts(folder, 2, 8), made.ParallelTexts(folder, 2, 8)
     for word in (5, 6, 7):
         used.step(torch.tensor([word, word]), torch.arange(2))
     used.clear(0)
@@ -80,26 +80,26 @@ def test_a_cleared_row_forgets_its_text(base):
 
 def test_ids_beyond_the_most_likely_part_are_never_drawn():
     logits = torch.log(torch.tensor([[0.6, 0.25, 0.1, 0.05]])).expand(5, 4)
-    assert made.draw(logits, [1.0] * 5, 0.85, [0.0, 0.7, 0.71, 0.99, 0.999999]) == [0, 0, 1, 1, 1]
+    assert made.draw_ids(logits, [1.0] * 5, 0.85, [0.0, 0.7, 0.71, 0.99, 0.999999]) == [0, 0, 1, 1, 1]
 
 
 def test_a_low_temperature_draws_the_most_likely_id():
     logits = torch.tensor([[1.0, 1.2, 0.9]])
-    assert made.draw(logits, [0.01], 0.95, [0.99]) == [1]
+    assert made.draw_ids(logits, [0.01], 0.95, [0.99]) == [1]
 
 
 @pytest.mark.parametrize(
     ("ids", "part"), [([1, 2, 3], 0.0), (list(range(20)), 0.0), ([7] * 8, 0.8), ([1, 2, 3, 4, 1, 2, 3, 4], 0.2)]
 )
 def test_repeated_four_grams_are_counted(ids, part):
-    assert made.repeated(ids) == pytest.approx(part)
+    assert made.repeated_share(ids) == pytest.approx(part)
 
 
 @pytest.mark.parametrize(
     ("text", "why"), [(" \n", "empty"), ("a\ufffdb", "not text"), ("<|im_start|>", "not text"), ("fine", "")]
 )
 def test_a_turn_that_is_no_text_is_not_kept(text, why):
-    assert made.fault([1, 2, 3], text, 0.5) == why
+    assert made.find_fault([1, 2, 3], text, 0.5) == why
 
 
 # ---- one conversation
@@ -118,8 +118,8 @@ def told(writing, answers):
 
 
 def writing(user=None, **talk):
-    seed = made.Seed(3, "a kind", "Be kind.", user)
-    return made.Writing(seed, Talk(**{"second": 0.0, **talk}), chat_tokenizer())
+    seed = made.ConversationSeed(3, "a kind", "Be kind.", user)
+    return made.ConversationWriter(seed, TalkSettings(**{"second": 0.0, **talk}), chat_tokenizer())
 
 
 def test_a_conversation_reads_as_the_chat_template_writes_it():
@@ -177,7 +177,7 @@ def test_seeds_repeat_and_skip_the_numbers_that_are_there():
 
 @pytest.mark.slow
 def test_no_function_of_the_training_part_is_asked_about_in_the_held_out_part():
-    train, held_out = set(made.functions("train")), set(made.functions("held_out"))
+    train, held_out = set(made.list_library_functions("train")), set(made.list_library_functions("held_out"))
     assert len(train) > 20
     assert len(held_out) > 5
     assert not train & held_out
@@ -198,8 +198,8 @@ def here(module, arguments, folder):
 def make_run(out):
     """Writes a tiny model to out/model and runs the whole recipe at small size in out/run."""
     folder, _ = chat_model(out / "model")
-    with mock.patch.object(frontier, "_step", return_value=0.25):  # times are taken on quiet machines only
-        main.run(main.Recipe(SMALL, folder, out / "run", call=here))
+    with mock.patch.object(frontier, "_measure_step_s", return_value=0.25):  # times are taken on quiet machines only
+        main.run_stages(main.Recipe(SMALL, folder, out / "run", call=here))
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +268,11 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
     run, named_by = own_run
     for name, files in (("zip", 5), ("control", 2)):
         assert len(list((run / "leg-1" / name / "adapter").iterdir())) == files
-    assert read_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
+    assert read_json_object(run / "leg-1" / "data" / "control" / "index.json")["codec"]["codebook_size"] == 0
     words = ["train", *named_by, "--leg", "2"]
     assert main.main(words) == 0
-    record = read_object(run / "leg-2" / "zip" / "train.json")
-    assert record["fixed"]["init_from"] == digest_of_trained(run / "leg-1" / "zip")
+    record = read_json_object(run / "leg-2" / "zip" / "train.json")
+    assert record["fixed"]["init_from"] == hash_trained_weights(run / "leg-1" / "zip")
     log = (run / "leg-2" / "zip.log").read_bytes()
     assert main.main(words) == 0  # nothing is left to do
     assert (run / "leg-2" / "zip.log").read_bytes() == log
@@ -281,13 +281,13 @@ def test_the_small_run_trains_the_model_and_its_control_in_legs(own_run):
 @pytest.mark.slow
 def test_the_small_run_is_measured_against_its_control_and_its_base(run):
     measured = run / "leg-1" / "measured"
-    bits = read_object(measured / "bits-code.json")["models"]
+    bits = read_json_object(measured / "bits-code.json")["models"]
     assert [Path(one["model"]).name for one in bits] == ["model", "control", "masked", "zip"]
     assert [one["text"]["base_ids_per_id"] > 1 for one in bits] == [False, False, False, True]
     assert bits[1]["text"]["bits_per_byte"] != bits[0]["text"]["bits_per_byte"] != bits[2]["text"]["bits_per_byte"]
-    (packed,) = read_object(measured / "bits-chat-pack.json")["models"]
-    assert packed["text"]["bytes"] == read_object(measured / "bits-chat.json")["models"][3]["text"]["bytes"]
-    rates = read_object(measured / "rates.json")["models"]
+    (packed,) = read_json_object(measured / "bits-chat-pack.json")["models"]
+    assert packed["text"]["bytes"] == read_json_object(measured / "bits-chat.json")["models"][3]["text"]["bytes"]
+    rates = read_json_object(measured / "rates.json")["models"]
     assert [one["generation"]["stories"] for one in rates] == [len(lines(measured / "requests.jsonl"))] * 3
     assert rates[2]["generation"]["invalid_ids"] == 0
     record = {line["part"]: line for line in lines(measured / "record.jsonl")}
@@ -299,7 +299,7 @@ def test_the_small_run_is_measured_against_its_control_and_its_base(run):
 
 @pytest.mark.slow
 def test_the_frontier_has_a_point_of_every_model_and_pack(run):
-    points = read_object(run / "leg-1" / "frontier" / "points.json")["points"]
+    points = read_json_object(run / "leg-1" / "frontier" / "points.json")["points"]
     named = [(one["model"], one["pack"]) for one in points]
     assert named == [("base", None), ("control", None), ("layers-1 healed", None), ("zip", None), ("zip", "chat")]
     assert [one["step_s"] for one in points] == [0.25] * 5
@@ -309,13 +309,13 @@ def test_the_frontier_has_a_point_of_every_model_and_pack(run):
 
 def test_the_layers_that_change_least_are_dropped(base, tmp_path):
     weights = load_file(base[0] / "model.safetensors")
-    layers = read_object(base[0] / "config.json")["num_hidden_layers"]
-    assert len(frontier.distances(base[0], ["one text", "and another"], 1)) == layers
+    layers = read_json_object(base[0] / "config.json")["num_hidden_layers"]
+    assert len(frontier.measure_layer_distances(base[0], ["one text", "and another"], 1)) == layers
     frontier.drop_layers(base[0], 0, 1, tmp_path / "cut")
     cut = load_file(tmp_path / "cut" / "model.safetensors")
     name = "self_attn.q_proj.weight"
     assert torch.equal(cut[f"model.layers.0.{name}"], weights[f"model.layers.1.{name}"])
-    assert read_object(tmp_path / "cut" / "config.json")["num_hidden_layers"] == layers - 1
+    assert read_json_object(tmp_path / "cut" / "config.json")["num_hidden_layers"] == layers - 1
     assert f"model.layers.{layers - 1}.{name}" not in cut
 
 
@@ -323,7 +323,7 @@ def test_the_layers_that_change_least_are_dropped(base, tmp_path):
 def classes(tmp_path_factory):
     """A folder with the data sets of classes, eight examples of each."""
     folder = tmp_path_factory.mktemp("cls")
-    for task in labels.TASKS:
+    for task in labels.LABEL_TASKS:
         texts = [(f"A text\u2028of class {n % len(task.words)}.", n % len(task.words)) for n in range(8)]
         one = "{}\t{}" if ".tsv" in task.file else '{{"text": "{}", "label": {}}}'
         with gzip.open(folder / task.file, "wt") as file:
@@ -344,16 +344,20 @@ def test_labels_are_compared_by_example_with_the_control(small, run, classes):
 
 
 def test_examples_are_taken_at_even_distances_and_a_class_that_does_not_exist_is_refused(classes, tmp_path):
-    assert [label for _, label in labels.read_examples(labels.TASKS[1], classes, 3)] == [0, 1, 1]  # of 0 1 0 1 0 1 0 1
-    with gzip.open(tmp_path / labels.TASKS[1].file, "wt") as file:
+    assert [label for _, label in labels.read_examples(labels.LABEL_TASKS[1], classes, 3)] == [
+        0,
+        1,
+        1,
+    ]  # of 0 1 0 1 0 1 0 1
+    with gzip.open(tmp_path / labels.LABEL_TASKS[1].file, "wt") as file:
         file.write("text\t7\n")
     with pytest.raises(DataError, match="there is no class 7"):
-        labels.read_examples(labels.TASKS[1], tmp_path, 3)
+        labels.read_examples(labels.LABEL_TASKS[1], tmp_path, 3)
 
 
 def test_labels_that_begin_alike_are_refused(base):
     with pytest.raises(DataError, match="different ids"):
-        labels.label_ids(load_tokenizer(base[0]), ("same", "same"))
+        labels.first_label_ids(load_tokenizer(base[0]), ("same", "same"))
 
 
 @pytest.mark.slow
@@ -361,7 +365,7 @@ def test_the_adapter_is_shipped_with_the_bases_name_and_its_own_weights(run):
     shipped, trained = run / "leg-1" / "adapter", run / "leg-1" / "zip" / "adapter"
     assert {file.name for file in shipped.iterdir()} == {file.name for file in trained.iterdir()}
     assert all(str(run.parent) not in file.read_text() for file in shipped.glob("*.json"))
-    assert all(read_object(file)["base_model_name_or_path"] == named.HUB for file in shipped.glob("*.json"))
+    assert all(read_json_object(file)["base_model_name_or_path"] == named.HUB for file in shipped.glob("*.json"))
     weights = "adapter_model.safetensors"
     assert (shipped / weights).read_bytes() == (trained / weights).read_bytes()
 
@@ -410,7 +414,7 @@ def test_a_pack_that_cannot_be_learned_is_named(own_run):
     run, _ = own_run
     (run / "packs" / "code.npz").unlink()
     with pytest.raises(TrainingError, match="the pack code could not be learned"):
-        main.run(main.Recipe(SMALL, run, run, call=lambda *_: 2), ["packs"])
+        main.run_stages(main.Recipe(SMALL, run, run, call=lambda *_: 2), ["packs"])
 
 
 @pytest.mark.slow
@@ -429,8 +433,8 @@ def test_a_step_is_timed_by_the_command_that_times_engines(engine, flag, tmp_pat
         assert (args.engines, getattr(args, flag[2:])) == ([engine], str(tmp_path / "plain"))
         Path(args.record).write_text('{"figures": {"step_ms": {"median": 20}}}\n')
 
-    monkeypatch.setattr(frontier, "run", timed)
-    step = frontier._step(tmp_path / "plain", tmp_path, SMALL.frontier, here, tmp_path, engine)
+    monkeypatch.setattr(frontier, "run_command", timed)
+    step = frontier._measure_step_s(tmp_path / "plain", tmp_path, SMALL.frontier, here, tmp_path, engine)
     assert step == 0.02
 
 
@@ -438,13 +442,13 @@ def test_a_step_is_timed_by_the_command_that_times_engines(engine, flag, tmp_pat
 def test_sampling_goes_on_where_it_was_stopped(base, tmp_path):
     folder, _ = base
     file, talk = tmp_path / "train.jsonl", replace(SMALL.talk, train=300)
-    pools = {"questions": made.Pool(["What is it?"], ("{}",), ("general",), 1.0)}
+    pools = {"questions": made.RequestPool(["What is it?"], ("{}",), ("general",), 1.0)}
     arguments = (folder, load_tokenizer(folder), pools, "train")
-    made.sample(*arguments, talk, file)
+    made.sample_conversations(*arguments, talk, file)
     before = lines(file)
     with open(file, "a", encoding="utf-8") as out:
         out.write('{"number": 99, "mess')  # the process was killed here
-    made.sample(*arguments, replace(talk, train=700), file)
+    made.sample_conversations(*arguments, replace(talk, train=700), file)
     after = lines(file)
     assert after[: len(before)] == before
     assert len({one["number"] for one in after}) == len(after)
@@ -460,7 +464,7 @@ def test_a_repeated_question_is_left_out_and_a_cut_answer_gets_no_end(tmp_path):
         {"number": 2, "kind": "tasks", "length": 9, "dropped": "empty"},
     ]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    made.take(tmp_path / "all.jsonl", tmp_path / "train", set())
+    made.write_chat_files(tmp_path / "all.jsonl", tmp_path / "train", set())
     assert lines(tmp_path / "train" / "chat.jsonl") == []
     (cut,) = lines(tmp_path / "train" / "chat_cut.jsonl")
     assert cut["text"].endswith("<|im_end|>\n<|im_start|>assistant\nBecause")

@@ -11,7 +11,7 @@ from support.chat_toy import chat_model
 pytest.importorskip("torch", reason="needs PyTorch (pip install -e '.[torch]')")
 pytest.importorskip("transformers", reason="needs transformers")
 
-from recipes.smollm2 import certain
+from recipes.smollm2 import mixed_pack
 
 A, B, C, D = 10, 11, 12, 13
 
@@ -20,7 +20,7 @@ def cost_of(windows, chance):
     """Bits per saved id of each entry, when the base gives every id the same chance."""
     windows = np.array(windows)
     logs = np.full(windows.shape, np.log(chance), np.float32)
-    return certain.costs(windows, windows, logs, 2, (), least=2, least_in_sample=2)
+    return mixed_pack.compute_entry_costs(windows, windows, logs, 2, (), least=2, least_in_sample=2)
 
 
 def test_an_entry_whose_rest_always_follows_costs_nothing():
@@ -39,15 +39,17 @@ def test_an_entry_that_no_context_decides_costs_nothing():
 
 def test_rare_entries_and_those_with_a_disabled_id_have_no_cost():
     windows = np.array([[A, B, C, D], [A, B, D, C], [B, C, A, D]])
-    found = certain.costs(windows, windows, np.zeros(windows.shape, np.float32), 3, (D,), least=2, least_in_sample=2)
+    found = mixed_pack.compute_entry_costs(
+        windows, windows, np.zeros(windows.shape, np.float32), 3, (D,), least=2, least_in_sample=2
+    )
     assert found.keys() == {(A, B), (B, C)}
 
 
 def test_log_probabilities_are_the_bases(tmp_path, monkeypatch):
-    monkeypatch.setattr(certain, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(mixed_pack, "multiplies_bfloat16", lambda: False)
     folder, model = chat_model(tmp_path / "base")
     windows = np.random.default_rng(0).integers(3, 90, (6, 11))
-    found = certain.log_probabilities(folder, windows)
+    found = mixed_pack.compute_log_probabilities(folder, windows)
     logits = np.array(model(mx.array(windows))).astype(np.float64)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = np.take_along_axis(logs[:, :-1], windows[:, 1:, None], -1)[..., 0]

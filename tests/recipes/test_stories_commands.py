@@ -11,8 +11,8 @@ import pytest
 
 from recipes.stories import __main__ as main
 from recipes.stories import packs
-from recipes.stories.bundle import measure, measures
-from recipes.stories.runner import Recipe, as_words, run_in_own_process
+from recipes.stories.bundle import list_measurements, measure_models
+from recipes.stories.commands import Recipe, as_words, run_in_own_process
 from recipes.stories.settings import FULL, TINY
 
 
@@ -27,7 +27,7 @@ signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(1
 print('up', flush=True)
 time.sleep(60)
 """
-PARENT = "import sys; from pathlib import Path; from recipes.stories.runner import run_in_own_process as run; "
+PARENT = "import sys; from pathlib import Path; from recipes.stories.commands import run_in_own_process as run; "
 
 
 def test_a_command_runs_in_the_folder_and_gives_its_status(tmp_path):
@@ -70,12 +70,14 @@ def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):
 def test_the_settings_fit_each_other(settings):
     assert settings.model["vocab_size"] == settings.vocab_size
     assert settings.short <= settings.long <= settings.model["max_position_embeddings"]
-    runs = packs.runs(settings.packs).values()
+    runs = packs.list_runs(settings.packs).values()
     assert set(settings.bundled.values()) <= {"base", "zip", "control", *chain.from_iterable(runs)}
     figures = 3 + len(settings.packs.unseen) + 2 * len(settings.temperatures)
-    assert len({name for name, _ in measures(settings)}) == figures
+    assert len({name for name, _ in list_measurements(settings)}) == figures
     assert max(settings.packs.size, *settings.packs.sizes) <= settings.packs.codec["codebook_size"]
-    _, conversations, asked = map(sum, zip(*(counts for _, counts in packs.parts(settings.packs)), strict=True))
+    _, conversations, asked = map(
+        sum, zip(*(counts for _, counts in packs.list_text_parts(settings.packs)), strict=True)
+    )
     assert conversations <= settings.conversations
     assert asked <= settings.asked
 
@@ -83,11 +85,11 @@ def test_the_settings_fit_each_other(settings):
 def test_rates_that_have_their_former_name_are_not_measured_again(tmp_path):
     figures = tmp_path / "figures"
     figures.mkdir()
-    names = [name for name, _ in measures(TINY)]
+    names = [name for name, _ in list_measurements(TINY)]
     for name in names:
         (figures / f"{name.replace('rates-', 'told-')}.json").write_text(name)
     calls = []
-    measure(Recipe(TINY, tmp_path, tmp_path, call=lambda *call: calls.append(call) or 0, say=lambda line: None))
+    measure_models(Recipe(TINY, tmp_path, tmp_path, call=lambda *call: calls.append(call) or 0, say=lambda line: None))
     assert calls == []
     assert {file.stem: file.read_text() for file in figures.iterdir()} == {name: name for name in names}
 

@@ -21,9 +21,9 @@ from mlx_zip.packs.pack import load_pack
 from recipes.stories import __main__ as main
 from recipes.stories import packs
 from recipes.stories.base import TRAIN_SETS
-from recipes.stories.bundle import card, install
-from recipes.stories.recipe import STAGES, run
-from recipes.stories.runner import Recipe
+from recipes.stories.bundle import install_bundle, make_model_card
+from recipes.stories.commands import Recipe
+from recipes.stories.recipe import STAGES, run_stages
 from recipes.stories.settings import TINY
 from recipes.stories.texts import SOURCES
 from support.stories_toy import corpus
@@ -59,9 +59,9 @@ def made(tmp_path_factory):
     """A finished run -> (recipe, names of what it ran); `recipe.call.calls` has them with their flags."""
     folder, here = tmp_path_factory.mktemp("stories"), Here()
     recipe = Recipe(TINY, corpus(folder / "data"), folder / "out", check=False, call=here, say=lambda _: None)
-    run(recipe, list(STAGES)[:-1])
+    run_stages(recipe, list(STAGES)[:-1])
     gc.freeze()  # `evaluate` collects garbage before each model; the libraries' own objects are none
-    run(recipe)
+    run_stages(recipe)
     return recipe, here.ran
 
 
@@ -130,7 +130,7 @@ def test_texts_of_the_packs_are_training_texts_each_in_one_part_alone(made):
     sources = (out / f"texts/{name}.jsonl" for name in ("train", "conversations", "asked"))
     known = Counter(line for source in sources for line in canonical_lines(source))
     cut = Counter(line for file in (out / "pack-texts").iterdir() for line in canonical_lines(file))
-    assert sum(cut.values()) == sum(map(sum, (counts for _, counts in packs.parts(TINY.packs))))
+    assert sum(cut.values()) == sum(map(sum, (counts for _, counts in packs.list_text_parts(TINY.packs))))
     assert cut <= known
 
 
@@ -203,7 +203,7 @@ def test_the_bundle_says_what_it_is_made_of(made):
 
 
 def test_of_recorded_texts_the_bundle_names_those_it_was_trained_on():
-    texts = card(TINY, checked=True).split("The texts:")[1]
+    texts = make_model_card(TINY, checked=True).split("The texts:")[1]
     assert [name for name in SOURCES if SOURCES[name].sha256 in texts] == list(TRAIN_SETS)
 
 
@@ -223,7 +223,7 @@ def test_bits_per_byte_of_control_base_zip_and_bundle_are_measured_on_every_text
 
 def test_control_and_zip_model_see_the_same_text(made):
     seen = {}
-    packed, control = (runs[-1] for runs in packs.runs(TINY.packs).values())
+    packed, control = (runs[-1] for runs in packs.list_runs(TINY.packs).values())
     for name in ("zip", "control", packed, control):
         lines = (made[0].out / f"runs/{name}/metrics.jsonl").read_text().splitlines()
         seen[name] = [json.loads(line)["seen_base_ids"] for line in lines if "seen_base_ids" in line][-1]
@@ -234,10 +234,10 @@ def test_control_and_zip_model_see_the_same_text(made):
 def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_two_are_canonical(made):
     trained = {values(call, "--out")[0]: call for call in made[0].call.calls if call[0] == "train"}
     for name, first in ((packs.PACKED, "zip"), (packs.CONTROL, "control")):
-        runs = packs.runs(TINY.packs)[name]
+        runs = packs.list_runs(TINY.packs)[name]
         starts = [values(trained[f"runs/{run}"], "--model")[0] for run in runs]
         assert starts == [f"runs/{run}/model" for run in (first, *runs[:-1])]
-    configs = [load(made[0].out / f"runs/{run}/model")[0].config for run in packs.runs(TINY.packs)[packs.PACKED]]
+    configs = [load(made[0].out / f"runs/{run}/model")[0].config for run in packs.list_runs(TINY.packs)[packs.PACKED]]
     assert [config.canonical for config in configs] == [False, True, True]
 
 
@@ -246,14 +246,14 @@ def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_two_are_cano
 
 def test_a_finished_recipe_runs_nothing_again(again):
     recipe, ran = again
-    run(recipe)
+    run_stages(recipe)
     assert ran == []
 
 
 def test_what_is_missing_is_made_again_and_nothing_else(again):
     recipe, ran = again
     shutil.rmtree(recipe.out / "runs/control/model")
-    run(recipe)
+    run_stages(recipe)
     assert ran == ["train"]
 
 
@@ -261,43 +261,43 @@ def test_one_stage_can_be_asked_for(again):
     recipe, ran = again
     shutil.rmtree(recipe.out / "figures")
     shutil.rmtree(recipe.out / "bundle")
-    run(recipe, ["bundle"])
+    run_stages(recipe, ["bundle"])
     assert ran == ["convert"]  # with its pack; the control is copied
 
 
 def test_an_unknown_stage_is_named(again):
     with pytest.raises(DataError, match="--stage: cook is none of texts, tokenizer"):
-        run(again[0], ["cook"])
+        run_stages(again[0], ["cook"])
 
 
 def test_other_settings_do_not_mix_into_the_same_folder(again):
     with pytest.raises(DataError, match="holds what other settings made"):
-        run(replace(again[0], settings=replace(TINY, seed=1)))
+        run_stages(replace(again[0], settings=replace(TINY, seed=1)))
 
 
 def test_what_nothing_says_the_origin_of_is_not_taken_over(again):
     (again[0].out / "recipe.json").unlink()
     with pytest.raises(DataError, match=r"has bundle, but no recipe\.json"):
-        run(again[0])
+        run_stages(again[0])
 
 
 def test_a_folder_in_which_nothing_was_made_takes_other_settings(tmp_path):
     out = tmp_path / "out"
     for settings in (TINY, replace(TINY, seed=1)):
         with pytest.raises(DataError, match=r"none.*synth_t1"):
-            run(Recipe(settings, tmp_path / "none", out, call=Here(), say=lambda _: None), ["texts"])
+            run_stages(Recipe(settings, tmp_path / "none", out, call=Here(), say=lambda _: None), ["texts"])
     assert json.loads((out / "recipe.json").read_text())["settings"]["seed"] == 1
 
 
 def test_a_record_of_depth_without_end_is_told(again):
     (again[0].out / "recipe.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match=r"recipe\.json cannot be read"):
-        run(again[0])
+        run_stages(again[0])
 
 
 def test_checked_and_unchecked_texts_do_not_mix_into_the_same_folder(again):
     with pytest.raises(DataError, match="was begun with --no-checksum; call it so"):
-        run(replace(again[0], check=True))
+        run_stages(replace(again[0], check=True))
 
 
 def test_a_command_that_fails_ends_the_recipe(again):
@@ -305,7 +305,7 @@ def test_a_command_that_fails_ends_the_recipe(again):
     shutil.rmtree(recipe.out / "runs/zip/model")
     failing = replace(recipe, call=lambda *_: 2)
     with pytest.raises(TrainingError, match="mlx_zip train ended with status 2"):
-        run(failing)
+        run_stages(failing)
 
 
 @pytest.mark.parametrize("status", [130, 143, -signal.SIGINT, -signal.SIGTERM])
@@ -313,20 +313,20 @@ def test_a_command_that_was_told_to_stop_stops_the_recipe(again, status):
     recipe, _ = again
     shutil.rmtree(recipe.out / "runs/zip/model")
     with pytest.raises(KeyboardInterrupt):
-        run(replace(recipe, call=lambda *_: status))
+        run_stages(replace(recipe, call=lambda *_: status))
 
 
 def test_installing_puts_the_whole_bundle_in_place(again, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
     (place / "old").write_text("old")
-    install(again[0], place)
+    install_bundle(again[0], place)
     assert sorted(file.name for file in place.iterdir()) == ["README.md", "recipe.json", "stories", "stories-base"]
 
 
 def test_without_a_bundle_nothing_is_installed(again, tmp_path):
     with pytest.raises(TrainingError, match="run the stage bundle first"):
-        install(replace(again[0], out=tmp_path / "empty"), tmp_path / "place")
+        install_bundle(replace(again[0], out=tmp_path / "empty"), tmp_path / "place")
     assert not (tmp_path / "place").exists()
 
 
@@ -334,7 +334,7 @@ def test_without_a_bundle_nothing_is_installed(again, tmp_path):
 
 
 def test_the_command_installs_what_it_made(made, monkeypatch, tmp_path):
-    monkeypatch.setattr(main, "run", lambda *_: None)
+    monkeypatch.setattr(main, "run_stages", lambda *_: None)
     monkeypatch.setattr("mlx_zip.named.FOLDER", tmp_path / "bundle")
     flags = ["--data", str(made[0].data), "--out", str(made[0].out), "--scale", "tiny", "--install"]
     assert main.main(flags) == 0

@@ -7,12 +7,12 @@ import pytest
 
 from mlx_zip.errors import DataError
 from recipes.stories import requests
-from recipes.stories.lexicon import ends_noun, learn, words
-from recipes.stories.requests import ask, conversations, listed, things, write_jsonl
+from recipes.stories.lexicon import ends_noun, learn_lexicon, split_into_words
+from recipes.stories.requests import find_topics, join_topics, make_conversations, make_request, write_jsonl
 from support.stories_toy import ANIMALS, COLOURS, NAMES, OBJECTS, PLACES, story
 
 STORIES = list(dict.fromkeys(story(random.Random(seed)) for seed in range(120)))
-LEXICON = learn(STORIES)
+LEXICON = learn_lexicon(STORIES)
 PHRASINGS = (
     *requests.ABOUT,
     *requests.ABOUT_AGAIN,
@@ -21,11 +21,18 @@ PHRASINGS = (
     *requests.ANY,
     *requests.ANY_AGAIN,
 )
-OWN = {word for phrasing in PHRASINGS for word in words(phrasing.lower())} | {"a", "an", "the", "some", "and", "named"}
+OWN = {word for phrasing in PHRASINGS for word in split_into_words(phrasing.lower())} | {
+    "a",
+    "an",
+    "the",
+    "some",
+    "and",
+    "named",
+}
 
 
 def talks(seed=0, **options):
-    return list(conversations(STORIES, LEXICON, seed, **options))
+    return list(make_conversations(STORIES, LEXICON, seed, **options))
 
 
 def said(records, role):
@@ -60,7 +67,7 @@ def test_names_are_found_after_named():
     ],
 )
 def test_a_noun_goes_with_the_article_of_the_stories(noun, text):
-    lexicon = learn([text], rare=1)
+    lexicon = learn_lexicon([text], rare=1)
     assert lexicon.nouns["zebras" if noun == "some" else "zebra"] == noun
 
 
@@ -77,14 +84,14 @@ def test_a_story_is_about_its_person_and_its_things():
         "Once upon a time, there was a little girl named Lily. She had a dog. The dog was in the park.\n"
         "One day, Lily found a red ball in the park. The dog and Lily were happy."
     )
-    found = {topic for seed in range(20) for topic in things(told, LEXICON, random.Random(seed))}
+    found = {topic for seed in range(20) for topic in find_topics(told, LEXICON, random.Random(seed))}
     assert found == {"a little girl named Lily", "a dog", "a red ball", "the park"}
 
 
 def test_every_word_of_a_request_is_the_storys_or_the_phrasings():
     for seed, one in enumerate(STORIES):
-        request = ask(one, LEXICON, random.Random(seed), again=seed % 2 == 0)
-        assert set(words(request.lower())) <= OWN | set(words(one.lower())), request
+        request = make_request(one, LEXICON, random.Random(seed), again=seed % 2 == 0)
+        assert set(split_into_words(request.lower())) <= OWN | set(split_into_words(one.lower())), request
 
 
 @pytest.mark.parametrize(
@@ -97,7 +104,7 @@ def test_every_word_of_a_request_is_the_storys_or_the_phrasings():
     ],
 )
 def test_topics_are_listed_as_people_do(topics, text):
-    assert listed(topics) == text
+    assert join_topics(topics) == text
 
 
 def test_requests_are_phrased_in_more_than_twenty_ways():
@@ -123,7 +130,9 @@ def test_later_requests_do_look_back():
 
 def test_a_story_of_unknown_words_is_asked_for_without_a_topic():
     plain = {phrasing.lower().rstrip(".!?") for phrasing in requests.ANY}
-    assert {ask("Xyzzy qux.", LEXICON, random.Random(seed)).lower().rstrip(".!?") for seed in range(99)} == plain
+    assert {
+        make_request("Xyzzy qux.", LEXICON, random.Random(seed)).lower().rstrip(".!?") for seed in range(99)
+    } == plain
 
 
 # ---- conversations
@@ -152,5 +161,5 @@ def test_turns_and_number_can_be_fixed():
 
 def test_no_stories_are_an_error_and_leave_no_file(tmp_path):
     with pytest.raises(DataError, match=r"talks\.jsonl: not one conversation"):
-        write_jsonl(tmp_path / "talks.jsonl", conversations([], LEXICON, 0))
+        write_jsonl(tmp_path / "talks.jsonl", make_conversations([], LEXICON, 0))
     assert list(tmp_path.iterdir()) == []

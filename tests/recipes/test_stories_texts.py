@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_zip.errors import DataError
-from recipes.stories.texts import SOURCES, read_stories, require, split_real, split_synthetic
+from recipes.stories.texts import SOURCES, read_stories, require_files, split_sampled, split_tinystories
 from support.stories_toy import corpus
 
 
@@ -18,11 +18,11 @@ def folder(tmp_path):
 
 def test_a_sampled_file_falls_into_stories_at_its_separator_lines():
     text = "A dog.\nIt ran. \n<|endofstory|>\nA cat <|endofstory|> sat.\n<|endofstory|>\n\n<|endofstory|>\n"
-    assert split_synthetic(text) == ["A dog.\nIt ran. ", "A cat <|endofstory|> sat."]
+    assert split_sampled(text) == ["A dog.\nIt ran. ", "A cat <|endofstory|> sat."]
 
 
 def test_in_a_real_file_one_newline_parts_stories_and_two_part_paragraphs():
-    assert split_real("One.\n\nMore of it.\nTwo.\n\nMore.\n") == ["One.\n\nMore of it.", "Two.\n\nMore."]
+    assert split_tinystories("One.\n\nMore of it.\nTwo.\n\nMore.\n") == ["One.\n\nMore of it.", "Two.\n\nMore."]
 
 
 def test_every_source_is_read(folder):
@@ -51,7 +51,7 @@ def test_a_missing_file_is_named_with_what_it_is_and_its_checksum(folder):
     source = SOURCES["mixed.train"]
     (folder / source.name).unlink()
     with pytest.raises(DataError) as error:
-        require(folder)
+        require_files(folder)
     assert f"lacks {source.name} (" in str(error.value)
     assert source.origin in str(error.value)
     assert source.sha256 in str(error.value)

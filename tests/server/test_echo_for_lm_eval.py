@@ -22,7 +22,7 @@ def test_log_likelihoods_over_http_are_those_of_the_model():
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
     from lm_eval.models.openai_completions import LocalCompletionsAPI  # pyright: ignore[reportMissingImports]
 
-    from mlx_zip.evaluation.harness import ZipLM
+    from mlx_zip.evaluation.lm_eval_model import ZipLM
     from mlx_zip.named import bundled_model
 
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]

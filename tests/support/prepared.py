@@ -15,8 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from mlx_zip.codec import Codebook
 from mlx_zip.text.sources import Source
 from mlx_zip.training.prepare.plan import PrepareOptions
-from mlx_zip.training.prepare.preparation import prepare
-from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.prepare.preparation import prepare_data
+from mlx_zip.training.prepare.shards import PreparedShards
 from support import tiny_text
 
 BOS, EOS, PAD = 0, 1, 2
@@ -65,7 +65,7 @@ def texts(path: Path, documents: Iterable[str]) -> str:
     return write_lines(path, [{"text": text} for text in documents])
 
 
-def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **options: Any) -> Shards:
+def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **options: Any) -> PreparedShards:
     """Prepares data; by default with a small context and the byte-level tokenizer."""
     of_source = {key: options.pop(key) for key in ("separator", "columns", "subsets", "split") if key in options}
     options = {"context": 32, "codebook_size": 64, **options}
@@ -73,11 +73,11 @@ def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **opti
         options.setdefault("tokenizer", str(tokenizer_folder()))
     if "sources" not in options:
         options["sources"] = (Source(data, **of_source),)
-    prepare(PrepareOptions(out=out, **options), workers=workers, report=report or (lambda line: None))
-    return Shards(out)
+    prepare_data(PrepareOptions(out=out, **options), workers=workers, report=report or (lambda line: None))
+    return PreparedShards(out)
 
 
-def expanded(shards: Shards) -> list[list[int]]:
+def expanded(shards: PreparedShards) -> list[list[int]]:
     """The base ids of every sample, expanded by a codebook."""
     found = []
     for i in range(len(shards)):

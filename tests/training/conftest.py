@@ -30,8 +30,8 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return looking
 
-    monkeypatch.setattr(run_module, "save_trained", look(run_module.save_trained, 1))
-    monkeypatch.setattr(run_module, "save_adapter", look(run_module.save_adapter, 1))
+    monkeypatch.setattr(run_module, "save_model_folder", look(run_module.save_model_folder, 1))
+    monkeypatch.setattr(run_module, "save_adapter_folder", look(run_module.save_adapter_folder, 1))
     return seen
 
 

@@ -14,13 +14,13 @@ from mlx_zip.engine.mlx.scoring import score
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
-from mlx_zip.training.checkpoints import checkpoints
-from mlx_zip.training.pack_tuning import tune
-from mlx_zip.training.prepare.text_windows import Texts
-from mlx_zip.training.run_metrics import FILE, read_metrics
+from mlx_zip.training.checkpoints import list_checkpoints
+from mlx_zip.training.pack_tuning import tune_pack
+from mlx_zip.training.prepare.text_windows import CompressedTexts
+from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackTrainee, Trainee
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses, is_exact
 from support.slow_cases import slow_but
@@ -42,7 +42,9 @@ def sentence(length, seed):
 
 
 def texts(params=CODEC, samples=24, seed=0):
-    return Texts(params, [make_sample(params, sentence(20 + i % 9, 1000 * seed + i)) for i in range(samples)], "texts")
+    return CompressedTexts(
+        params, [make_sample(params, sentence(20 + i % 9, 1000 * seed + i)) for i in range(samples)], "texts"
+    )
 
 
 def model_of(family="llama", **changes):
@@ -65,7 +67,7 @@ def random_rows(model, seed=0):
 def sums_of(trainee, data):
     canonical = trainee.model.config.canonical
     batch = trainee.prepare_batch(make_batch(data.samples, data.params, range(len(data)), canonical=canonical))
-    return {name: float(value) for name, value in trainee.losses(to_device(batch)).items()}
+    return {name: float(value) for name, value in trainee.losses(to_mlx_arrays(batch)).items()}
 
 
 # ---- what is minimised
@@ -105,7 +107,7 @@ def test_gradients_are_of_the_rows_alone_and_right():
     trainee = PackTrainee(model, *random_rows(model))
     assert set(dict(trainee.trainable_parameters())) >= {"input_rows", "output_rows"}
     assert not trainee.trainable_parameters()["model"].get("layers")
-    batch = to_device(trainee.prepare_batch(make_batch(data.samples, data.params, range(4))))
+    batch = to_mlx_arrays(trainee.prepare_batch(make_batch(data.samples, data.params, range(4))))
 
     def nats(name, rows):
         setattr(trainee, name, rows)
@@ -126,7 +128,7 @@ def test_gradients_are_of_the_rows_alone_and_right():
 def run_tuning(run, model=None, pack=None, **changes):
     model = model_of() if model is None else model
     options = settings(**{"optimizer": "adam", "iters": 12, "val_batches": 0, "steps_per_eval": 100, **changes})
-    return tune(pack or Pack(WORDS), model, texts(), texts(samples=8, seed=1), options, run, quiet=True)
+    return tune_pack(pack or Pack(WORDS), model, texts(), texts(samples=8, seed=1), options, run, quiet=True)
 
 
 @pytest.mark.slow
@@ -165,11 +167,11 @@ def test_a_resumed_tuning_without_its_log_still_tells_what_was_before_its_first_
         crash_after(patched, 7)
         with pytest.raises(RuntimeError, match="crashed"):
             run_tuning(tmp_path / "cut")
-    assert checkpoints(tmp_path / "cut")
+    assert list_checkpoints(tmp_path / "cut")
     if log == "lost":
-        (tmp_path / "cut" / FILE).unlink()
+        (tmp_path / "cut" / METRICS_FILE).unlink()
     else:
-        (tmp_path / "cut" / FILE).write_text('{"step": 0, "val_bits_per_byte": ')
+        (tmp_path / "cut" / METRICS_FILE).write_text('{"step": 0, "val_bits_per_byte": ')
     resumed = run_tuning(tmp_path / "cut")
     assert (resumed.before, resumed.rows.fingerprint) == (whole.before, whole.rows.fingerprint)
     assert read_metrics(tmp_path / "cut")[0] == read_metrics(tmp_path / "whole")[0]

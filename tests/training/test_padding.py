@@ -7,9 +7,9 @@ import pytest
 
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import read_metrics
-from mlx_zip.training.steps.batches import CLOSE, FEW, make_batch
+from mlx_zip.training.steps.batches import COARSE_PADDING, FINE_PADDING, make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.tiny import base_ids, tiny_config
 from support.tiny_training import CODEC, losses, make_sample, options, random_model, settings, text_ids
 
@@ -35,21 +35,27 @@ def varied_batches(padding, canonical: bool = False) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize("canonical", [False, True])
 def test_few_sizes_make_few_shapes_of_batches_of_any_length(canonical):
-    few, close = ({shapes(batch) for batch in varied_batches(padding, canonical)} for padding in (FEW, CLOSE))
+    few, close = (
+        {shapes(batch) for batch in varied_batches(padding, canonical)} for padding in (COARSE_PADDING, FINE_PADDING)
+    )
     assert len(few) <= 16
     assert len(close) > 3 * len(few)
 
 
 @pytest.mark.parametrize("n", [1, 31, 37, 64, 65, 129, 1000, 1025, 5000])
 def test_few_sizes_are_at_most_half_of_what_is_needed_too_large_or_one_step(n):
-    assert n <= FEW.length(n) <= max(n + 31, 1.5 * n)
-    assert n <= FEW.entries(n) <= max(n + 63, 1.5 * n)
-    assert n <= FEW.read(n, FEW.entries(4 * n)) <= max(FEW.entries(4 * n), 2 * n)
-    assert n <= FEW.slots(n, FEW.length(n), 4096) <= FEW.length(n)
+    assert n <= COARSE_PADDING.pad_length(n) <= max(n + 31, 1.5 * n)
+    assert n <= COARSE_PADDING.pad_entries(n) <= max(n + 63, 1.5 * n)
+    assert (
+        n
+        <= COARSE_PADDING.pad_read_entries(n, COARSE_PADDING.pad_entries(4 * n))
+        <= max(COARSE_PADDING.pad_entries(4 * n), 2 * n)
+    )
+    assert n <= COARSE_PADDING.pad_slots(n, COARSE_PADDING.pad_length(n), 4096) <= COARSE_PADDING.pad_length(n)
 
 
 def test_a_full_codebook_of_long_samples_is_not_padded_to_their_length():
-    assert FEW.slots(1024, FEW.length(8000), 1024) == 1024
+    assert COARSE_PADDING.pad_slots(1024, COARSE_PADDING.pad_length(8000), 1024) == 1024
 
 
 @pytest.mark.parametrize("canonical", [False, True])
@@ -60,8 +66,8 @@ def test_few_sizes_change_no_loss(canonical):
     samples = [make_sample(params, base_ids(n, seed=n), masked=[3]) for n in (26, 50, 33)]
     trainee = Trainee(model, LossWeights(token_type=0.1))
     close, few = (
-        trainee.losses(to_device(make_batch(samples, params, canonical=canonical, padding=padding)))
-        for padding in (CLOSE, FEW)
+        trainee.losses(to_mlx_arrays(make_batch(samples, params, canonical=canonical, padding=padding)))
+        for padding in (FINE_PADDING, COARSE_PADDING)
     )
     for name, value in close.items():
         assert few[name].item() == pytest.approx(value.item(), rel=1e-5), name
@@ -72,14 +78,14 @@ def test_few_sizes_change_no_loss(canonical):
 
 def varied(folder, lengths):
     """Prepared data of samples of these many base ids."""
-    from mlx_zip.training.prepare.shards import ShardWriter, codec_record, write_index
+    from mlx_zip.training.prepare.shards import ShardWriter, make_codec_record, write_index
 
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "shard-00000")
     for i, length in enumerate(lengths):
         sample = make_sample(CODEC, text_ids(length, i))
         writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes)
-    write_index(folder, {"codec": codec_record(CODEC), "context": 64, "shards": [writer.close()], "pool": None})
+    write_index(folder, {"codec": make_codec_record(CODEC), "context": 64, "shards": [writer.close()], "pool": None})
 
 
 def test_a_compiled_run_over_many_lengths_is_traced_a_few_times_and_says_how_often(tmp_path):

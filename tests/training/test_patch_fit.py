@@ -16,16 +16,24 @@ from mlx_zip.errors import DataError, MlxZipError, TrainingError
 from mlx_zip.models.patches.patch_generation import generate_patches, generate_text
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, SavedPatchModel, load_patch_model
 from mlx_zip.training import patch_training as hbpe_fit
-from mlx_zip.training.checkpoints import checkpoints
-from mlx_zip.training.patch_training import Corpus, FitOptions, evaluate, evaluate_texts, fit, train, windows
-from mlx_zip.training.run_metrics import Metrics, read_metrics
+from mlx_zip.training.checkpoints import list_checkpoints
+from mlx_zip.training.patch_training import (
+    PatchCorpus,
+    PatchFitOptions,
+    cut_windows,
+    evaluate_corpus,
+    evaluate_texts,
+    fit_patch_model,
+    train_patch_model,
+)
+from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
 from mlx_zip.vocab.hbpe.patch_table import END, PatchText, learn_tokenizer, read_tokenizer, text_encoder, tokens_of
 from support.tiny_vocabularies import write_folder, write_pair
 
 TEXTS = ["the cat and the dog: ¿qué?", "the dog and 12 cats", "a cat, a dog, 😀 and 123"] * 4
-OPTIONS = FitOptions(None, 270, 4, context=8, latent=Tower(1, 16, 24, 2), local=Tower(1, 8, 12, 2))
+OPTIONS = PatchFitOptions(None, 270, 4, context=8, latent=Tower(1, 16, 24, 2), local=Tower(1, 8, 12, 2))
 SETTINGS = TrainSettings(iters=4, batch_size=2, learning_rate=0.01, save_every=2, keep=9, steps_per_report=1)
 
 
@@ -33,7 +41,7 @@ SETTINGS = TrainSettings(iters=4, batch_size=2, learning_rate=0.01, save_every=2
 def run(tmp_path_factory):
     """The folder of a finished run, which tests copy before they change it."""
     out = tmp_path_factory.mktemp("fit") / "run"
-    fit(TEXTS, OPTIONS, SETTINGS, out)
+    fit_patch_model(TEXTS, OPTIONS, SETTINGS, out)
     return out
 
 
@@ -81,7 +89,7 @@ def test_a_table_of_another_tokenizer_is_refused():
 
 
 def test_a_folder_holds_the_model_that_was_trained(run):
-    saved, again = fit(TEXTS, OPTIONS, SETTINGS, run), load_patch_model(run / "model")
+    saved, again = fit_patch_model(TEXTS, OPTIONS, SETTINGS, run), load_patch_model(run / "model")
     patches = mx.array(saved.text.table.rows[:12].reshape(2, 6, 4).astype(np.int32))
     assert np.array_equal(np.array(saved.model(patches)), np.array(again.model(patches)))
     assert (again.context, again.source["progress"]["step"]) == (8, 4)
@@ -91,15 +99,15 @@ def test_a_folder_holds_the_model_that_was_trained(run):
 
 def test_a_run_that_was_stopped_goes_on_and_leaves_the_same_model(run, tmp_path, monkeypatch):
     def stopped(*args, **kwargs):
-        train(*args, **kwargs, until=2)
+        train_patch_model(*args, **kwargs, until=2)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hbpe_fit, "train", stopped)
+    monkeypatch.setattr(hbpe_fit, "train_patch_model", stopped)
     with pytest.raises(KeyboardInterrupt):
-        fit(TEXTS, OPTIONS, SETTINGS, tmp_path / "run")
+        fit_patch_model(TEXTS, OPTIONS, SETTINGS, tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
-    monkeypatch.setattr(hbpe_fit, "train", train)
-    fit(TEXTS, OPTIONS, SETTINGS, tmp_path / "run")
+    monkeypatch.setattr(hbpe_fit, "train_patch_model", train_patch_model)
+    fit_patch_model(TEXTS, OPTIONS, SETTINGS, tmp_path / "run")
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run, tmp_path / "run")]
     assert weights[0] == weights[1]
 
@@ -115,14 +123,14 @@ def test_a_run_that_was_stopped_goes_on_and_leaves_the_same_model(run, tmp_path,
 )
 def test_a_run_of_other_texts_or_settings_is_not_gone_on_with(run, texts, options, settings, culprits):
     with pytest.raises(TrainingError, match=rf"holds another run \({culprits}\); choose another RUN"):
-        fit(texts, replace(OPTIONS, **options), replace(SETTINGS, **settings), run)
+        fit_patch_model(texts, replace(OPTIONS, **options), replace(SETTINGS, **settings), run)
 
 
 def test_what_a_folder_holds_that_is_no_run_stays(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_text("of another kind")
     with pytest.raises(TrainingError, match="is not empty and holds no run; choose another RUN"):
-        fit(TEXTS, OPTIONS, SETTINGS, tmp_path)
+        fit_patch_model(TEXTS, OPTIONS, SETTINGS, tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["model", "model/weights"]
 
 
@@ -131,7 +139,7 @@ def test_what_killed_processes_left_half_written_is_removed(run, tmp_path):
     for name in (".model.partial-1", ".model.old-1"):
         shutil.copytree(again / "model", again / name)
     (again / ".metrics.jsonl.partial-1").write_text("{")
-    fit(TEXTS, OPTIONS, SETTINGS, again)
+    fit_patch_model(TEXTS, OPTIONS, SETTINGS, again)
     assert sorted(os.listdir(again)) == sorted(os.listdir(run))
 
 
@@ -195,11 +203,11 @@ def test_a_damaged_or_foreign_folder_is_one_line(folder, capsys, damage, message
 def test_bits_per_byte_count_every_byte_of_every_text(run):
     saved = load_patch_model(run / "model")
     told = evaluate_texts(saved, TEXTS[:3], batch_size=2)
-    ids = windows([saved.text.ids(text) for text in TEXTS[:3]], saved.text.end, 1).reshape(-1)
+    ids = cut_windows([saved.text.ids(text) for text in TEXTS[:3]], saved.text.end, 1).reshape(-1)
     assert len(ids) % saved.context  # the last window is a shorter one
     parts = [ids[at : at + saved.context] for at in range(0, len(ids), saved.context)]
-    corpora = [Corpus(part[None], saved.text.unit_bytes, saved.text.table.rows) for part in parts]
-    nats = sum(evaluate(saved.model, corpus)["nats"] for corpus in corpora)
+    corpora = [PatchCorpus(part[None], saved.text.unit_bytes, saved.text.table.rows) for part in parts]
+    nats = sum(evaluate_corpus(saved.model, corpus)["nats"] for corpus in corpora)
     n_bytes = sum(len(text.encode()) for text in TEXTS[:3])
     assert (told["bytes"], told["patches"], told["documents"]) == (n_bytes, len(ids), 3)
     assert told["exact"] is True
@@ -309,13 +317,13 @@ def test_a_signal_saves_the_last_step_and_the_command_goes_on(command, tmp_path,
             signal.raise_signal(number)
         whole(log, **values)
 
-    whole, flags = Metrics.add, (*data, *SMALL, "--steps-per-report", 1)
+    whole, flags = MetricsLog.add, (*data, *SMALL, "--steps-per-report", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Metrics, "add", add)
+        patch.setattr(MetricsLog, "add", add)
         told = command("fit", tmp_path / "run", *flags)
     assert told[:2] == (status, "")
     assert told[2].splitlines()[-1] == "stopped after step 3; the same command goes on from there"
-    assert [step for step, _ in checkpoints(tmp_path / "run")] == [3]
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [3]
     assert not (tmp_path / "run" / "model").exists()
     for name in ("run", "whole"):
         assert command("fit", tmp_path / name, *flags)[0] == 0
@@ -330,11 +338,11 @@ def test_a_signal_in_the_last_step_leaves_the_model_all_the_same(command, tmp_pa
             signal.raise_signal(signal.SIGTERM)
         whole(log, **values)
 
-    whole = Metrics.add
+    whole = MetricsLog.add
     with monkeypatch.context() as patch:
-        patch.setattr(Metrics, "add", add)
+        patch.setattr(MetricsLog, "add", add)
         assert command("fit", tmp_path / "run", *data, *SMALL, "--steps-per-report", 1)[0] == 0
-    assert [step for step, _ in checkpoints(tmp_path / "run")][-1] == 4
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")][-1] == 4
     assert (tmp_path / "run" / "model").exists()
 
 

@@ -10,8 +10,16 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel
-from mlx_zip.training.checkpoints import checkpoints
-from mlx_zip.training.patch_training import Corpus, _batches, byte_entropies, evaluate, nats, train, windows
+from mlx_zip.training.checkpoints import list_checkpoints
+from mlx_zip.training.patch_training import (
+    PatchCorpus,
+    _iterate_batches,
+    byte_entropies,
+    cut_windows,
+    evaluate_corpus,
+    sum_nats,
+    train_patch_model,
+)
 from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower
@@ -29,12 +37,12 @@ DOCUMENTS = [[0, 1, 2, 0, 3], [0, 3, 4, 2, 0, 1], [5, 1], [0, 4, 2, 5]] * 6
 
 @pytest.fixture
 def corpus():
-    return Corpus(windows(DOCUMENTS, END, 7), BYTES, TABLE.rows)
+    return PatchCorpus(cut_windows(DOCUMENTS, END, 7), BYTES, TABLE.rows)
 
 
 @pytest.fixture
 def plain_corpus():
-    return Corpus(windows(DOCUMENTS, END, 7), BYTES)
+    return PatchCorpus(cut_windows(DOCUMENTS, END, 7), BYTES)
 
 
 def patch_model(seed=0):
@@ -55,7 +63,7 @@ def weights(model):
 
 
 def test_documents_follow_each_other_with_their_ends_between():
-    assert windows([[1, 2], [3], [4, 5, 6]], 9, 4).tolist() == [[1, 2, 9, 3], [9, 4, 5, 6]]
+    assert cut_windows([[1, 2], [3], [4, 5, 6]], 9, 4).tolist() == [[1, 2, 9, 3], [9, 4, 5, 6]]
 
 
 def test_nats_of_patches_are_those_of_every_symbol_up_to_the_mark(corpus):
@@ -69,15 +77,15 @@ def test_nats_of_patches_are_those_of_every_symbol_up_to_the_mark(corpus):
             for place in range(patch.index(MARK) + 1):
                 total, counted = total - log[place, patch[place]], counted + 1
     assert counted == TABLE.lengths[ids].sum()
-    assert nats(model, corpus, ids).item() == pytest.approx(total, rel=1e-4)
+    assert sum_nats(model, corpus, ids).item() == pytest.approx(total, rel=1e-4)
 
 
 def test_bits_per_byte_are_nats_over_the_bytes_of_the_text(corpus):
     model = patch_model()
-    told = evaluate(model, corpus, batch_size=2)
+    told = evaluate_corpus(model, corpus, batch_size=2)
     text = b"".join(WORDS[i] for i in corpus.ids.reshape(-1))
     assert told["bytes"] == corpus.n_bytes == len(text)
-    assert told["nats"] == pytest.approx(float(nats(model, corpus, corpus.ids).item()), rel=1e-4)
+    assert told["nats"] == pytest.approx(float(sum_nats(model, corpus, corpus.ids).item()), rel=1e-4)
     assert told["bits_per_byte"] == pytest.approx(told["nats"] / math.log(2) / len(text))
     assert told["units"] == corpus.ids.size
 
@@ -87,7 +95,7 @@ def test_nats_of_ids_are_those_of_every_id(plain_corpus):
     logits = np.array(model(mx.array(ids.astype(np.int32)))).astype(np.float64)
     logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     expected = -np.take_along_axis(logs, ids[..., None].astype(int), axis=-1).sum()
-    assert nats(model, plain_corpus, ids).item() == pytest.approx(expected, rel=1e-4)
+    assert sum_nats(model, plain_corpus, ids).item() == pytest.approx(expected, rel=1e-4)
 
 
 # ---- training
@@ -97,11 +105,11 @@ def test_nats_of_ids_are_those_of_every_id(plain_corpus):
 def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, corpus, plain_corpus, kind):
     make, data = (patch_model, corpus) if kind == "patches" else (plain_model, plain_corpus)
     whole = make()
-    train(whole, data, SETTINGS, tmp_path / "whole")
+    train_patch_model(whole, data, SETTINGS, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
-    shutil.rmtree(checkpoints(tmp_path / "stopped")[-1][1])
+    shutil.rmtree(list_checkpoints(tmp_path / "stopped")[-1][1])
     resumed = make(seed=1)
-    progress = train(resumed, data, SETTINGS, tmp_path / "stopped")
+    progress = train_patch_model(resumed, data, SETTINGS, tmp_path / "stopped")
     assert (progress.step, progress.seen_samples) == (6, 12)
     assert_same_weights(weights(resumed), weights(whole))
     told = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "stopped")]
@@ -110,66 +118,66 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, corpus, plain_co
 
 
 def test_every_pass_reads_each_window_once_in_an_order_of_its_own():
-    corpus = Corpus(np.arange(14, dtype=np.uint32).reshape(7, 2), np.ones(14, np.int64))
+    corpus = PatchCorpus(np.arange(14, dtype=np.uint32).reshape(7, 2), np.ones(14, np.int64))
     settings = TrainSettings(iters=9, batch_size=2)
-    batches = [batch[:, 0].tolist() for batch in _batches(corpus, settings, 0)]
+    batches = [batch[:, 0].tolist() for batch in _iterate_batches(corpus, settings, 0)]
     passes = [[i for batch in batches[at : at + 3] for i in batch] for at in (0, 3, 6)]
     assert all(len(set(some)) == 6 for some in passes)  # seven windows: one is left out
     assert len({tuple(some) for some in passes}) == 3
     for step in range(9):
-        assert [batch[:, 0].tolist() for batch in _batches(corpus, settings, step)] == batches[step:]
+        assert [batch[:, 0].tolist() for batch in _iterate_batches(corpus, settings, step)] == batches[step:]
 
 
 @pytest.mark.slow
 def test_training_learns_the_text(tmp_path, corpus):
     model = patch_model()
-    before = evaluate(model, corpus)["bits_per_byte"]
+    before = evaluate_corpus(model, corpus)["bits_per_byte"]
     settings = TrainSettings(iters=120, batch_size=6, learning_rate=0.02, save_every=1000)
-    train(model, corpus, settings, tmp_path / "run")
-    assert evaluate(model, corpus)["bits_per_byte"] < before / 4
+    train_patch_model(model, corpus, settings, tmp_path / "run")
+    assert evaluate_corpus(model, corpus)["bits_per_byte"] < before / 4
 
 
 def test_another_run_does_not_go_on_from_its_checkpoints(tmp_path, corpus, plain_corpus):
-    train(patch_model(), corpus, SETTINGS, tmp_path)
+    train_patch_model(patch_model(), corpus, SETTINGS, tmp_path)
     other = TrainSettings(**{**SETTINGS.to_dict(), "learning_rate": 0.02})
-    shorter = Corpus(corpus.ids[:-1], BYTES, TABLE.rows)
+    shorter = PatchCorpus(corpus.ids[:-1], BYTES, TABLE.rows)
     for model, data, settings in (
         (patch_model(), corpus, other),
         (patch_model(), shorter, SETTINGS),
         (plain_model(), plain_corpus, SETTINGS),
     ):
         with pytest.raises(TrainingError, match="belongs to another"):
-            train(model, data, settings, tmp_path)
+            train_patch_model(model, data, settings, tmp_path)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path, corpus):
     model = patch_model()
-    train(model, corpus, SETTINGS, tmp_path)
-    shutil.rmtree(checkpoints(tmp_path)[-1][1])
+    train_patch_model(model, corpus, SETTINGS, tmp_path)
+    shutil.rmtree(list_checkpoints(tmp_path)[-1][1])
     broken = patch_model()
     head = broken.head
     broken.head = lambda states: head(states) * mx.array(float("nan"))
     with pytest.raises(TrainingError, match=r"step 4: .* not a number"):
-        train(broken, corpus, SETTINGS, tmp_path)
-    assert [step for step, _ in checkpoints(tmp_path)] == [3]
+        train_patch_model(broken, corpus, SETTINGS, tmp_path)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3]
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path, corpus):
     with pytest.raises(DataError, match="does not fill one window"):
-        Corpus(windows([[1, 2]], END, 7), BYTES, TABLE.rows)
+        PatchCorpus(cut_windows([[1, 2]], END, 7), BYTES, TABLE.rows)
     with pytest.raises(TrainingError, match="1 windows do not fill a batch of 2"):
-        train(patch_model(), Corpus(corpus.ids[:1], BYTES, TABLE.rows), SETTINGS, tmp_path)
+        train_patch_model(patch_model(), PatchCorpus(corpus.ids[:1], BYTES, TABLE.rows), SETTINGS, tmp_path)
 
 
 def test_ids_of_another_vocabulary_are_refused(corpus):
     with pytest.raises(DataError, match="not below"):
-        Corpus(corpus.ids + 1, BYTES, TABLE.rows)
+        PatchCorpus(corpus.ids + 1, BYTES, TABLE.rows)
 
 
 def test_a_text_that_the_model_cannot_read_is_refused(tmp_path, corpus, plain_corpus):
-    wide = Corpus(corpus.ids, BYTES, PatchTable.learn(WORDS, 6).rows)
-    strange = Corpus(corpus.ids, BYTES, np.where(TABLE.rows == 97, 999, TABLE.rows).astype(np.uint16))
-    many = Corpus(np.full((2, 7), len(WORDS), np.uint32), np.ones(99, np.int64))
+    wide = PatchCorpus(corpus.ids, BYTES, PatchTable.learn(WORDS, 6).rows)
+    strange = PatchCorpus(corpus.ids, BYTES, np.where(TABLE.rows == 97, 999, TABLE.rows).astype(np.uint16))
+    many = PatchCorpus(np.full((2, 7), len(WORDS), np.uint32), np.ones(99, np.int64))
     for model, data, message in (
         (patch_model(), wide, "patches of 4 symbols, the text has patches of 6"),
         (patch_model(), plain_corpus, "the text has no patches"),
@@ -177,9 +185,9 @@ def test_a_text_that_the_model_cannot_read_is_refused(tmp_path, corpus, plain_co
         (plain_model(), many, "has 8 different ids or symbols, the model knows 7"),
     ):
         with pytest.raises(DataError, match=message):
-            evaluate(model, data)
+            evaluate_corpus(model, data)
         with pytest.raises(DataError, match=message):
-            train(model, data, SETTINGS, tmp_path / "run")
+            train_patch_model(model, data, SETTINGS, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

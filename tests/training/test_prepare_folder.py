@@ -8,7 +8,7 @@ import pytest
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.training.prepare import sharding
-from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.prepare.shards import PreparedShards
 from support.prepared import (
     PACK,
     entries_of,
@@ -47,7 +47,7 @@ def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path
         prepared(tmp_path / "out", data, **options)
     (tmp_path / "out" / ".shard-00002.ids.npy.partial-1").write_bytes(b"half")
     with pytest.raises(DataError, match="unfinished"):
-        Shards(tmp_path / "out")
+        PreparedShards(tmp_path / "out")
     monkeypatch.setattr(place, stage, real)
     makes = []
     make = sharding.ShardMaker.make

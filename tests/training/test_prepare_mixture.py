@@ -6,8 +6,8 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.errors import DataError
 from mlx_zip.text.sources import Source
-from mlx_zip.training.prepare.mixture import kept_samples, load_mixture, next_sources
-from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.prepare.mixture import choose_next_sources, count_kept_samples, load_mixture
+from mlx_zip.training.prepare.shards import PreparedShards
 from support.prepared import expanded, prepared, stories, texts, tokenizer_folder, tree
 
 
@@ -52,17 +52,17 @@ def test_a_mixture_does_not_depend_on_the_number_of_workers(tmp_path, mixture):
 
 
 def test_the_source_most_behind_its_share_is_read_next():
-    assert next_sources([2, 1], [[], [5]], 3) == [0]
-    assert next_sources([2, 1], [[10], [10]], 4) == [0, 0, 1, 0]
-    assert next_sources([1], [[10]], 3) == [0, 0, 0]
+    assert choose_next_sources([2, 1], [[], [5]], 3) == [0]
+    assert choose_next_sources([2, 1], [[10], [10]], 4) == [0, 0, 1, 0]
+    assert choose_next_sources([1], [[10]], 3) == [0, 0, 0]
 
 
 def test_what_is_kept_is_the_most_that_the_shares_allow():
     tens, threes = np.full(10, 10), np.full(10, 3)
-    assert kept_samples([1.0], [tens], None) == [10]
-    assert kept_samples([1.0, 1.0], [tens, threes], None) == [3, 10]
-    assert kept_samples([1.0], [tens], 4) == [4]
-    assert kept_samples([1.0, 1.0], [tens, np.empty(0, np.int64)], None) == [0, 0]
+    assert count_kept_samples([1.0], [tens], None) == [10]
+    assert count_kept_samples([1.0, 1.0], [tens, threes], None) == [3, 10]
+    assert count_kept_samples([1.0], [tens], 4) == [4]
+    assert count_kept_samples([1.0, 1.0], [tens, np.empty(0, np.int64)], None) == [0, 0]
 
 
 def test_a_source_that_gives_nothing_is_named(tmp_path, mixture):
@@ -138,7 +138,7 @@ def test_the_command_prepares_and_says_what_it_did(tmp_path, capsys):
     )
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")  # no bar where there is no terminal
-    shards = Shards(tmp_path / "out")
+    shards = PreparedShards(tmp_path / "out")
     assert f"{len(shards)} samples in 1 shard:" in out
     assert "21 records: 16 longer than the context, 1 empty, 0 unlearnable windows, 0 wrong" in out
     assert expanded(shards) == expanded(prepared(tmp_path / "same", data, context=64))

@@ -10,7 +10,7 @@ from mlx_zip.text import sources
 from mlx_zip.text.sources import Source
 from mlx_zip.training.prepare import sharding
 from mlx_zip.training.prepare.plan import PrepareOptions
-from mlx_zip.training.prepare.preparation import prepare
+from mlx_zip.training.prepare.preparation import prepare_data
 from support.prepared import (
     BOS,
     EOS,
@@ -65,7 +65,7 @@ def test_a_context_that_the_ids_before_every_text_would_fill_is_refused(tmp_path
 def test_workers_and_sources_are_checked(tmp_path, data):
     options = PrepareOptions((Source((data,)),), tmp_path / "out", tokenizer=str(tokenizer_folder()))
     with pytest.raises(DataError, match="workers must be 1 or more"):
-        prepare(options, workers=0)
+        prepare_data(options, workers=0)
     with pytest.raises(DataError, match="no data"):
         PrepareOptions((), tmp_path / "out", tokenizer="t")
 
@@ -92,7 +92,7 @@ def test_wrong_and_empty_records_are_reported_counted_and_skipped(tmp_path):
 
 
 def test_wrong_records_that_are_too_many_to_name_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharding, "NOTED", 2)
+    monkeypatch.setattr(sharding, "MOST_NOTES", 2)
     data = write_lines(tmp_path / "d.jsonl", ["{", {"text": "a."}, "{", "{", "{"])
     lines: list[str] = []
     prepared(tmp_path / "out", data, report=lines.append)

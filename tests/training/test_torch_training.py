@@ -14,12 +14,12 @@ from mlx.utils import tree_flatten
 from mlx_zip.errors import InstallationError, TrainingError
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
-from mlx_zip.training.checkpoints import checkpoints
-from mlx_zip.training.run import make_stepper, train
-from mlx_zip.training.starting_model import freeze
+from mlx_zip.training.checkpoints import list_checkpoints
+from mlx_zip.training.run import choose_stepper, train
+from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import Stepper, make_optimizer
+from mlx_zip.training.steps.stepper import Stepper, make_optimizer
 from support.crashing import crash_after
 from support.slow_cases import slow_but
 from support.tiny import ENCODERS, FAMILIES, base_ids, tiny_config
@@ -41,10 +41,10 @@ def twins(model: Any, config: dict[str, Any], **changes: Any) -> tuple[Any, Any]
         one = Model(ModelArgs.from_dict(config))
         one.load_weights(named)
         mx.random.seed(7)  # of the LoRA layers
-        freeze(one, chosen)
+        freeze_and_add_lora(one, chosen)
         trainees.append(Trainee(one, weights))
     steppers = []
-    for trainee, make in zip(trainees, (Stepper, make_stepper("torch", config)), strict=True):
+    for trainee, make in zip(trainees, (Stepper, choose_stepper("torch", config)), strict=True):
         mx.random.seed(8)
         trainee.update(Trainee(trainee.model, weights).parameters())
         optimizer = make_optimizer(chosen)
@@ -84,7 +84,7 @@ def assert_alike(
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-2 if name == "grad_norm" else 1e-4), (step, name)
-    theirs.publish()
+    theirs.sync_to_trainee()
     trained = dict(tree_flatten(ours.trainee.trainable_parameters()))
     moved = 0.0
     for name, value in tree_flatten(theirs.trainee.trainable_parameters()):
@@ -154,7 +154,7 @@ def test_a_chunk_of_positions_costs_what_the_whole_costs(monkeypatch):
     config = tiny_config("gemma2", "transformer", canonical=True)
     found = []
     for chunk in (256, 5):
-        monkeypatch.setattr(objective, "CHUNK", chunk)
+        monkeypatch.setattr(objective, "CHUNK_POSITIONS", chunk)
         model = random_model(config)
         stepper = twins(model, config, fine_tune_type="full", optimizer="sgd")[1]
         sums = stepper.step(batches(model, 0), [False, False])
@@ -217,7 +217,7 @@ def test_what_one_trainer_saved_the_other_goes_on_from(first, tmp_path, monkeypa
         crash_after(patch, 3)
         with pytest.raises(RuntimeError, match="crashed"):
             train(broken, settings(), quiet=True)
-    assert [step for step, _ in checkpoints(broken.out)] == [2]
+    assert [step for step, _ in list_checkpoints(broken.out)] == [2]
     train(replace(broken, engine=second), settings(), quiet=True)
     for found, expected in zip(losses(broken.out), losses(whole.out), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)

@@ -12,11 +12,11 @@ import pytest
 
 from mlx_zip import load
 from mlx_zip.errors import TrainingError
-from mlx_zip.training.prepare.shards import codec_record
+from mlx_zip.training.prepare.shards import make_codec_record
 from mlx_zip.training.run import train
-from mlx_zip.training.saving import save_adapter
+from mlx_zip.training.saving import save_adapter_folder
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.starting_model import start_model
+from mlx_zip.training.starting_model import make_starting_model
 from support.converting import convert
 from support.tiny_training import (
     CODEC,
@@ -49,7 +49,7 @@ def test_an_adapter_folder_is_read_back_onto_its_base(changes, tmp_path, in_memo
 def test_an_adapter_folder_keeps_the_pack_of_its_data_and_canonical_decoding(tmp_path, in_memory):
     start = ((5, 6), (6, 7, 8))
     params = replace(CODEC, start=start)
-    write_shards(tmp_path / "data", params, codec={**codec_record(params), "start": start})
+    write_shards(tmp_path / "data", params, codec={**make_codec_record(params), "start": start})
     run = options(tmp_path / "run", save="adapter", canonical=True)
     train(run, settings(iters=2), quiet=True)
     model, _ = load(convert(run.out / "adapter", tmp_path / "back"))
@@ -96,7 +96,7 @@ def test_a_run_whose_result_is_no_adapter_is_refused_before_it_begins(tmp_path):
 
 
 def test_an_adapter_that_cannot_be_written_is_one_clear_error(tmp_path):
-    model, _ = start_model(write_plain(tmp_path / "plain"), None, CODEC, ENCODER)
+    model, _ = make_starting_model(write_plain(tmp_path / "plain"), None, CODEC, ENCODER)
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match="cannot write"):
-        save_adapter(tmp_path / "file" / "adapter", model, "base", TrainSettings())
+        save_adapter_folder(tmp_path / "file" / "adapter", model, "base", TrainSettings())

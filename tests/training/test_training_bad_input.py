@@ -19,10 +19,10 @@ from mlx_zip.cli import main
 from mlx_zip.errors import ConfigError, DataError, TrainingError
 from mlx_zip.files import sole_user
 from mlx_zip.packs.entries import write_entries
-from mlx_zip.training.checkpoints import checkpoints
-from mlx_zip.training.prepare.shards import Shards, ShardWriter, codec_record, write_index
+from mlx_zip.training.checkpoints import list_checkpoints
+from mlx_zip.training.prepare.shards import PreparedShards, ShardWriter, make_codec_record, write_index
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import FILE
+from mlx_zip.training.run_metrics import METRICS_FILE
 from mlx_zip.training.trainer import Trainer
 from support.tiny_training import TOKENS, make_sample, options, settings, text_ids, write_plain
 
@@ -122,23 +122,23 @@ def rewritten(folder: Path, change: Callable[[bytes], bytes], part: str = "ids")
 def test_an_array_of_another_shape_is_named(part, copied):
     harmed(copied / "data", part, lambda array: array[:, None])
     with pytest.raises(DataError, match=rf"shard-00000\.{part}\.npy holds 2 dimensions.*delete the folder"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_a_damaged_header_and_an_archive_are_named(copied):
     rewritten(copied / "data", lambda data: data.replace(b", }", b",  "))
     with pytest.raises(DataError, match=r"ids\.npy cannot be read"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
     with open(copied / "data" / "shard-00000.ids.npy", "wb") as file:
         np.savez(file, ids=np.zeros(3, np.uint32))
     with pytest.raises(DataError, match=r"ids\.npy holds an archive"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_ends_that_begin_below_zero_do_not_fit(copied):
     harmed(copied / "data", "ends", lambda ends: np.concatenate([[-5], ends[1:]]))
     with pytest.raises(DataError, match="do not fit together"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_an_index_with_counts_that_cannot_be_is_named(key, value, copied):
     (index["shards"][0] if key == "samples" else index)[key] = value
     path.write_text(json.dumps(index))
     with pytest.raises(DataError, match=rf"index\.json: .*{key}.*delete the folder"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_an_index_without_its_shards_is_named_in_plain_words(copied):
     path = copied / "data" / "index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shards": None}))
     with pytest.raises(DataError, match=r"index\.json: 'NoneType' object is not iterable; delete the folder"):
-        Shards(copied / "data")
+        PreparedShards(copied / "data")
 
 
 def test_an_index_nested_too_deeply_and_one_of_odd_settings_are_named(copied):
@@ -193,7 +193,7 @@ def test_a_sample_that_is_not_what_was_prepared_is_named_with_its_folder(part, c
     harmed(copied / "data", part, change)
     with pytest.raises(DataError, match=rf"data: sample \d+ is damaged: .*{culprit}.*prepare the data again"):
         train(options(copied / "other"), settings(), quiet=True)
-    assert checkpoints(copied / "other") == []
+    assert list_checkpoints(copied / "other") == []
 
 
 @pytest.mark.parametrize("row", [-1, 3])
@@ -203,10 +203,10 @@ def test_a_starting_entry_that_is_not_in_the_pool_is_named(row, tmp_path):
     sample = make_sample(params, text_ids(30, 0), start=(pool[0], pool[1]))
     writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes, np.array([0, row], np.int32))
     write_entries(tmp_path / "pool.npy", pool, 3, 2)
-    index = {"codec": codec_record(params), "context": 64, "shards": [writer.close()], "pool": "pool.npy"}
+    index = {"codec": make_codec_record(params), "context": 64, "shards": [writer.close()], "pool": "pool.npy"}
     write_index(tmp_path, index)
     with pytest.raises(DataError, match="sample 0 starts with an entry that is not in the pool"):
-        Shards(tmp_path)[0]
+        PreparedShards(tmp_path)[0]
 
 
 # ---- models
@@ -297,7 +297,7 @@ def test_a_last_step_that_leaves_no_numbers_is_not_saved(home, tmp_path):
     run = replace(options(home / "none"), out=tmp_path / "run")
     with pytest.raises(TrainingError, match=r"step 1 left values that are not numbers.*lower the learning rate"):
         train(run, settings(iters=1, learning_rate=1e39), quiet=True)
-    assert checkpoints(run.out) == []
+    assert list_checkpoints(run.out) == []
     assert not (run.out / "model").exists()
 
 
@@ -310,7 +310,7 @@ def test_an_edited_record_of_the_run_is_another_run(text, copied):
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", DEEP.encode()], ids=["no text", "deep"])
 def test_a_damaged_log_does_not_stop_the_run(content, copied):
-    (copied / "run" / FILE).write_bytes(content)
+    (copied / "run" / METRICS_FILE).write_bytes(content)
     assert again(copied).progress.step == 4
 
 

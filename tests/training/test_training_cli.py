@@ -20,14 +20,14 @@ from mlx_zip.cli.training import ENCODER_FLAGS
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.prepare.shards import Shards
+from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run import train
-from mlx_zip.training.run_data import Joined
-from mlx_zip.training.run_metrics import Metrics, plot, read_metrics
-from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_of
+from mlx_zip.training.run_data import JoinedFolders
+from mlx_zip.training.run_metrics import MetricsLog, plot_curves, read_metrics
+from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_text
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import learning_rate, make_optimizer, to_device
+from mlx_zip.training.steps.stepper import last_learning_rate, make_optimizer, to_mlx_arrays
 from support.tiny_training import options, settings, write_shards
 
 TINY = ["--encoder", "transformer", "--encoder-layers", "1", "--encoder-heads", "2", "--lora-rank", "2"]
@@ -46,8 +46,8 @@ def test_every_setting_is_a_flag_with_its_choices_its_help_and_its_default():
     for name, one in named.items():
         assert actions[name].option_strings[0] == f"--{name.replace('_', '-')}"
         assert actions[name].choices == one.metadata["choices"]
-        assert actions[name].help == help_of(one)
-        assert "(default: " in help_of(one)
+        assert actions[name].help == help_text(one)
+        assert "(default: " in help_text(one)
         assert actions[name].default is None, "a flag that is not given leaves the YAML file's value"
 
 
@@ -164,7 +164,7 @@ def test_the_rate_rises_falls_and_ends_where_asked_for_every_optimizer(optimizer
     for _ in range(60):
         before = model.bias
         made.update(model, {"weight": mx.ones((4, 3)), "bias": mx.ones(4)})
-        rates.append(learning_rate(made))
+        rates.append(last_learning_rate(made))
         moves.append(float(mx.abs(model.bias - before).max().item()))
     assert rates[0] == 0
     assert rates[5] == pytest.approx(0.1)
@@ -184,8 +184,8 @@ def test_metrics_tell_rates_totals_and_losses_in_nats_and_bits(tmp_path):
     assert [line["step"] for line in lines if "val_loss" in line] == [2, 4]
     for name in ("ids_per_s", "base_ids_per_s", "bytes_per_s", "reconstruction", "token_type", "learning_rate"):
         assert all(line[name] > 0 for line in told), name
-    data = Joined([tmp_path / "data"])
-    epoch = [data[i] for batch in trainer.batch_order(data.lengths, 4, 0, 0)[:4] for i in batch.tolist()]
+    data = JoinedFolders([tmp_path / "data"])
+    epoch = [data[i] for batch in trainer.order_batches(data.lengths, 4, 0, 0)[:4] for i in batch.tolist()]
     assert told[-1]["seen_samples"] == len(epoch) == 16
     assert told[-1]["seen_ids"] == sum(len(sample.ids) - 1 for sample in epoch)
     assert told[-1]["seen_bytes"] == sum(sample.n_bytes for sample in epoch)
@@ -195,8 +195,8 @@ def test_validation_is_the_mean_over_all_its_samples_without_dropout(tmp_path):
     run = options(tmp_path / "run", valid=[write_shards(tmp_path / "valid", seed=3, samples=7)])
     train(run, settings(iters=2, steps_per_eval=2, val_batches=0, lora_dropout=0.5, learning_rate=0.1), quiet=True)
     found = next(line for line in read_metrics(run.out) if "val_loss" in line)
-    trainee, valid = Trainee(load(run.out / "model")[0], LossWeights()), Joined([tmp_path / "valid"])
-    sums = [trainee.losses(to_device(make_batch([valid[i]], valid.params))) for i in range(len(valid))]
+    trainee, valid = Trainee(load(run.out / "model")[0], LossWeights()), JoinedFolders([tmp_path / "valid"])
+    sums = [trainee.losses(to_mlx_arrays(make_batch([valid[i]], valid.params))) for i in range(len(valid))]
     nats, count = (sum(one[name].item() for one in sums) for name in ("nats", "count"))
     assert found["val_loss"] == pytest.approx(nats / count, rel=1e-5)
     n_bytes = sum(valid[i].n_bytes for i in range(len(valid)))
@@ -213,12 +213,12 @@ def test_plot_draws_the_curves(tmp_path, capsys):
 
 
 def test_a_run_without_lines_has_nothing_to_draw(tmp_path):
-    Metrics(tmp_path, 0)
+    MetricsLog(tmp_path, 0)
     with pytest.raises(TrainingError, match="no lines to draw"):
-        plot(tmp_path)
+        plot_curves(tmp_path)
 
 
 def test_an_empty_shard_can_be_read(tmp_path):
-    empty = Shards(write_shards(tmp_path / "empty", samples=0))
+    empty = PreparedShards(write_shards(tmp_path / "empty", samples=0))
     assert len(empty) == 0
     assert isinstance(empty.params, CodecParams)

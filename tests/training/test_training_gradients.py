@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.training.steps.batches import make_batch
-from mlx_zip.training.steps.objective import LossWeights, Trainee, joint_nats
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.objective import LossWeights, Trainee, sum_joint_nats
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.float64_reference import Reference
 from support.slow_cases import slow_but
 from support.tiny import tiny_model
@@ -91,7 +91,7 @@ def samples(trainee: Trainee) -> list[Any]:
 
 def objective(trainee: Trainee, arrays: dict[str, mx.array]) -> mx.array:
     sums = trainee.losses(arrays)
-    return trainee.total(sums) / sums["count"]
+    return trainee.loss_weights.total_loss(sums) / sums["count"]
 
 
 @pytest.mark.parametrize(("encoder", "tie_encoders", "tie_embeddings", "availability"), slow_but(CASES, CASES[1]))
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_the_float64_reference(encoder, tie_enco
     trainee = toy(encoder, tie_encoders, tie_embeddings)
     some, codec = samples(trainee), trainee.model.config.codec_params
     reference = Reference(trainee.model.args.config, some, codec, availability, 0.3, 0.2)
-    arrays = to_device(make_batch(some, codec, availability=availability))
+    arrays = to_mlx_arrays(make_batch(some, codec, availability=availability))
     loss, tree = nn.value_and_grad(trainee, lambda: objective(trainee, arrays))()
     weights = weights_of(trainee)
     assert loss.item() == pytest.approx(reference.loss(weights), rel=1e-5)
@@ -129,7 +129,7 @@ def test_logits_of_entries_that_are_not_available_have_no_gradient_at_all():
     base, hyper = mx.array(rng.normal(size=(2, 3, 5)).astype(np.float32)), mx.array(np.zeros((2, 3, 4), np.float32))
     available = np.array([[0, 1, 2], [4, 4, 4]], np.int32)
     arrays = {"targets": mx.array([[1, 2, 6], [8, 5, 3]]), "weights": mx.ones((2, 3)), "available": mx.array(available)}
-    gradient = np.array(mx.grad(lambda h: joint_nats(base, h, arrays)["nats"])(hyper))
+    gradient = np.array(mx.grad(lambda h: sum_joint_nats(base, h, arrays)["nats"])(hyper))
     is_open = np.arange(4) < available[..., None]
     assert (gradient[~is_open] == 0).all()
     assert (gradient[is_open] != 0).all()
@@ -141,7 +141,7 @@ def test_rows_that_no_position_can_choose_have_no_gradient_at_all():
     model.output_encoder.layers[-1].post_mlp_layernorm.weight *= 0.05
     sample = make_sample(model.config.codec_params, [5, 6, 7, 8, 9, 10])
     sample.mask[-3:] = False  # positions 3 to 5 do not count, so the entries that they open are never offered
-    arrays = to_device(make_batch([sample], model.config.codec_params))
+    arrays = to_mlx_arrays(make_batch([sample], model.config.codec_params))
     gradient = row_gradient(model, arrays)
     opened = int(arrays["available"][0, 1].item())  # before the last id that counts, which is at 2
     assert 0 < opened < 4
@@ -153,15 +153,15 @@ def test_rows_that_no_position_can_choose_have_no_gradient_at_all():
 
 def row_gradient(model: Any, arrays: dict[str, mx.array]) -> np.ndarray:
     """Gradient of the loss to the output rows [U, D]."""
-    import mlx_zip.training.steps.whole as whole
+    import mlx_zip.training.steps.forward_pass as whole
 
     def nats(extra: mx.array) -> mx.array:
-        plain = whole.encode
-        whole.encode = lambda *given: plain(*given) + (extra if given[0] is model.row_encoder else 0)
+        plain = whole.encode_entries
+        whole.encode_entries = lambda *given: plain(*given) + (extra if given[0] is model.row_encoder else 0)
         try:
             return Trainee(model, LossWeights()).losses(arrays)["nats"]
         finally:
-            whole.encode = plain
+            whole.encode_entries = plain
 
     return np.array(mx.grad(nats)(mx.zeros((arrays["entries"].shape[0], 64))))
 
@@ -170,7 +170,7 @@ def test_weights_of_positions_that_do_not_count_move_nothing():
     model = tiny_model()
     sample = make_sample(model.config.codec_params, [5, 6, 7, 5, 6, 7, 5, 6, 7])
     sample.mask[:] = False
-    arrays = to_device(make_batch([sample], model.config.codec_params))
+    arrays = to_mlx_arrays(make_batch([sample], model.config.codec_params))
     trainee = Trainee(model, LossWeights())
     _, tree = nn.value_and_grad(trainee, lambda: trainee.losses(arrays)["nats"])()
     assert all((np.array(gradient) == 0).all() for _, gradient in tree_flatten(tree))

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.errors import TrainingError
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
 from support.crashing import crash_after
@@ -28,8 +28,8 @@ def test_a_second_leg_begins_with_the_weights_of_the_first_and_a_new_optimizer(t
     first = first_leg(tmp_path)
     second = options(tmp_path / "second", init_from=first.out)
     train(second, settings(iters=1, learning_rate=1e-9, min_learning_rate=0.0), quiet=True)
-    before = mx.load(str(checkpoints(first.out)[-1][1] / "trained.safetensors"))
-    after = mx.load(str(checkpoints(second.out)[-1][1] / "trained.safetensors"))
+    before = mx.load(str(list_checkpoints(first.out)[-1][1] / "trained.safetensors"))
+    after = mx.load(str(list_checkpoints(second.out)[-1][1] / "trained.safetensors"))
     assert before.keys() == after.keys()
     for name, value in before.items():
         np.testing.assert_allclose(np.array(after[name]), np.array(value), atol=1e-7)
@@ -54,7 +54,7 @@ def test_a_leg_goes_on_from_its_own_checkpoint_not_from_the_leg_before(engine, t
     train(whole, settings(iters=4), quiet=True)
     cut = options(tmp_path / "cut", init_from=first.out, engine=engine)
     train(cut, settings(iters=4), quiet=True)
-    for _, folder in checkpoints(cut.out)[-1:]:
+    for _, folder in list_checkpoints(cut.out)[-1:]:
         (folder / "state.json").rename(folder / "gone")  # as after a crash that left step 2 only
         folder.rename(folder.with_name(".lost"))
     train(cut, settings(iters=4), quiet=True)
@@ -84,7 +84,7 @@ def test_a_leg_without_a_checkpoint_still_needs_the_leg_before(tmp_path, monkeyp
         crash_after(patch, 1)
         with pytest.raises(RuntimeError, match="crashed"):
             train(cut, settings(iters=4), quiet=True)
-    assert not checkpoints(cut.out)
+    assert not list_checkpoints(cut.out)
     shutil.rmtree(first.out)
     with pytest.raises(TrainingError, match="no checkpoint"):
         train(cut, settings(iters=4), quiet=True)
@@ -121,7 +121,7 @@ def test_encoders_learn_at_a_rate_of_their_own(tmp_path):
     train(still, settings(iters=1, encoder_learning_rate=1e-12), quiet=True)
     moving = options(tmp_path / "moving")
     train(moving, settings(iters=1), quiet=True)
-    mine, theirs = (mx.load(str(checkpoints(one.out)[-1][1] / "trained.safetensors")) for one in (still, moving))
+    mine, theirs = (mx.load(str(list_checkpoints(one.out)[-1][1] / "trained.safetensors")) for one in (still, moving))
     for name, value in theirs.items():
         same = np.allclose(np.array(mine[name]), np.array(value), atol=1e-6)
         assert same is ("encoder" not in name), name

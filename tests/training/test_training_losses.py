@@ -17,10 +17,10 @@ from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack
 from mlx_zip.sampling.exclusions import find_excluded_ids
 from mlx_zip.training.prepare.shards import Sample
-from mlx_zip.training.steps.batches import bucket, make_batch
-from mlx_zip.training.steps.objective import LossWeights, Trainee, samples_of
-from mlx_zip.training.steps.stepping import to_device
-from mlx_zip.training.steps.whole import run_whole
+from mlx_zip.training.steps.batches import make_batch, round_up_size
+from mlx_zip.training.steps.forward_pass import run_forward_pass
+from mlx_zip.training.steps.objective import LossWeights, Trainee, make_samples
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from mlx_zip.training.trainer import Trainer
 from support.slow_cases import slow_but
 from support.tiny import ENCODERS, base_ids, tiny_config, tiny_model
@@ -80,7 +80,7 @@ def legacy_logits(model: Any, token: int, cache: Any, rows: np.ndarray) -> np.nd
 def sums(model: Any, samples: list[Sample], availability: str = "causal", long: bool = False) -> dict[str, float]:
     by_base = model.config.position_mode == "base_token_end"
     batch = make_batch(samples, model.config.codec_params, availability=availability, base_positions=by_base)
-    found = Trainee(model, LossWeights()).losses(to_device(batch), long)
+    found = Trainee(model, LossWeights()).losses(to_mlx_arrays(batch), long)
     return {name: float(value.item()) for name, value in found.items()}
 
 
@@ -184,8 +184,8 @@ def test_padding_changes_nothing():
         widths = [(0, more if i == axis else 0) for i in range(arrays[name].ndim)]
         arrays[name] = np.pad(arrays[name], widths, constant_values=filler.get(name, 0))
     trainee = Trainee(model, LossWeights())
-    before = trainee.losses(to_device(batch))
-    after = trainee.losses(to_device(replace(batch, arrays=arrays)))
+    before = trainee.losses(to_mlx_arrays(batch))
+    after = trainee.losses(to_mlx_arrays(replace(batch, arrays=arrays)))
     assert {k: v.item() for k, v in after.items()} == pytest.approx({k: v.item() for k, v in before.items()}, rel=1e-6)
 
 
@@ -226,8 +226,8 @@ def test_a_codec_without_codebook_makes_plain_batches():
 
 @pytest.mark.parametrize("n", [1, 8, 9, 64, 65, 100, 1000, 1025, 5000])
 def test_padded_sizes_recur_and_are_at_most_an_eighth_or_seven_too_long(n):
-    assert n <= bucket(n) <= max(n + 7, 1.125 * n)
-    assert bucket(bucket(n)) == bucket(n)
+    assert n <= round_up_size(n) <= max(n + 7, 1.125 * n)
+    assert round_up_size(round_up_size(n)) == round_up_size(n)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -239,7 +239,7 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
     model(mx.array(sample.ids[None, :-1]), cache=cache)
     batch = make_batch([sample], model.config.codec_params, base_positions=mode == "base_token_end")
     trainer = SimpleNamespace(trainee=Trainee(model, LossWeights()))
-    assert Trainer.is_long(trainer, batch) == cache[-1].long_rope
+    assert Trainer.needs_long_factors(trainer, batch) == cache[-1].long_rope
 
 
 @pytest.mark.parametrize("most", [0.5, 0.05])
@@ -252,20 +252,20 @@ def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(sta
     )
     samples = [make_sample(model.config.codec_params, base_ids(n, seed=i), start) for i, n in enumerate((60, 41, 50))]
     batch = make_batch(samples, model.config.codec_params, canonical=True)
-    found = Trainee(model, LossWeights()).losses(to_device(batch))
+    found = Trainee(model, LossWeights()).losses(to_mlx_arrays(batch))
     rows = [Compressed(sample.ids, np.ones(len(sample.ids), np.int64), start and Pack(start)) for sample in samples]
     nats, free = (-sum(float(one.logprobs.sum()) for one in score(m, rows)) for m in (model, base))
     assert float(found["nats"].item()) == pytest.approx(nats, rel=2e-5)
     assert nats < free
-    without = to_device(make_batch(samples, model.config.codec_params))
+    without = to_mlx_arrays(make_batch(samples, model.config.codec_params))
     assert float(Trainee(model, LossWeights()).losses(without)["nats"].item()) == pytest.approx(free, rel=2e-5)
-    held = held_by_excluded(model, to_device(batch))
+    held = held_by_excluded(model, to_mlx_arrays(batch))
     assert ((held > most).sum(), (held > 0).sum()) > (0, 0)
 
 
 def held_by_excluded(model: Any, arrays: dict[str, mx.array]) -> np.ndarray:
     """The probability of all that is excluded at each position, added up one pair at a time."""
-    out = run_whole(model, samples_of(arrays))
+    out = run_forward_pass(model, make_samples(arrays))
     is_open = np.arange(out.hyper.shape[-1]) < np.array(arrays["available"])[..., None]
     logits = np.concatenate([np.array(out.base), np.where(is_open, np.array(out.hyper), -np.inf)], axis=-1)
     shares = np.exp(logits - logits.max(-1, keepdims=True))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import read_metrics
 from support.processes import Command, wait_all
@@ -94,7 +94,7 @@ def test_a_signal_to_one_machine_stops_both_after_the_same_step(home):
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
     assert [status for status, _ in ended(processes)] == [143, 143]
-    assert checkpoints(outs[0])[-1][0] == losses(outs[0])[-1][0]
+    assert list_checkpoints(outs[0])[-1][0] == losses(outs[0])[-1][0]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.training.checkpoints import Progress
-from mlx_zip.training.loop import give_back, run_steps, wired_memory
+from mlx_zip.training.loop import free_cached_memory, run_steps, wired_memory
 from mlx_zip.training.settings import TrainSettings
 
 
@@ -90,4 +90,4 @@ def test_memory_is_given_back_after_every_step(monkeypatch):
 def test_nothing_is_given_back_where_nothing_is_kept(monkeypatch):
     mx.clear_cache()
     monkeypatch.setattr(mx, "clear_cache", lambda: pytest.fail("cleared"))
-    give_back()
+    free_cached_memory()

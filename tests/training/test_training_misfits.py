@@ -11,13 +11,13 @@ import pytest
 from mlx_zip import ConfigError, load
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.prepare.shards import Shards, codec_record
+from mlx_zip.training.prepare.shards import PreparedShards, make_codec_record
 from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
-from mlx_zip.training.starting_model import start_model
+from mlx_zip.training.starting_model import make_starting_model
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.tiny_training import (
     CODEC,
     ENCODER,
@@ -46,8 +46,8 @@ def test_a_zip_model_takes_over_the_codebook_size_and_longer_entries_of_its_data
     train(first, settings(iters=1), quiet=True)
     larger = replace(CODEC, merge_size=CODEC.merge_size + 1, codebook_size=CODEC.codebook_size + 8)
     other = write_shards(tmp_path / "other", larger)
-    before, _ = start_model(first.out / "model", None, CODEC, ENCODER)
-    after, config = start_model(first.out / "model", None, larger, ENCODER)
+    before, _ = make_starting_model(first.out / "model", None, CODEC, ENCODER)
+    after, config = make_starting_model(first.out / "model", None, larger, ENCODER)
     assert after.config.codec_params == larger
     assert config["zip2zip"]["compression"]["max_subtokens"] == larger.merge_size
     old, new = arrays_of(before), arrays_of(after)
@@ -137,13 +137,13 @@ def test_a_run_that_would_train_nothing_is_refused(tmp_path):
 def test_samples_are_read_with_the_codebook_they_were_prepared_with_and_not_with_the_models(tmp_path):
     start = ((5, 6), (6, 7, 8))
     params = replace(CODEC, start=start)
-    write_shards(tmp_path / "data", params, codec={**codec_record(params), "start": start})
+    write_shards(tmp_path / "data", params, codec={**make_codec_record(params), "start": start})
     run = options(tmp_path / "run")
     train(run, settings(iters=1), quiet=True)
     assert saved_config(run.out / "model")["zip2zip"]["start"] == [list(entry) for entry in start]
-    empty = Shards(write_shards(tmp_path / "empty", samples=4))  # its first slot holds another entry
+    empty = PreparedShards(write_shards(tmp_path / "empty", samples=4))  # its first slot holds another entry
     further = options(tmp_path / "further", model=str(run.out / "model"), data=[empty.folder])
     train(further, settings(iters=1), quiet=True)
     trainee = Trainee(load(run.out / "model")[0], LossWeights())
-    sums = trainee.losses(to_device(make_batch([empty[i] for i in range(4)], CODEC)))
+    sums = trainee.losses(to_mlx_arrays(make_batch([empty[i] for i in range(4)], CODEC)))
     assert losses(further.out)[0][1] == pytest.approx(sums["nats"].item() / sums["count"].item(), rel=1e-5)

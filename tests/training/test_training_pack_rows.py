@@ -16,13 +16,13 @@ from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import ConversionError, TrainingError
 from mlx_zip.packs.pack import IN_ADAPTER, Pack, load_pack
 from mlx_zip.packs.tuned import TunedRows
-from mlx_zip.training.checkpoints import checkpoints
-from mlx_zip.training.prepare.shards import Sample, ShardWriter, codec_record, write_index
-from mlx_zip.training.run import make_stepper, train
-from mlx_zip.training.starting_model import freeze
+from mlx_zip.training.checkpoints import list_checkpoints
+from mlx_zip.training.prepare.shards import Sample, ShardWriter, make_codec_record, write_index
+from mlx_zip.training.run import choose_stepper, train
+from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
-from mlx_zip.training.steps.stepping import Stepper, make_optimizer, to_device
+from mlx_zip.training.steps.stepper import Stepper, make_optimizer, to_mlx_arrays
 from support.converting import convert
 from support.slow_cases import slow_but
 from support.tiny import MERGE, PAD, VOCAB, tiny_config, tiny_model
@@ -71,7 +71,7 @@ def write_data(tmp_path: Any) -> None:
     for sample in samples_of(16, params=PARAMS):
         writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes)
     record = {
-        "codec": {**codec_record(PARAMS), "start": START},
+        "codec": {**make_codec_record(PARAMS), "start": START},
         "context": 128,
         "shards": [writer.close()],
         "pool": None,
@@ -86,7 +86,7 @@ CASES = [("llama", False, False), ("llama", True, True), ("gemma", True, False)]
 def test_rows_begin_as_the_encoders(family, tied, canonical):
     model = model_of(family, tied, canonical)
     plain, own = Trainee(model, LossWeights()), PackAndModelTrainee(model, len(START))
-    want, got = (one.losses(to_device(batch_of(one))) for one in (plain, own))
+    want, got = (one.losses(to_mlx_arrays(batch_of(one))) for one in (plain, own))
     assert float(got["count"]) == float(want["count"]) > 50
     np.testing.assert_allclose(float(got["nats"]), float(want["nats"]), rtol=1e-6)
 
@@ -95,8 +95,8 @@ def test_rows_begin_as_the_encoders(family, tied, canonical):
 def test_the_loss_is_what_generation_gives_the_ids_with_the_saved_rows(family, tied, canonical):
     model = model_of(family, tied, canonical)
     trainee = with_random_rows(PackAndModelTrainee(model, len(START)))
-    nats = float(trainee.losses(to_device(batch_of(trainee)))["nats"])
-    rows = {name: np.array(value) for name, value in trainee.pack_rows(START, TINY).items()}
+    nats = float(trainee.losses(to_mlx_arrays(batch_of(trainee)))["nats"])
+    rows = {name: np.array(value) for name, value in trainee.trained_pack_rows(START, TINY).items()}
     tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)
     start = Pack(START, rows=tuned)
     scored = score(model, [Compressed(one.ids, np.ones(len(one.ids), np.int64), start) for one in samples_of()])
@@ -113,18 +113,18 @@ def test_both_trainers_agree_over_twenty_steps(family, tied, canonical):
     chosen = settings(iters=20, lora_rank=4, optimizer="sgd", pack_rows=True, **rates)
     first = random_model(config)
     steppers = []
-    for make in (Stepper, make_stepper("torch", config)):
+    for make in (Stepper, choose_stepper("torch", config)):
         model = type(first)(first.args)
         model.load_weights(tree_flatten(first.parameters()))
         mx.random.seed(7)  # of the LoRA layers
-        freeze(model, chosen)
+        freeze_and_add_lora(model, chosen)
         trainee, optimizer = PackAndModelTrainee(model, len(START)), make_optimizer(chosen)
         optimizer.init(trainee.trainable_parameters())
         steppers.append(make(trainee, optimizer, chosen, mx.distributed.init()))
     for step in range(20):
         both = [one.step([batch_of(one.trainee, seed=step)], [False]) for one in steppers]
         assert both[1]["nats"] == pytest.approx(both[0]["nats"], rel=1e-4), step
-    steppers[1].publish()
+    steppers[1].sync_to_trainee()
     ours, theirs = (one.trainee for one in steppers)
     for name in ("output_rows", "input_rows"):
         assert (name in ours) == (name in theirs)
@@ -139,7 +139,7 @@ def test_rows_have_the_learning_rate_that_is_given_for_them(tmp_path):
     for rate in (1e-3, 1e-2):
         run = options(tmp_path / f"run-{rate}")
         train(run, settings(iters=1, learning_rate=1e-3, pack_rows=True, pack_learning_rate=rate), quiet=True)
-        trained: Any = mx.load(str(checkpoints(run.out)[-1][1] / "trained.safetensors"))
+        trained: Any = mx.load(str(list_checkpoints(run.out)[-1][1] / "trained.safetensors"))
         moved[rate] = float(mx.abs(trained["output_rows"]).max())
     assert moved[1e-2] == pytest.approx(10 * moved[1e-3], rel=1e-3)
 
@@ -232,14 +232,14 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     whole, cut = options(tmp_path / "whole"), options(tmp_path / "cut")
     train(whole, chosen, quiet=True)
     train(cut, chosen, quiet=True)
-    for _, folder in checkpoints(cut.out)[1:]:
+    for _, folder in list_checkpoints(cut.out)[1:]:
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
     (cut.out / "model").rename(tmp_path / "first")
     train(cut, chosen, quiet=True)
     assert losses(cut.out) == losses(whole.out)
-    both: Any = [mx.load(str(checkpoints(run.out)[-1][1] / "trained.safetensors")) for run in (whole, cut)]
+    both: Any = [mx.load(str(list_checkpoints(run.out)[-1][1] / "trained.safetensors")) for run in (whole, cut)]
     assert all(mx.array_equal(both[0][name], both[1][name]).item() for name in both[0])
 
 
@@ -259,10 +259,10 @@ def test_a_plain_sample_among_others_changes_no_row_of_the_pack():
 
     def nats(samples: list[Any]) -> float:
         batch = trainee.prepare_batch(make_batch(samples, TINY, canonical=True))
-        return float(trainee.losses(to_device(batch))["nats"].item())
+        return float(trainee.losses(to_mlx_arrays(batch))["nats"].item())
 
     alone = nats([plain])
     assert nats([plain, *samples_of()]) == pytest.approx(alone + nats(samples_of()), rel=1e-5)
     assert nats([*samples_of(), plain]) == pytest.approx(alone + nats(samples_of()), rel=1e-5)
     none = Trainee(trainee.model, LossWeights())
-    assert alone == pytest.approx(float(none.losses(to_device(make_batch([plain], TINY)))["nats"].item()), rel=1e-5)
+    assert alone == pytest.approx(float(none.losses(to_mlx_arrays(make_batch([plain], TINY)))["nats"].item()), rel=1e-5)

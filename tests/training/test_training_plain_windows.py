@@ -14,10 +14,10 @@ from mlx_zip.errors import DataError
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.run import train
-from mlx_zip.training.run_data import Joined
+from mlx_zip.training.run_data import JoinedFolders
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import to_device
+from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.tiny import tiny_model
 from support.tiny_training import CODEC, PLAIN, losses, make_sample, options, settings, write_shards
 
@@ -36,7 +36,7 @@ def in_zip(ids: list[int], model: Model) -> Sample:
 def nats_of(model: Model, samples: list[Sample], canonical: bool) -> float:
     trainee = Trainee(model, LossWeights())
     batch = make_batch(samples, replace(model.config.codec_params, start=START), canonical=canonical)
-    return float(trainee.losses(to_device(trainee.prepare_batch(batch)))["nats"].item())
+    return float(trainee.losses(to_mlx_arrays(trainee.prepare_batch(batch)))["nats"].item())
 
 
 @pytest.mark.parametrize("canonical", [False, True])
@@ -53,19 +53,19 @@ def test_a_plain_sample_costs_what_the_decoder_alone_says(canonical):
 def test_the_first_folder_with_hypertokens_gives_the_codec_wherever_it_stands(tmp_path):
     zipped, plain = write_shards(tmp_path / "zip", samples=3), write_shards(tmp_path / "plain", PLAIN, samples=2)
     for folders in ([zipped, plain], [plain, zipped]):
-        data = Joined(folders)
+        data = JoinedFolders(folders)
         assert data.params == CODEC
         marks = {folder: [] for folder in folders}
         for i in range(len(data)):
             marks[folders[0] if i < len(data.parts[0]) else folders[1]].append(data[i].plain)
         assert marks == {zipped: [False] * 3, plain: [True] * 2}
-    assert not any(Joined([plain])[i].plain for i in range(2))  # of that codec there are no hypertokens anyway
+    assert not any(JoinedFolders([plain])[i].plain for i in range(2))  # of that codec there are no hypertokens anyway
 
 
 def test_plain_data_of_another_tokenizer_are_still_refused(tmp_path):
     other = write_shards(tmp_path / "plain", replace(PLAIN, disabled_ids=(0, 1)), samples=2)
     with pytest.raises(DataError, match=r"plain was prepared for another codec than .*zip"):
-        Joined([write_shards(tmp_path / "zip", samples=2), other])
+        JoinedFolders([write_shards(tmp_path / "zip", samples=2), other])
 
 
 @pytest.mark.parametrize("engine", ["mlx", "torch"])

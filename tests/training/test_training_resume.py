@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import FILE, read_metrics
-from mlx_zip.training.steps.batches import batch_order
+from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
+from mlx_zip.training.steps.batches import order_batches
 from support.crashing import crash_after
 from support.processes import Command
 from support.same_numbers import assert_same_losses, assert_same_weights, is_exact
@@ -88,7 +88,7 @@ def test_a_run_that_crashed_goes_on_with_the_same_numbers(changes, tmp_path, mon
         crash_after(patch, 3)
         with pytest.raises(RuntimeError, match="crashed"):
             train(broken, settings(**changes), quiet=True)
-    assert [step for step, _ in checkpoints(broken.out)] == [2]
+    assert [step for step, _ in list_checkpoints(broken.out)] == [2]
     assert losses(broken.out)[-1][0] == 3  # reported, but not saved: it will be reported again
     train(broken, settings(**changes), quiet=True)
     assert_same_run(broken.out, whole.out)
@@ -109,7 +109,7 @@ def test_a_compiled_run_that_crashed_goes_on_with_the_same_numbers(tmp_path, mon
 
 def test_every_epoch_has_an_order_of_its_own_that_depends_on_the_seed_alone():
     lengths = np.arange(100, dtype=np.int64) % 7
-    orders = [batch_order(lengths, 4, seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    orders = [order_batches(lengths, 4, seed, epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
     first = [batch.tolist() for batch in orders[0]]
     assert first == [batch.tolist() for batch in orders[1]]
     assert all(first != [batch.tolist() for batch in order] for order in orders[2:])
@@ -121,7 +121,7 @@ def test_every_epoch_has_an_order_of_its_own_that_depends_on_the_seed_alone():
 def test_samples_of_a_batch_begin_with_codebooks_of_like_size():
     rng = np.random.default_rng(0)
     lengths, starts = rng.integers(2, 60, 640), rng.choice([0, 256, 1024], 640, p=[0.5, 0.4, 0.1])
-    batches = batch_order(lengths, 8, 0, 0, starts)
+    batches = order_batches(lengths, 8, 0, 0, starts)
     assert sorted(i for batch in batches for i in batch.tolist()) == list(range(640))
     mixed = sum(len(set(starts[batch].tolist())) > 1 for batch in batches)
     assert mixed <= 2 * 3  # in each of the three runs, one at each border between two sizes
@@ -193,7 +193,7 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_from_there(number, sta
     assert stopped_with(number, out, steps=3) == status
     done = losses(out)[-1][0]
     assert 3 <= done < MANY
-    assert checkpoints(out)[-1][0] == done
+    assert list_checkpoints(out)[-1][0] == done
     assert not (out / "model").exists()
     same_in_process(out)
     assert_same_run(out, uninterrupted)
@@ -204,7 +204,7 @@ def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(uninterr
     out = uninterrupted.parent / "killed"
     steps = random.randint(6, 24)  # any moment will do
     assert stopped_with(signal.SIGKILL, out, steps) == -signal.SIGKILL
-    told, saved = losses(out)[-1][0], checkpoints(out)[-1][0]
+    told, saved = losses(out)[-1][0], list_checkpoints(out)[-1][0]
     assert told - 5 <= saved < MANY
     same_in_process(out)
     assert_same_run(out, uninterrupted)
@@ -219,9 +219,9 @@ def test_what_a_killed_process_left_half_written_is_ignored_and_removed(tmp_path
         with pytest.raises(RuntimeError, match="crashed"):
             train(run, settings(), quiet=True)
     left = run.out / "checkpoints" / ".step-000004.partial-1"
-    shutil.copytree(checkpoints(run.out)[-1][1], left)
+    shutil.copytree(list_checkpoints(run.out)[-1][1], left)
     (left / "trained.safetensors").write_bytes(b"half")
-    with open(run.out / FILE, "a", encoding="utf-8") as file:
+    with open(run.out / METRICS_FILE, "a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')
     train(run, settings(), quiet=True)
     assert not left.exists()

@@ -15,11 +15,11 @@ from mlx.utils import tree_flatten
 from mlx_zip.models.layers import Positions
 from mlx_zip.training import run as run_module
 from mlx_zip.training.settings import EncoderOptions
-from mlx_zip.training.starting_model import start_model
+from mlx_zip.training.starting_model import make_starting_model
 from mlx_zip.training.steps.batches import make_batch
+from mlx_zip.training.steps.forward_pass import NoCache
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import Stepper, make_optimizer
-from mlx_zip.training.steps.whole import NoCache
+from mlx_zip.training.steps.stepper import Stepper, make_optimizer
 from support.slow_cases import slow_but
 from support.tiny_training import (
     CODEC,
@@ -40,8 +40,8 @@ def stepper(folder: Path, encoder: EncoderOptions = ENCODER, **changes: Any) -> 
     chosen = settings(**changes)
     mx.random.seed(0)
     options(folder / "run")
-    model, _ = start_model(folder / "plain", None, CODEC, encoder)
-    run_module.freeze(model, chosen)
+    model, _ = make_starting_model(folder / "plain", None, CODEC, encoder)
+    run_module.freeze_and_add_lora(model, chosen)
     trainee = Trainee(model, LossWeights(chosen.reconstruction, chosen.token_type))
     if chosen.grad_checkpoint:
         run_module.recompute_activations(model.layers)
@@ -107,14 +107,14 @@ def test_a_step_leaves_nothing_of_its_graph_in_the_encoders(tmp_path):
     machine.step([batch], [False])
     model = machine.trainee.model
     before = dict(tree_flatten(model.output_encoder.parameters()))
-    machine.losses(batch, False)
+    machine.measure_losses(batch, False)
     after = dict(tree_flatten(model.output_encoder.parameters()))
     assert [name for name, value in after.items() if value is not before[name]] == []
 
 
 def test_recomputing_activations_is_a_matter_of_one_model(tmp_path):
     machine, _ = stepper(tmp_path, grad_checkpoint=True)
-    other, _ = start_model(tmp_path / "plain", None, CODEC, ENCODER)
+    other, _ = make_starting_model(tmp_path / "plain", None, CODEC, ENCODER)
     block = machine.trainee.model.layers[0]
     assert type(block).__name__ == type(other.layers[0]).__name__
     assert type(block).__call__ is not type(other.layers[0]).__call__
@@ -165,7 +165,7 @@ def test_recomputing_activations_in_mixed_precision_rounds_no_weight(tmp_path):
 def test_a_new_residual_encoder_begins_as_the_first_base_row(size, tmp_path):
     folder = write_plain(tmp_path / "plain")
     encoder = EncoderOptions(kind="res_latent_attn", num_heads=2, size=size)
-    model, _ = start_model(folder, None, CODEC, encoder)
+    model, _ = make_starting_model(folder, None, CODEC, encoder)
     entries, lengths = np.array([[5, 6, 2], [9, 8, 7]], np.uint32), np.array([2, 3])
     rows = model.rows(entries, lengths)
     for found, matrix in zip(rows, (model.model.embed_tokens, model.lm_head), strict=True):
@@ -173,7 +173,7 @@ def test_a_new_residual_encoder_begins_as_the_first_base_row(size, tmp_path):
 
 
 def test_the_rows_of_a_new_transformer_have_the_scale_of_the_matrix_they_are_made_from(tmp_path):
-    model, _ = start_model(write_plain(tmp_path / "plain"), None, CODEC, ENCODER)
+    model, _ = make_starting_model(write_plain(tmp_path / "plain"), None, CODEC, ENCODER)
     rows = np.array(model.rows(np.array([[5, 6, 2], [9, 8, 7]], np.uint32), np.array([2, 3]))[0])
     scale = np.sqrt((np.array(model.model.embed_tokens.weight) ** 2).mean())
     assert 0.3 * scale < np.sqrt((rows**2).mean()) < 1.5 * scale

@@ -18,11 +18,11 @@ from mlx_zip import load
 from mlx_zip.cli import main
 from mlx_zip.errors import InstallationError, TrainingError
 from mlx_zip.progress import ProgressBar
-from mlx_zip.training.checkpoints import Progress, checkpoints
+from mlx_zip.training.checkpoints import Progress, list_checkpoints
 from mlx_zip.training.run import train
-from mlx_zip.training.run_data import Joined, held_out_count, split
+from mlx_zip.training.run_data import JoinedFolders, count_held_out, split_held_out
 from mlx_zip.training.run_metrics import read_metrics
-from mlx_zip.training.run_summary import expanded, hints
+from mlx_zip.training.run_summary import expand_sample, hints
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses
 from support.tiny_training import PLAIN, losses, options, settings, write_shards
@@ -83,17 +83,17 @@ def test_a_run_that_goes_on_says_from_where(tmp_path, capsys, monkeypatch):
 
 
 def test_the_held_out_samples_are_not_trained_on_and_a_batch_is_always_left(tmp_path):
-    data = Joined([write_shards(tmp_path / "data", samples=40)])
-    count = held_out_count(data, 0.02, 4)
-    train_on, valid = split(data, count, 0)
+    data = JoinedFolders([write_shards(tmp_path / "data", samples=40)])
+    count = count_held_out(data, 0.02, 4)
+    train_on, valid = split_held_out(data, count, 0)
     assert count == 4
     assert valid is not None
     assert (np.flatnonzero(valid.lengths).size, np.flatnonzero(train_on.lengths).size) == (4, 36)
     assert not (train_on.lengths.astype(bool) & valid.lengths.astype(bool)).any()
-    assert held_out_count(data, 0.02, 38) == 2
-    assert held_out_count(data, 0.02, 40) == 0
-    assert held_out_count(data, 0.5, 4) == 8
-    assert held_out_count(data, 0.0, 4) == 0
+    assert count_held_out(data, 0.02, 38) == 2
+    assert count_held_out(data, 0.02, 40) == 0
+    assert count_held_out(data, 0.5, 4) == 8
+    assert count_held_out(data, 0.0, 4) == 0
 
 
 def test_a_run_from_before_there_was_a_held_out_part_goes_on_without_one(tmp_path):
@@ -119,16 +119,19 @@ def test_the_base_is_measured_as_a_model_that_reads_base_ids_alone(codec, tmp_pa
         tmp_path / "run",
         valid=[
             write_shards(
-                tmp_path / "valid", codec or Joined([options(tmp_path / "run").data[0]]).params, seed=3, samples=5
+                tmp_path / "valid",
+                codec or JoinedFolders([options(tmp_path / "run").data[0]]).params,
+                seed=3,
+                samples=5,
             )
         ],
     )
     train(made, settings(iters=1, val_batches=0), quiet=True)
     found = next(line["base_bits_per_byte"] for line in read_metrics(made.out) if "base_bits_per_byte" in line)
-    model, valid = load(tmp_path / "plain")[0], Joined(made.valid)
+    model, valid = load(tmp_path / "plain")[0], JoinedFolders(made.valid)
     nats = n_bytes = 0.0
     for i in range(len(valid)):
-        sample = expanded(valid[i], valid.params)
+        sample = expand_sample(valid[i], valid.params)
         assert sample.base_ids == len(sample.ids)
         logits = model(mx.array(sample.ids[None].astype(np.int32)))[0].astype(mx.float32)
         logs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
@@ -153,7 +156,7 @@ def test_a_finished_run_goes_on_when_iters_are_raised_and_only_then(tmp_path, mo
     assert train(made, settings(iters=8), quiet=True).progress.step == 8
     assert losses(made.out)[:4] == first
     assert [step for step, _, _ in losses(made.out)] == list(range(1, 9))
-    assert checkpoints(made.out)[-1][0] == 8
+    assert list_checkpoints(made.out)[-1][0] == 8
     whole = options(tmp_path / "whole")
     train(whole, settings(iters=4), quiet=True)
     train(whole, settings(iters=8), quiet=True)

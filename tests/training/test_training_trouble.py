@@ -20,10 +20,10 @@ import pytest
 from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import sole_user
-from mlx_zip.training.checkpoints import checkpoints
+from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.loop import run_steps
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import Metrics, read_metrics
+from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
@@ -104,9 +104,9 @@ def test_another_codec_is_refused(half_done, tmp_path):
 def test_a_checkpoint_of_another_run_is_refused(half_done, tmp_path):
     other = options(tmp_path / "other")
     train(other, settings(seed=3), quiet=True)
-    last = checkpoints(half_done.out)[-1][1]
+    last = list_checkpoints(half_done.out)[-1][1]
     shutil.rmtree(last)
-    shutil.copytree(checkpoints(other.out)[-1][1], last)
+    shutil.copytree(list_checkpoints(other.out)[-1][1], last)
     with pytest.raises(TrainingError, match="belongs to another model"):
         train(half_done, settings(), quiet=True)
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_run_is_refused(half_done, tmp_path):
 @pytest.mark.parametrize("file", ["trained.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("harm", ["cut", "empty", "gone", "other", "nothing"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(file, harm, half_done):
-    last = checkpoints(half_done.out)[-1][1]
+    last = list_checkpoints(half_done.out)[-1][1]
     damage(last / file, harm)
     with pytest.raises(TrainingError, match=last.name):
         train(half_done, settings(), quiet=True)
@@ -161,7 +161,7 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_batch(tmp_path, monkeypatch):
     run = options(tmp_path / "run")
-    batches = Trainer._batches
+    batches = Trainer._make_step_batches
 
     def poisoned(self: Trainer, step: int) -> Any:
         made = batches(self, step)
@@ -170,10 +170,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_batch(tmp_path, mo
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_batches", poisoned)
+        patch.setattr(Trainer, "_make_step_batches", poisoned)
         with pytest.raises(TrainingError, match=r"step 5: .* samples \[\d+, \d+, \d+, \d+\] of .*data"):
             train(run, settings(), quiet=True)
-    assert [step for step, _ in checkpoints(run.out)] == [2, 4]
+    assert [step for step, _ in list_checkpoints(run.out)] == [2, 4]
     assert train(run, settings(), quiet=True).progress.step == 6
     assert np.isfinite([loss for _, loss, _ in losses(run.out)]).all()
 
@@ -185,7 +185,7 @@ def test_weights_that_are_no_numbers_stop_the_run_before_anything_is_saved(tmp_p
     mx.save_safetensors(str(folder / "model.safetensors"), tensors)
     with pytest.raises(TrainingError, match="step 1: "):
         train(options(tmp_path / "run"), settings(), quiet=True)
-    assert checkpoints(tmp_path / "run") == []
+    assert list_checkpoints(tmp_path / "run") == []
 
 
 @pytest.mark.slow
@@ -233,10 +233,10 @@ def no_file_larger_than(size: int) -> Any:
 
 @pytest.mark.parametrize("size", [100, 9000])
 def test_when_nothing_more_can_be_written_the_last_checkpoint_stays_good(size, half_done):
-    kept = [path for _, path in checkpoints(half_done.out)]
+    kept = [path for _, path in list_checkpoints(half_done.out)]
     with no_file_larger_than(size), pytest.raises(TrainingError, match="cannot write"):
         train(half_done, settings(), quiet=True)
-    assert [path for _, path in checkpoints(half_done.out)] == kept
+    assert [path for _, path in list_checkpoints(half_done.out)] == kept
     assert [path.name for path in (half_done.out / "checkpoints").iterdir() if path.name.startswith(".")] == []
     assert train(half_done, settings(), quiet=True).progress.step == 6
 
@@ -254,8 +254,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_good(tmp_path):
         run = options(disk / "run", made=("plain", "data"), model=str(tmp_path / "plain"), data=[tmp_path / "data"])
         with pytest.raises(TrainingError, match=r"cannot write .*stays good"):
             train(run, settings(keep=100, iters=40), quiet=True)
-        assert len(checkpoints(run.out)) > 1
-        shutil.rmtree(checkpoints(run.out)[0][1])
+        assert len(list_checkpoints(run.out)) > 1
+        shutil.rmtree(list_checkpoints(run.out)[0][1])
         with pytest.raises(TrainingError, match="cannot write"):  # reads the last one, and goes on until it is full
             train(run, settings(keep=100, iters=40), quiet=True)
     finally:
@@ -292,11 +292,11 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_one_clear_error(tmp_path)
 
 
 def test_lines_after_the_resumed_step_are_dropped(tmp_path):
-    metrics = Metrics(tmp_path, 0)
+    metrics = MetricsLog(tmp_path, 0)
     for step in (1, 2, 3, 4):
         metrics.add(step=step, loss=float(step))
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
-    Metrics(tmp_path, 2).add(step=3, loss=30.0)
+    MetricsLog(tmp_path, 2).add(step=3, loss=30.0)
     assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 2.0, 30.0]
 
 

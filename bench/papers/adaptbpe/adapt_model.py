@@ -34,7 +34,7 @@ from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.evaluation.bits import cut_windows, ratio_error, window_bits
+from mlx_zip.evaluation.bits import count_window_bits, cut_windows, ratio_standard_error
 from mlx_zip.layout import is_zip
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
@@ -189,12 +189,12 @@ class AdaptedModels:
         prefix = np.array([windows.prefix], np.uint32)
         rows = [compress_row(model, prefix, window.base_ids) for window in windows.windows]
         scored = score(model, rows, self.args.batch_size)
-        bits = np.array([window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
+        bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         by_document = not is_zip(model) and len(windows.windows) == len(documents)
         return ModelScore(
             float(bits.sum() / n_bytes.sum()),
-            ratio_error(bits, n_bytes),
+            ratio_standard_error(bits, n_bytes),
             sum(len(row.ids) - 1 for row in rows),
             sum(len(window.base_ids) for window in windows.windows),
             int(n_bytes.sum()),

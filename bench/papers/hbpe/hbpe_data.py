@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PlainModel
-from mlx_zip.training.patch_training import Corpus, Uint32s, byte_entropies, windows
+from mlx_zip.training.patch_training import PatchCorpus, Uint32s, byte_entropies, cut_windows
 from mlx_zip.vocab.hbpe.patch_table import (
     PatchTable,
     encoder_of,
@@ -32,7 +32,8 @@ BYTE_END = 256
 ENTROPY_SAMPLE = 1 << 17  # bytes of training documents, at least, from which the entropy threshold is chosen
 
 Documents = list[bytes]
-Material = tuple[Corpus, Corpus, PatchTable | None]  # training windows, test windows, the table of their patches
+# training windows, test windows, the table of their patches
+Material = tuple[PatchCorpus, PatchCorpus, PatchTable | None]
 
 
 @dataclass
@@ -79,7 +80,7 @@ class PatchTrainingData:
             ids = self._cut_windows(
                 [[list(document) for document in part] for part in self._train_and_test_documents()], BYTE_END, length
             )
-            return Corpus(ids[0], sizes), Corpus(ids[1], sizes), None
+            return PatchCorpus(ids[0], sizes), PatchCorpus(ids[1], sizes), None
         if kind in ("space", "entropy"):
             return self._cut_into_patches(space_patches if kind == "space" else self._entropy_patch_cutter())
         table = None if kind == "plain" else PatchTable.learn(self.tokens, patch_size)
@@ -130,14 +131,14 @@ class PatchTrainingData:
 
         parts: the ids of every training document, and those of every test document.
         """
-        train, test = (windows(documents, end, length) for documents in parts)
+        train, test = (cut_windows(documents, end, length) for documents in parts)
         return train, test
 
     def _make_material(
         self, ids: tuple[Uint32s, Uint32s], tokens: Sequence[bytes], table: PatchTable | None
     ) -> Material:
         sizes, rows = self._token_byte_counts(tokens), None if table is None else table.rows
-        return Corpus(ids[0], sizes, rows), Corpus(ids[1], sizes, rows), table
+        return PatchCorpus(ids[0], sizes, rows), PatchCorpus(ids[1], sizes, rows), table
 
     @staticmethod
     def _token_byte_counts(tokens: Sequence[bytes]) -> Any:

@@ -34,7 +34,7 @@ from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import write_json
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
-from mlx_zip.training.patch_training import Corpus, evaluate, train
+from mlx_zip.training.patch_training import PatchCorpus, evaluate_corpus, train_patch_model
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
@@ -248,13 +248,13 @@ def measurements_at_marks(
     points, spent = [], dict.fromkeys(CLOCKS, 0.0)
     for until in sorted({max(1, round(steps * (k + 1) / args.marks)) for k in range(args.marks)}):
         used = {name: -clock() for name, clock in CLOCKS.items()}
-        done = train(model, material[0], settings, folder, quiet=False, until=until)
+        done = train_patch_model(model, material[0], settings, folder, quiet=False, until=until)
         used = {name: used[name] + clock() for name, clock in CLOCKS.items()}
         used = read_or_make_json(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
         spent = {name: spent[name] + used[name] for name in CLOCKS}
         old = folder / f"told-{until}.json"  # its name in folders of older versions
         file = old if old.exists() else folder / f"scores-{until}.json"
-        found = read_or_make_json(file, lambda: evaluate(model, material[1]))
+        found = read_or_make_json(file, lambda: evaluate_corpus(model, material[1]))
         points.append(
             {
                 "step": until,
@@ -268,7 +268,7 @@ def measurements_at_marks(
     return points
 
 
-def forward_flops_per_byte(model: Any, corpus: Corpus) -> float:
+def forward_flops_per_byte(model: Any, corpus: PatchCorpus) -> float:
     """Returns the FLOPs of a forward pass per byte of the corpus, by the paper's formulas.
 
     The cost of patches is counted with the mean number of symbols in the corpus, not with the largest one.
@@ -327,16 +327,16 @@ def _train_settings(args: argparse.Namespace, iters: int, one: ModelRun) -> Trai
     )
 
 
-def steps_within_seconds(make: Any, corpus: Corpus, args: argparse.Namespace, one: ModelRun) -> int:
+def steps_within_seconds(make: Any, corpus: PatchCorpus, args: argparse.Namespace, one: ModelRun) -> int:
     """Returns how many training steps fit into --seconds, at least 2, judged by `TIMED` steps of a throw-away model.
 
     make: returns a new model.
     """
     clock, model = CLOCKS[args.clock], make()
     with tempfile.TemporaryDirectory() as folder:
-        train(model, corpus, _train_settings(args, WARM_UP, one), Path(folder, "first"))
+        train_patch_model(model, corpus, _train_settings(args, WARM_UP, one), Path(folder, "first"))
         begun = clock()
-        train(model, corpus, _train_settings(args, TIMED, one), Path(folder, "timed"))
+        train_patch_model(model, corpus, _train_settings(args, TIMED, one), Path(folder, "timed"))
         return max(2, round(args.seconds * TIMED / (clock() - begun)))
 
 

@@ -17,7 +17,7 @@ from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.plots import save_figure
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import Bits, compare_bits, cut_windows, measure_bits
+from mlx_zip.evaluation.bits import BitsResult, compare_bits, cut_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.text.documents import read_corpus
 
@@ -119,7 +119,7 @@ def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
 
 
-def quality_measures(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
+def quality_measures(bits: BitsResult, control: BitsResult, empty: BitsResult) -> dict[str, Any]:
     """Returns the measures of a pack, with the relative change of bits per byte from the base and from no pack.
 
     bits: the model with the pack. control: the base model. empty: the model without a pack.

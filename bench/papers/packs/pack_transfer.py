@@ -21,7 +21,7 @@ from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
-from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
+from mlx_zip.evaluation.rates import RateSettings, count_canonical_steps, measure_rates
 from mlx_zip.packs.pack import Pack, merge_packs
 from mlx_zip.text.conversations import Prompt, openings
 from mlx_zip.text.documents import Document, read_corpus
@@ -217,13 +217,13 @@ def measure_writing(
     would gain. A share is None where no gain was possible.
     """
     own = sum(
-        canonical_steps(Codebook(codec(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
+        count_canonical_steps(Codebook(codec(model, pack)), encode_prompt(tokenizer, prompt.content), ids)
         for prompt, ids in opened
     )
     own_rate = sum(len(ids) for _, ids in opened) / own
     line: dict[str, Any] = {"own_base_tokens_per_step": own_rate}
     for name, temp in TEMPERATURES.items():
-        settings = Settings(max_tokens=args.tokens, temp=temp, batch_size=args.batch_size, pack=pack)
+        settings = RateSettings(max_tokens=args.tokens, temp=temp, batch_size=args.batch_size, pack=pack)
         record = measure_rates(model, tokenizer, [[prompt] for prompt, _ in opened], settings).record()
         names = (
             "stories",

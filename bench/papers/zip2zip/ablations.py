@@ -263,7 +263,7 @@ class AblationRunner:
         """
         from mlx_zip.text.sources import Source
         from mlx_zip.training.prepare.plan import PrepareOptions
-        from mlx_zip.training.prepare.preparation import prepare
+        from mlx_zip.training.prepare.preparation import prepare_data
 
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
@@ -277,7 +277,7 @@ class AblationRunner:
             fill_windows=True,
             limit=read if args.limit is None else min(args.limit, read),
         )
-        index = prepare(options, progress=True)
+        index = prepare_data(options, progress=True)
         windows = index["totals"]["samples"]
         if windows % args.batch_size or read % windows:
             shutil.rmtree(out)
@@ -332,9 +332,9 @@ class AblationRunner:
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
         from mlx_zip.engine.mlx.generate import load
         from mlx_zip.evaluation.bits import measure_bits
-        from mlx_zip.training.run import trained_model
+        from mlx_zip.training.run import finished_model_folder
 
-        model, tokenizer = load(str(trained_model(run_folder)))
+        model, tokenizer = load(str(finished_model_folder(run_folder)))
         texts = {}
         for path in self.args.valid:
             windows = self._windows_of_text(path, tokenizer)

@@ -328,20 +328,20 @@ def _add_data_flags(add: Any, purpose: str) -> None:
 def _run_fit(args: argparse.Namespace) -> int:
     """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
     from mlx_zip.files import at_home
-    from mlx_zip.training.loop import Stopped
-    from mlx_zip.training.patch_training import MODEL, FitOptions, evaluate_texts
-    from mlx_zip.training.patch_training import fit as train
+    from mlx_zip.training.loop import TrainingStopped
+    from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_texts
+    from mlx_zip.training.patch_training import fit_patch_model as train
     from mlx_zip.training.settings import TrainSettings
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)
-    options = FitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
+    options = PatchFitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
     texts = _read_texts(args.data, args.separator, args.limit_bytes)
     valid = _read_texts(args.valid, args.separator, None) if args.valid else []
     out = at_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
-    except Stopped as early:
+    except TrainingStopped as early:
         return report_stop(early.progress.step, early.number)
     record = {"model": str(out / MODEL), **saved.source["progress"]}
     if valid:

@@ -243,13 +243,13 @@ def _model_codec(name: str) -> Any:
     from mlx_zip.models.loading import read_model_config
     from mlx_zip.named import here_or_bundled
     from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.training.prepare.plan import own_codec
+    from mlx_zip.training.prepare.plan import read_model_codec
 
     path = here_or_bundled(name)
     if path.is_file() and path.name != "tokenizer.json":
         return None
     folder = tokenizer_folder(name)
-    return own_codec(read_model_config(folder)) if (folder / "config.json").is_file() else None
+    return read_model_codec(read_model_config(folder)) if (folder / "config.json").is_file() else None
 
 
 ACTIONS = {

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit status: 0, or 130/143 when a signal ended the run early, after its last step was saved.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
-    from mlx_zip.training.pack_tuning import dequantized, load_frozen, tune
+    from mlx_zip.training.pack_tuning import dequantize, load_model_to_tune, tune_pack
     from mlx_zip.training.settings import TrainSettings
 
     check_at_least(args, 1, "most_ids", "valid_ids")
@@ -126,15 +126,15 @@ def run(args: argparse.Namespace) -> int:
     pack = load_pack(args.file)
     plan, tokenizer, plain = _make_plan(args, pack)
     data, valid = _read_windows(args, plan, tokenizer)
-    model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
+    model = load_model_to_tune(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     name = model.fingerprint
     if args.dequantize:
-        model = dequantized(model, args.dtype)
-    found = tune(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
+        model = dequantize(model, args.dtype)
+    found = tune_pack(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
-        from mlx_zip.training.run_metrics import plot
+        from mlx_zip.training.run_metrics import plot_curves
 
-        plot(place)
+        plot_curves(place)
     if found.rows is None:
         return report_stop(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
     _write_tuned_pack(args, pack, found, (data, valid), tokenizer)
@@ -170,10 +170,10 @@ def _make_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 def _read_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
     from mlx_zip.text.sources import Source
-    from mlx_zip.training.prepare.text_windows import compress_windows, cut_pieces, read_pieces
+    from mlx_zip.training.prepare.text_windows import compress_windows, cut_records, encode_sources
 
     def windows(some: Any, most_ids: int) -> list[Any]:
-        return cut_pieces(list(read_pieces(some, tokenizer, most_ids, report)), tokenizer, plan.context)
+        return cut_records(list(encode_sources(some, tokenizer, most_ids, report)), tokenizer, plan.context)
 
     report = lambda line: print(line, file=sys.stderr)
     own, data = make_sources(args), windows(make_sources(args), args.most_ids)

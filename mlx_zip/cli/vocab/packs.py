@@ -150,11 +150,11 @@ def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
 
 def _read_base_ids(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
-    from mlx_zip.training.prepare.text_windows import read_pieces
+    from mlx_zip.training.prepare.text_windows import encode_sources
 
     found = []
     with ProgressBar(args.most_ids, "id", "Reading") as count:
-        for piece in read_pieces(texts, tokenizer, args.most_ids, count.say):
+        for piece in encode_sources(texts, tokenizer, args.most_ids, count.say):
             found.append(piece.ids)
             count(len(piece.ids))
     return found
@@ -316,10 +316,10 @@ def _run_check(args: argparse.Namespace) -> int:
     from mlx_zip.models.loading import read_model_config
     from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.training.prepare.plan import own_codec
+    from mlx_zip.training.prepare.plan import read_model_codec
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
-    codec = own_codec(read_model_config(folder))
+    codec = read_model_codec(read_model_config(folder))
     if codec is None and pack.rows is None:
         raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
     pack.check_made_for(_load_tokenizer(args.model), args.file)

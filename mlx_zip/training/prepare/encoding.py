@@ -25,11 +25,11 @@ from mlx_zip.text.token_facts import lead_ids, special_ids
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_TAIL = 4  # last ids of a conversation that may include its eos: some templates write a line end after it
+_EOS_WITHIN = 4  # last ids of a conversation that may include its eos: some templates write a line end after it
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodedRecord:
     """One document or conversation as base ids, not yet cut into windows.
 
     ids uint32 [n]. counted bool [n]: whether the loss counts an id. n_bytes int64 [n]: UTF-8 bytes of each id, 0 for
@@ -44,8 +44,8 @@ class Piece:
     conversation: bool = False
 
 
-class Encoder:
-    """Turns records into pieces.
+class RecordEncoder:
+    """Turns records into base ids.
 
     train_on: "answers" counts the assistant's turns of a conversation, and the completion of a prompt; "all" counts
     everything. Documents are always counted whole.
@@ -55,45 +55,47 @@ class Encoder:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError("this tokenizer has no tokenizer.json (it is not a fast one), which preparing data needs")
         self.tokenizer, self.train_on = tokenizer, train_on
-        self._fast = tokenizer.backend_tokenizer
-        self._fast.no_truncation()
-        self._fast.no_padding()
+        self._fast_tokenizer = tokenizer.backend_tokenizer
+        self._fast_tokenizer.no_truncation()
+        self._fast_tokenizer.no_padding()
         self.lead = lead_ids(tokenizer)
 
-    def encode(self, records: Sequence[Record]) -> list[Piece | Skipped]:
-        """Returns, for each record in order, its piece, or `Skipped` with the reason why it gives none.
+    def encode(self, records: Sequence[Record]) -> list[EncodedRecord | Skipped]:
+        """Returns, for each record in order, its base ids, or `Skipped` with the reason why it has none.
 
         Raises `DataError` for a chat template in which the assistant's turns cannot be found.
         """
         plain = [record.text for record in records if record.messages is None and record.prompt is None]
-        found = iter(self._fast.encode_batch_fast(plain, add_special_tokens=False))
+        found = iter(self._fast_tokenizer.encode_batch_fast(plain, add_special_tokens=False))
         return [
-            self._document(r, next(found).ids) if r.messages is None and r.prompt is None else self._answered(r)
+            self._encode_document(r, next(found).ids)
+            if r.messages is None and r.prompt is None
+            else self._encode_conversation(r)
             for r in records
         ]
 
-    def _document(self, record: Record, ids: Sequence[int]) -> Piece | Skipped:
+    def _encode_document(self, record: Record, ids: Sequence[int]) -> EncodedRecord | Skipped:
         found = np.array(ids, np.uint32)
-        n_bytes = self._bytes(record.text or "", found)
-        end = [] if record.continues else self._eos
-        return self._piece(record, found, np.ones(len(found), np.bool_), n_bytes, end, self.lead)
+        n_bytes = self._count_bytes(record.text or "", found)
+        end = [] if record.continues else self._eos_ids
+        return self._make_encoded_record(record, found, np.ones(len(found), np.bool_), n_bytes, end, self.lead)
 
-    def _answered(self, record: Record) -> Piece | Skipped:
-        """Returns the piece of a conversation, or of a prompt and its completion.
+    def _encode_conversation(self, record: Record) -> EncodedRecord | Skipped:
+        """Returns the base ids of a conversation, or of a prompt and its completion.
 
         With a chat template the latter is rendered as a conversation, else the two are joined as they are.
         """
         if record.messages is None and not self.tokenizer.has_chat_template:
             prompt = record.prompt or ""
             text = prompt + (record.text or "")
-            return self._with_spans(record, text, [(len(prompt), len(text))], templated=False)
+            return self._encode_with_spans(record, text, [(len(prompt), len(text))], templated=False)
         try:
-            text, spans = self._render(record)
+            text, spans = self._render_conversation(record)
         except GenerationError as error:
             return Skipped(record.where, str(error))
-        return self._with_spans(record, text, spans, templated=True)
+        return self._encode_with_spans(record, text, spans, templated=True)
 
-    def _render(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
+    def _render_conversation(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a conversation, and (begin, end) in characters of each assistant turn that counts."""
         messages = record.messages or (
             {"role": "user", "content": record.prompt},
@@ -114,11 +116,11 @@ class Encoder:
                 spans.append((len(before), len(upto)))
         return text, spans
 
-    def _with_spans(
+    def _encode_with_spans(
         self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
-    ) -> Piece | Skipped:
-        """Returns the piece of a text of which the characters in `spans` count. templated: a chat template wrote it."""
-        encoding = self._fast.encode(text, add_special_tokens=False)
+    ) -> EncodedRecord | Skipped:
+        """Returns the base ids of a text, whose `spans` of characters count. templated: a chat template wrote it."""
+        encoding = self._fast_tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         counted = np.full(len(ids), self.train_on == "all")
         if self.train_on == "answers":
@@ -132,11 +134,13 @@ class Encoder:
         bos, lead = self.tokenizer.bos_token_id, self.lead
         if templated:  # the template writes its own special ids
             lead = (bos,) if bos is not None and ids[0] == bos else ()
-        ended = templated and not self.tokenizer.eos_token_ids.isdisjoint(ids[-_TAIL:].tolist())
-        end = [] if ended else self._eos
-        return self._piece(record, ids, counted, self._bytes(text, ids), end, lead, conversation=True)
+        ended = templated and not self.tokenizer.eos_token_ids.isdisjoint(ids[-_EOS_WITHIN:].tolist())
+        end = [] if ended else self._eos_ids
+        return self._make_encoded_record(
+            record, ids, counted, self._count_bytes(text, ids), end, lead, conversation=True
+        )
 
-    def _piece(
+    def _make_encoded_record(
         self,
         record: Record,
         ids: Uint32s,
@@ -145,12 +149,12 @@ class Encoder:
         end: Sequence[int],
         lead: tuple[int, ...],
         conversation: bool = False,
-    ) -> Piece | Skipped:
-        """Returns the piece of an encoded record, `end` appended and `lead` taken off its front."""
+    ) -> EncodedRecord | Skipped:
+        """Returns an encoded record, `end` appended and `lead` taken off its front."""
         if not len(ids):
             return Skipped(record.where, "the tokenizer makes no ids of its text", empty=True)
         begin = len(lead) if ids[: len(lead)].tolist() == list(lead) else 0  # added to each window later
-        return Piece(
+        return EncodedRecord(
             np.concatenate([ids[begin:], np.array(end, np.uint32)]),
             np.concatenate([counted[begin:], np.full(len(end), counted[-1])]),
             np.concatenate([n_bytes[begin:], np.zeros(len(end), np.int64)]),
@@ -159,29 +163,28 @@ class Encoder:
         )
 
     @cached_property
-    def _eos(self) -> list[int]:
-        """The id that ends a text, as a list; empty if the tokenizer has none."""
+    def _eos_ids(self) -> list[int]:
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
     # ---- bytes
 
-    def _bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
+    def _count_bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
         """Returns the UTF-8 bytes of each id, 0 for special ids; they add up to the text without its special tokens."""
-        lengths, special = self._lengths
+        lengths, special = self._token_bytes
         n_bytes, total = lengths[ids], len(text.encode("utf-8"))
         if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):
             n_bytes[0] -= 1  # the space that SentencePiece puts in front of a text
         if n_bytes.sum() != total:
-            n_bytes = self._bytes_by_offset(text)
+            n_bytes = self._count_bytes_by_offset(text)
         n_bytes[special[ids]] = 0
         return n_bytes
 
-    def _bytes_by_offset(self, text: str) -> NDArray[np.int64]:
+    def _count_bytes_by_offset(self, text: str) -> NDArray[np.int64]:
         """Returns the UTF-8 bytes of each id by the offsets where ids end, for tokenizers that rewrite their text.
 
         Of several ids within one character the first gets its bytes.
         """
-        ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
+        ends = [end for _, end in self._fast_tokenizer.encode(text, add_special_tokens=False).offsets]
         characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
         upto = np.concatenate([[0], np.cumsum(widths)])
@@ -190,7 +193,7 @@ class Encoder:
         return np.diff(upto[places], prepend=0)
 
     @cached_property
-    def _lengths(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _token_bytes(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The UTF-8 bytes of every token, int64 [V], and whether it is special, bool [V]."""
         vocabulary = self.tokenizer.get_vocab()
         added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
@@ -209,7 +212,7 @@ class Encoder:
         return lengths, special
 
     def _begins_with_space(self, token_id: int) -> bool:
-        return (self._fast.id_to_token(token_id) or "").startswith("▁")
+        return (self._fast_tokenizer.id_to_token(token_id) or "").startswith("▁")
 
 
 def _is_byte_level(tokens: set[str]) -> bool:
@@ -228,34 +231,35 @@ class Window:
     n_bytes: int
 
 
-def cut(pieces: Sequence[Piece], context: int, fill: bool | None, lead: tuple[int, ...]) -> Iterator[Window]:
+def cut_windows(
+    records: Sequence[EncodedRecord], context: int, fill: bool | None, lead: tuple[int, ...]
+) -> Iterator[Window]:
     """Yields windows of at most `context` base ids, in order. Each begins with a lead, which the loss does not count.
 
-    fill: True: join pieces, so that all windows but the last are full; each begins with `lead`. False: cut each piece
+    fill: True: join records, so that all windows but the last are full; each begins with `lead`. False: cut each record
     on its own; its windows begin with its own lead. None: True for documents, False for conversations. The first id of
     a window is never counted, because nothing stands before it.
     """
-    for filled, run in groupby(pieces, lambda piece: not piece.conversation if fill is None else fill):
+    for filled, run in groupby(records, lambda record: not record.conversation if fill is None else fill):
         if filled:
-            yield from _cut(*_joined(list(run)), context, lead)
+            yield from _cut_sequence(*_join_records(list(run)), context, lead)
         else:
-            for piece in run:
-                yield from _cut(piece.ids, piece.counted, piece.n_bytes, context, piece.lead)
+            for record in run:
+                yield from _cut_sequence(record.ids, record.counted, record.n_bytes, context, record.lead)
 
 
-def _joined(run: Sequence[Piece]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]:
-    """Returns `ids`, `counted` and `n_bytes` of pieces, each joined into one array."""
+def _join_records(run: Sequence[EncodedRecord]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]:
     return (
-        np.concatenate([piece.ids for piece in run]),
-        np.concatenate([piece.counted for piece in run]),
-        np.concatenate([piece.n_bytes for piece in run]),
+        np.concatenate([record.ids for record in run]),
+        np.concatenate([record.counted for record in run]),
+        np.concatenate([record.n_bytes for record in run]),
     )
 
 
-def _cut(
+def _cut_sequence(
     ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int, lead: tuple[int, ...]
 ) -> Iterator[Window]:
-    """Yields the windows of one sequence; the arrays are those of a `Piece`."""
+    """Yields the windows of one sequence; the arrays are those of an `EncodedRecord`."""
     front, room = np.array(lead, np.uint32), context - len(lead)
     uncounted = np.zeros(len(lead), np.bool_)
     for begin in range(0, len(ids), room):

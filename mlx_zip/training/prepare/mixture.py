@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from mlx_zip.errors import DataError, reason
 from mlx_zip.text.sources import Source
 
-READY = Path(__file__).parent / "mixtures"  # bundled mixtures, NAME.yaml
-_LISTS = ("data", "subsets")
+BUNDLED_MIXTURES = Path(__file__).parent / "mixtures"  # bundled mixtures, NAME.yaml
+_LIST_FIELDS = ("data", "subsets")
 
 
 def load_mixture(name: str | Path) -> tuple[Source, ...]:
@@ -25,21 +25,21 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
     from mlx_zip.training.yaml_file import read_yaml
 
     path = Path(name)
-    if not path.is_file() and (READY / f"{name}.yaml").is_file():
-        path = READY / f"{name}.yaml"
+    if not path.is_file() and (BUNDLED_MIXTURES / f"{name}.yaml").is_file():
+        path = BUNDLED_MIXTURES / f"{name}.yaml"
     try:
         data = read_yaml(path)
     except (OSError, ValueError) as error:
-        ready = ", ".join(sorted(file.stem for file in READY.glob("*.yaml")))
+        ready = ", ".join(sorted(file.stem for file in BUNDLED_MIXTURES.glob("*.yaml")))
         message = f"mixture {name} cannot be read: {reason(error)}"
         raise DataError(f"{message}; give a .yaml file or one of {ready}") from error
     listed = data.get("sources") if isinstance(data, dict) and data.keys() == {"sources"} else None
     if not isinstance(listed, list) or not listed:
         raise DataError(f"mixture {path} must hold a list called sources, and nothing else")
-    return tuple(_source(path, n, fields) for n, fields in enumerate(listed, start=1))
+    return tuple(_make_source(path, n, fields) for n, fields in enumerate(listed, start=1))
 
 
-def _source(path: Path, n: int, fields: Any) -> Source:
+def _make_source(path: Path, n: int, fields: Any) -> Source:
     """Returns source number n (from 1) of the mixture file. Raises `DataError` naming both."""
     if not isinstance(fields, dict):
         raise DataError(f"mixture {path}: source {n} is not a map")
@@ -50,7 +50,7 @@ def _source(path: Path, n: int, fields: Any) -> Source:
         raise DataError(f"mixture {path}: source {n} needs data and share")
     if not isinstance(fields.get("columns", {}), Mapping):
         raise DataError(f"mixture {path}: source {n}: columns must be a map")
-    lists = {key: _names(path, n, key, fields[key]) for key in _LISTS if key in fields}
+    lists = {key: _check_names(path, n, key, fields[key]) for key in _LIST_FIELDS if key in fields}
     data = tuple(str(path.parent / name) if (path.parent / name).exists() else name for name in lists["data"])
     try:
         return Source(**{**fields, **lists, "data": data})
@@ -58,7 +58,7 @@ def _source(path: Path, n: int, fields: Any) -> Source:
         raise DataError(f"mixture {path}: source {n}: {error}") from error
 
 
-def _names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
+def _check_names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
     """Returns the names in field `key` of source number n, which holds one or a list. Raises `DataError`."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -66,7 +66,7 @@ def _names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]], size: int) -> list[int]:
+def choose_next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]], size: int) -> list[int]:
     """Returns the source of each of the next `size` shards, so that the sources' base ids approach their shares.
 
     shares: of each source. shards: per source, the base ids of each finished shard. A future shard is taken to have
@@ -84,7 +84,7 @@ def next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]], size:
     return chosen
 
 
-def kept_samples(shares: Sequence[float], base_ids: Sequence[NDArray[np.int64]], limit: int | None) -> list[int]:
+def count_kept_samples(shares: Sequence[float], base_ids: Sequence[NDArray[np.int64]], limit: int | None) -> list[int]:
     """Returns how many first samples of each source to keep, so that their base ids are in the ratio of the shares.
 
     shares: of each source. base_ids: per source, the base ids of each sample. limit: maximum number of samples of all

@@ -19,8 +19,8 @@ from mlx_zip.text.sources import Source, files_of
 from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare.encoding import TRAIN_ON
-from mlx_zip.training.prepare.sharding import Plan
-from mlx_zip.training.prepare.shards import codec_record, is_prepared
+from mlx_zip.training.prepare.sharding import PreparationPlan
+from mlx_zip.training.prepare.shards import is_prepared, make_codec_record
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 _MERGE_SIZE, _CODEBOOK_SIZE = 3, 2048
@@ -88,7 +88,7 @@ class PrepareOptions:
                 raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")
 
 
-def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, dict[str, Any]]:
+def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
     """Returns the plan, its tokenizer, and all settings that the result depends on. Raises `DataError`; writes nothing.
 
     pads: False if the samples are never padded, so that the tokenizer needs no pad or eos token.
@@ -97,16 +97,16 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
         source.check()
         if done := [name for name in source.data if is_prepared(Path(name))]:
             raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
-    folder = _tokenizer_place(options)
+    folder = _find_tokenizer(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_model_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(lead_ids(tokenizer))):
         raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
-    params = _codec_for(options, tokenizer, config, pads)
+    params = _choose_codec(options, tokenizer, config, pads)
     pool = None
     if options.start_draw is not None:
-        pool, params = _pool(options, params, tokenizer), replace(params, start=None)
-    plan = Plan(
+        pool, params = _read_entry_pool(options, params, tokenizer), replace(params, start=None)
+    plan = PreparationPlan(
         out=Path(options.out),
         tokenizer=folder,
         params=params,
@@ -119,34 +119,34 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
         start_draw=options.start_draw or 0,
         trust_remote_code=options.trust_remote_code,
     )
-    return plan, tokenizer, _settings(options, plan, tokenizer)
+    return plan, tokenizer, _make_settings_record(options, plan, tokenizer)
 
 
-def _tokenizer_place(options: PrepareOptions) -> Path:
+def _find_tokenizer(options: PrepareOptions) -> Path:
     file = at_home(options.tokenizer or "")
     if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
         return file
     return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
 
 
-def _codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
+def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
     """Returns the codec: each option, else the zip2zip model's own value, else a default. Raises `DataError`.
 
     config: the model's config.json, empty without a model. pads: whether samples are padded and so need a pad id.
     """
-    own = own_codec(config)
+    own = read_model_codec(config)
     tokens = 1 + max(tokenizer.get_vocab().values())
-    vocab_size = own.vocab_size if own is not None else _model_rows(config) or tokens
+    vocab_size = own.vocab_size if own is not None else _read_embedding_rows(config) or tokens
     if tokens > vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {tokens - 1}, the model base ids up to {vocab_size - 1}: "
             "they do not belong together"
         )
-    pad_id = own.pad_id if own is not None else _pad_id(tokenizer, pads)
+    pad_id = own.pad_id if own is not None else _choose_pad_id(tokenizer, pads)
     disabled = set(options.disable if options.disable is not None else own.disabled_ids if own else ())
     if options.disable is None and own is None:
         disabled = special_ids(tokenizer)
-    disabled |= _protected(options.protect, tokenizer)
+    disabled |= _parse_protected_ids(options.protect, tokenizer)
     if high := [i for i in disabled if not 0 <= i < vocab_size]:
         raise DataError(f"id {high[0]}, which must never merge, is not a base id (0 to {vocab_size - 1})")
     sizes = (
@@ -160,14 +160,14 @@ def _codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any
         )
     start = None if own is None or options.empty_start else own.start
     if options.pack is not None:
-        start = _pack(options.pack, tokenizer) if options.start_draw is None else None
+        start = _read_pack_entries(options.pack, tokenizer) if options.start_draw is None else None
     try:
         return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
     except CodecError as error:
         raise DataError(f"{options.pack or 'the codec'}: {error}") from error
 
 
-def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
+def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
     """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
     if "zip2zip" not in config:
         return None
@@ -176,8 +176,7 @@ def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
     return ModelArgs(dict(config)).zip_config.codec_params
 
 
-def _model_rows(config: Mapping[str, Any]) -> int | None:
-    """Returns the rows of a model's embedding by its config.json; None without a config. Raises `DataError`."""
+def _read_embedding_rows(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config")
     rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
     if config and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
@@ -185,7 +184,7 @@ def _model_rows(config: Mapping[str, Any]) -> int | None:
     return rows
 
 
-def _pad_id(tokenizer: Any, needed: bool) -> int | None:
+def _choose_pad_id(tokenizer: Any, needed: bool) -> int | None:
     """Returns the tokenizer's pad id, else its eos id, else None; `DataError` instead of None if one is needed."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
@@ -195,8 +194,7 @@ def _pad_id(tokenizer: Any, needed: bool) -> int | None:
     raise DataError("the tokenizer has neither a pad nor an eos token; name one in its tokenizer_config.json")
 
 
-def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
-    """Returns the ids that --protect names: those of digits, or listed ones. Raises `DataError`."""
+def _parse_protected_ids(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
     found: set[int] = set()
     for what in protect:
         if what == "digits":
@@ -209,18 +207,17 @@ def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
     return found
 
 
-def _pack(path: Path, tokenizer: Any) -> tuple[Entry, ...]:
-    """Returns the entries of a pack file. Raises `DataError` if it was made for another tokenizer."""
+def _read_pack_entries(path: Path, tokenizer: Any) -> tuple[Entry, ...]:
     pack = load_pack(path)
     pack.check_made_for(tokenizer, str(path))
     return pack.entries
 
 
-def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> tuple[Entry, ...]:
+def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> tuple[Entry, ...]:
     """Returns the entries of --pack, from which --start-draw draws. Raises `DataError` if they do not fit the codec."""
     path, draw = options.pack, options.start_draw or 0
     assert path is not None
-    pool = _pack(path, tokenizer)
+    pool = _read_pack_entries(path, tokenizer)
     if not draw <= min(len(pool), params.codebook_size):
         raise DataError(
             f"start_draw {draw} is more than {path} has entries ({len(pool)}) or the codebook slots "
@@ -233,17 +230,17 @@ def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> tuple
     return pool
 
 
-def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, Any]:
+def _make_settings_record(options: PrepareOptions, plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
     """Returns everything that the result depends on, as plain values; digests instead of long lists."""
     packs = plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {
-        "sources": [_source_settings(source) for source in options.sources],
-        "codec": codec_record(plan.params),
+        "sources": [_make_source_record(source) for source in options.sources],
+        "codec": make_codec_record(plan.params),
         "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer), "size": tokens},
-        "chat_template": _digest(str(tokenizer.chat_template)),
+        "chat_template": _hash_text(str(tokenizer.chat_template)),
         "context": options.context,
-        "start": None if packs is None else _digest(str(packs)),
+        "start": None if packs is None else _hash_text(str(packs)),
         "start_draw": options.start_draw,
         "pack": options.fill_windows,  # an older name, kept so that existing folders can be continued
         "train_on": options.train_on,
@@ -253,14 +250,13 @@ def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, 
     }
 
 
-def _source_settings(source: Source) -> dict[str, Any]:
-    """Returns a source's fields, with the SHA-256 of each of its local files."""
+def _make_source_record(source: Source) -> dict[str, Any]:
     files = [file for name in source.data for file in files_of(name)]
-    digests = {name: _file_digest(name) for name in files}
+    digests = {name: _hash_file(name) for name in files}
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
 
 
-def _file_digest(name: str) -> str:
+def _hash_file(name: str) -> str:
     try:
         with open(name, "rb") as file:
             return file_digest(file, "sha256").hexdigest()
@@ -268,5 +264,5 @@ def _file_digest(name: str) -> str:
         raise DataError(f"{name} cannot be read: {error.strerror}") from error
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     return sha256(text.encode("utf-8")).hexdigest()

@@ -22,17 +22,24 @@ from mlx_zip.errors import DataError, reason
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
-from mlx_zip.training.prepare.mixture import kept_samples, next_sources
+from mlx_zip.training.prepare.mixture import choose_next_sources, count_kept_samples
 from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
-from mlx_zip.training.prepare.prepared_folder import POOL, PreparedFolder
-from mlx_zip.training.prepare.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
-from mlx_zip.training.prepare.shards import codec_record
+from mlx_zip.training.prepare.prepared_folder import POOL_FILE, PreparedFolder
+from mlx_zip.training.prepare.sharding import (
+    Chunk,
+    PreparationPlan,
+    ShardMaker,
+    cut_chunks,
+    make_shard_in_worker,
+    start_worker,
+)
+from mlx_zip.training.prepare.shards import make_codec_record
 
-ROUND = 16  # shards that are chosen at a time, by the shares that a mixture has reached
-Records = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
+SHARDS_PER_ROUND = 16  # shards that are chosen at a time, by the shares that a mixture has reached
+ShardRecords = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
-def prepare(
+def prepare_data(
     options: PrepareOptions, workers: int = 1, progress: bool = False, report: Callable[[str], object] | None = None
 ) -> dict[str, Any]:
     """Prepares data and returns the index of the folder.
@@ -53,27 +60,27 @@ def prepare(
                 return index
             try:
                 if plan.pool is not None:
-                    write_entries(plan.out / POOL, plan.pool, plan.params.merge_size, plan.params.pad_id)
-                run = _Run(options, plan, folder, progress, report)
-                with _workers(plan, tokenizer, workers) as make:
+                    write_entries(plan.out / POOL_FILE, plan.pool, plan.params.merge_size, plan.params.pad_id)
+                run = _Preparation(options, plan, folder, progress, report)
+                with _start_workers(plan, tokenizer, workers) as make:
                     run.make_shards(make)
-                return run.finish(settings)
+                return run.write_index(settings)
             except (DataError, OSError):
-                folder.give_up()
+                folder.discard_without_samples()
                 raise
     except BrokenProcessPool as error:
-        raise DataError(f"a worker process was killed, by lack of memory perhaps; {_GO_ON}") from error
+        raise DataError(f"a worker process was killed, by lack of memory perhaps; {_HOW_TO_GO_ON}") from error
     except OSError as error:  # errors of reading are `DataError`s by now
-        go_on = f"; {_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
+        go_on = f"; {_HOW_TO_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
         raise DataError(f"{options.out} cannot be written: {reason(error)}{go_on}") from error
 
 
-_GO_ON = "the shards written so far stay: run the same again to go on"
-Make = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
+_HOW_TO_GO_ON = "the shards written so far stay: run the same again to go on"
+MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 
 @contextmanager
-def _workers(plan: Plan, tokenizer: Any, workers: int) -> Iterator[Make]:
+def _start_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
     """Yields a function that makes a shard of each chunk, in `workers` processes, and returns the records in order."""
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
@@ -84,18 +91,18 @@ def _workers(plan: Plan, tokenizer: Any, workers: int) -> Iterator[Make]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, start_worker, (plan,))
     try:
-        yield lambda chunks: pool.map(make_in_worker, chunks)
+        yield lambda chunks: pool.map(make_shard_in_worker, chunks)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-class _Run:
+class _Preparation:
     """One run of `prepare`: its readers, the records of finished shards, and the progress bar."""
 
     def __init__(
         self,
         options: PrepareOptions,
-        plan: Plan,
+        plan: PreparationPlan,
         folder: PreparedFolder,
         progress: bool,
         report: Callable[[str], object],
@@ -106,30 +113,30 @@ class _Run:
         self.chunks = [
             cut_chunks(iter(r), options.shard_samples, options.context, options.fill_windows) for r in self.readers
         ]
-        self.records: Records = [[] for _ in options.sources]
+        self.records: ShardRecords = [[] for _ in options.sources]
         self.skipped: Counter[str] = Counter()
         names = [name for source in options.sources for name in source.data]
         local = all(map(is_local, names))
         total = sum(Path(file).stat().st_size for name in names for file in files_of(name)) if local else None
         self.bar = ProgressBar(total, "byte", "Preparing", shown=progress)
 
-    def make_shards(self, make: Make) -> None:
+    def make_shards(self, make: MakeShards) -> None:
         """Reads the sources and makes shards, until a source has ended or there are enough samples."""
         number, ended = 0, False
         with self.bar:
-            while not ended and not self._enough():
+            while not ended and not self._has_enough_samples():
                 base_ids = [[record["base_ids"] for record in done] for done in self.records]
                 chunks = []
-                for source in next_sources(self.shares, base_ids, ROUND):
+                for source in choose_next_sources(self.shares, base_ids, SHARDS_PER_ROUND):
                     items = next(self.chunks[source], None)
                     if items is None:
                         ended = True
                         continue
                     chunks.append(Chunk(number, source, items, sum(reader.stored for reader in self.readers)))
                     number += 1
-                self._make_round(make, chunks)
+                self._make_shard_round(make, chunks)
 
-    def _make_round(self, make: Make, chunks: Sequence[Chunk]) -> None:
+    def _make_shard_round(self, make: MakeShards, chunks: Sequence[Chunk]) -> None:
         """Makes the shards of some chunks, unless an earlier run has made them, and adds up their records."""
         done = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
         made = make([chunk for chunk in chunks if done[chunk.number] is None])
@@ -139,7 +146,7 @@ class _Run:
                 record = next(made)
                 self._report_skipped(record)
             self.records[chunk.source].append(record)
-            self._count(record)
+            self._count_skipped(record)
             base_ids = sum(r["base_ids"] for done in self.records for r in done)
             self.bar.note(f"{base_ids:,} base ids")
             self.bar.reach(chunk.stored)
@@ -152,7 +159,7 @@ class _Run:
             self.bar.clear()
             self.report(f"skipped {note}")
 
-    def _count(self, record: dict[str, Any]) -> None:
+    def _count_skipped(self, record: dict[str, Any]) -> None:
         """Adds up the skipped records of a shard. Raises `DataError` for more than `max_skipped` invalid ones."""
         self.skipped.update(record["skipped"])
         if self.skipped["wrong"] > self.options.max_skipped:
@@ -162,21 +169,21 @@ class _Run:
                 f"{self.options.max_skipped}; the first: {first}"
             )
 
-    def _enough(self) -> bool:
+    def _has_enough_samples(self) -> bool:
         """Returns whether every source has finished a shard and the samples to keep reach `options.limit`."""
         limit = self.options.limit
-        return limit is not None and all(self.records) and sum(self._kept(None)) >= limit
+        return limit is not None and all(self.records) and sum(self._count_kept_samples(None)) >= limit
 
-    def _kept(self, limit: int | None) -> list[int]:
-        """Returns how many first samples of each source to keep, see `kept_samples`."""
-        return kept_samples(self.shares, [self._base_ids(done) for done in self.records], limit)
+    def _count_kept_samples(self, limit: int | None) -> list[int]:
+        """Returns how many first samples of each source to keep, see `count_kept_samples`."""
+        return count_kept_samples(self.shares, [self._read_base_ids(done) for done in self.records], limit)
 
-    def _base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
+    def _read_base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
         return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
 
-    def finish(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def write_index(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Chooses the samples to keep, writes the index and returns it; removes files that it does not name."""
-        kept = self._kept(self.options.limit)
+        kept = self._count_kept_samples(self.options.limit)
         if not all(kept):
             poorest = min(range(len(kept)), key=lambda s: sum(record["base_ids"] for record in self.records[s]))
             poor = self.options.sources[poorest].data[0]
@@ -186,36 +193,34 @@ class _Run:
                 lost = self.options.sources[kept.index(0)].data[0]
                 raise DataError(f"{lost}: its share next to the others' is too small for a single sample of it")
             raise DataError(f"{poor} gives no sample to train on ({counts})")
-        shards = sorted(self._shards(kept), key=lambda record: record["name"])
+        shards = sorted(self._cut_shards(kept), key=lambda record: record["name"])
         totals = {key: sum(record[key] for record in shards) for key in ("samples", "ids", "base_ids", "bytes")}
         params, records = self.plan.params, [record for done in self.records for record in done]
         index = {
-            "codec": codec_record(params) | ({} if params.start is None else {"start": params.start}),
+            "codec": make_codec_record(params) | ({} if params.start is None else {"start": params.start}),
             "context": self.plan.context,
             "tokenizer": settings["tokenizer"],
             "shards": shards,
-            "pool": None if self.plan.pool is None else POOL,
+            "pool": None if self.plan.pool is None else POOL_FILE,
             "skipped": {kind: self.skipped[kind] for kind in ("wrong", "empty", "unlearnable windows")},
             "windowed": sum(record["windowed"] for record in records),
             "records": sum(record["records"] for record in records),
             "totals": totals,
-            "sources": self._source_records(shards),
+            "sources": self._make_source_records(shards),
             "settings": settings,
             "mlx_zip": mlx_zip.__version__,
         }
         return self.folder.close(index)
 
-    def _shards(self, kept: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yields the records of the shards to keep, cut to the `kept` first samples of each source."""
+    def _cut_shards(self, kept: Sequence[int]) -> Iterator[dict[str, Any]]:
         for done, left in zip(self.records, kept, strict=True):
             for record in done:
                 n = min(left, record["samples"])
                 left -= n
                 if n:
-                    yield self.folder.first_samples(record, n, self.plan.start_draw)
+                    yield self.folder.keep_first_samples(record, n, self.plan.start_draw)
 
-    def _source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns each source's samples, base ids, and share of all base ids."""
+    def _make_source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         whole = sum(record["base_ids"] for record in shards)
         found = []
         for s, source in enumerate(self.options.sources):

@@ -19,14 +19,22 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError, reason
 from mlx_zip.files import remove_partials, sole_user, write_json
-from mlx_zip.training.prepare.sharding import record_file
-from mlx_zip.training.prepare.shards import INDEX, PARTS, Shards, ShardWriter, part_file, read_array, write_index
+from mlx_zip.training.prepare.sharding import shard_record_path
+from mlx_zip.training.prepare.shards import (
+    ARRAY_TYPES,
+    INDEX_FILE,
+    PreparedShards,
+    ShardWriter,
+    array_path,
+    read_array,
+    write_index,
+)
 
-STATE, POOL = "prepare.json", "pool.npy"
-_POOL_FILES = {POOL, "pool.lengths.npy"}
-_COUNTS = ("name", "samples", "ids", "base_ids", "bytes", "source")
-_RECORD = {*_COUNTS, "records", "windowed", "skipped", "notes"}
-_INDEX = {"shards", "totals", "skipped", "records", "windowed", "sources"}
+SETTINGS_FILE, POOL_FILE = "prepare.json", "pool.npy"
+_POOL_FILES = {POOL_FILE, "pool.lengths.npy"}
+_COUNT_KEYS = ("name", "samples", "ids", "base_ids", "bytes", "source")
+_RECORD_KEYS = {*_COUNT_KEYS, "records", "windowed", "skipped", "notes"}
+_INDEX_KEYS = {"shards", "totals", "skipped", "records", "windowed", "sources"}
 
 
 class PreparedFolder:
@@ -65,14 +73,14 @@ class PreparedFolder:
         if not self._held.enter_context(sole_user(self.folder)):
             raise DataError(f"another process prepares data in {self.folder}; wait for it, or choose another (--out)")
         remove_partials(self.folder)
-        index = self._read(self.folder / INDEX)
-        begun = self._read(self.folder / STATE) if index is None else index.get("settings")
+        index = self._read_json(self.folder / INDEX_FILE)
+        begun = self._read_json(self.folder / SETTINGS_FILE) if index is None else index.get("settings")
         if begun is None:
             if any(self.folder.iterdir()) or index is not None:
                 raise DataError(f"{self.folder} holds other files; choose another folder for the prepared data (--out)")
-            write_json(self.folder / STATE, settings)
+            write_json(self.folder / SETTINGS_FILE, settings)
             return None
-        if (difference := _difference(begun, settings)) and index is not None:
+        if (difference := _describe_difference(begun, settings)) and index is not None:
             raise DataError(f"{self.folder} holds data prepared with {difference}: choose another folder (--out)")
         if difference and self._has_shards():
             raise DataError(
@@ -81,17 +89,17 @@ class PreparedFolder:
             )
         if difference:
             report(f"{self.folder}: removed unfinished data of other settings ({difference})")
-            self._clean({"shards": []})
-            write_json(self.folder / STATE, settings)
+            self._remove_unnamed_files({"shards": []})
+            write_json(self.folder / SETTINGS_FILE, settings)
             return None
         if index is not None:
-            if not index.keys() >= _INDEX:
-                raise DataError(f"{self.folder / INDEX} is damaged; delete the folder and prepare again")
-            Shards(self.folder)
-            self._clean(index)
+            if not index.keys() >= _INDEX_KEYS:
+                raise DataError(f"{self.folder / INDEX_FILE} is damaged; delete the folder and prepare again")
+            PreparedShards(self.folder)
+            self._remove_unnamed_files(index)
         return index
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read_json(self, path: Path) -> dict[str, Any] | None:
         """Returns the object in a JSON file, None without a file. Raises `DataError` if it is damaged."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -105,9 +113,9 @@ class PreparedFolder:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Returns the record of a shard, None if the shard is not finished. Raises `DataError` if it is damaged."""
-        path = record_file(self.folder, name)
-        found = self._read(path)
-        if found is not None and not (found.keys() >= _RECORD and found["name"] == name):
+        path = shard_record_path(self.folder, name)
+        found = self._read_json(path)
+        if found is not None and not (found.keys() >= _RECORD_KEYS and found["name"] == name):
             raise DataError(f"{path} is damaged; delete the folder and prepare again")
         return found
 
@@ -115,23 +123,23 @@ class PreparedFolder:
         """Returns the base ids of each sample of a finished shard, given its record."""
         name = record["name"]
         if name not in self._base:
-            file = part_file(self.folder, name, "base")
+            file = array_path(self.folder, name, "base")
             self._base[name] = read_array(file, np.int64) if record["samples"] else np.empty(0, np.int64)
             if len(self._base[name]) != record["samples"]:
                 raise DataError(f"{file} is not what its record says; delete the folder and prepare again")
         return self._base[name]
 
-    def first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
+    def keep_first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
         """Returns the record of a shard that holds the first `samples` samples of a finished one.
 
         That is the finished shard itself, or a new one that is written. start_width: as in `ShardWriter`.
         """
         if samples == record["samples"]:
-            return {key: record[key] for key in _COUNTS}
+            return {key: record[key] for key in _COUNT_KEYS}
         name = record["name"]
-        arrays = {part: read_array(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
+        arrays = {part: read_array(array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
         if start_width:
-            arrays["start"] = read_array(part_file(self.folder, name, "start"), np.int32, ndim=2)
+            arrays["start"] = read_array(array_path(self.folder, name, "start"), np.int32, ndim=2)
         writer = ShardWriter(self.folder, f"{name}-{samples}", start_width)
         ends = arrays["ends"][:samples]
         for i, (begin, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
@@ -143,11 +151,11 @@ class PreparedFolder:
     def close(self, index: dict[str, Any]) -> dict[str, Any]:
         """Writes the index, removes files that are not part of the data, and returns the index as read back."""
         write_index(self.folder, index)
-        index = self._read(self.folder / INDEX) or {}
-        self._clean(index)
+        index = self._read_json(self.folder / INDEX_FILE) or {}
+        self._remove_unnamed_files(index)
         return index
 
-    def give_up(self) -> None:
+    def discard_without_samples(self) -> None:
         """Removes all that was written, unless a shard with samples is finished, from which a later run continues."""
         names = (path.stem for path in self.folder.glob("shard-*.json"))
         if self.folder.exists() and not any((self.record(name) or {}).get("samples") for name in names):
@@ -158,22 +166,22 @@ class PreparedFolder:
 
     def discard(self) -> None:
         """Removes all that was written, and the folder too if `open` made it."""
-        self._clean({"shards": []})
+        self._remove_unnamed_files({"shards": []})
         if self._made:
             shutil.rmtree(self.folder)
 
-    def _clean(self, index: Mapping[str, Any]) -> None:
+    def _remove_unnamed_files(self, index: Mapping[str, Any]) -> None:
         """Removes all files of `prepare` that an index does not name; other files stay."""
         named = {record["name"] for record in index["shards"]}
         pool = _POOL_FILES if index.get("pool") else set()
         for path in self.folder.iterdir():
-            ours = path.name.startswith("shard-") or path.name in {STATE, *_POOL_FILES}
+            ours = path.name.startswith("shard-") or path.name in {SETTINGS_FILE, *_POOL_FILES}
             if ours and path.name not in pool and (path.suffix == ".json" or path.name.split(".")[0] not in named):
                 path.unlink()
 
 
-def _difference(begun: Any, settings: Mapping[str, Any]) -> str:
-    old, new = dict(_flat(begun)), dict(_flat(settings))
+def _describe_difference(begun: Any, settings: Mapping[str, Any]) -> str:
+    old, new = dict(_flatten_settings(begun)), dict(_flatten_settings(settings))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             was, now = (f"{side.get(key)!r:.80}" for side in (old, new))
@@ -181,11 +189,10 @@ def _difference(begun: Any, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for each value of nested settings."""
+def _flatten_settings(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if pairs is None:
         yield key or "settings", value
         return
     for name, part in pairs:
-        yield from _flat(part, f"{key}.{name}" if key else str(name))
+        yield from _flatten_settings(part, f"{key}.{name}" if key else str(name))

@@ -16,15 +16,15 @@ from mlx_zip.files import write_json
 from mlx_zip.packs.entries import Entry
 from mlx_zip.text.sources import Item, Record, Skipped, parse
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.prepare.encoding import Encoder, Piece, compress_window, cut
+from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_windows
 from mlx_zip.training.prepare.shards import ShardWriter
 
-NOTED = 20  # skipped records that a shard names; the others are counted
+MOST_NOTES = 20  # skipped records that a shard names; the others are counted
 BYTES_PER_ID = 4  # rough guess, to estimate how much text fills a shard
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparationPlan:
     """What all shards of a `prepare` run share; fields as in `PrepareOptions`.
 
     tokenizer: its file or folder. params: the codec. columns: for each source, the names of its records' columns.
@@ -63,8 +63,8 @@ class Chunk:
 
 
 @dataclass
-class Tally:
-    """Counts of a chunk's records. skipped: how many of each kind. notes: why the first `NOTED` were skipped.
+class RecordTally:
+    """Counts of a chunk's records. skipped: how many of each kind. notes: why the first `MOST_NOTES` were skipped.
 
     records: all records. windowed: those longer than the context.
     """
@@ -74,10 +74,10 @@ class Tally:
     records: int = 0
     windowed: int = 0
 
-    def skip(self, skipped: Skipped) -> None:
+    def count_skipped(self, skipped: Skipped) -> None:
         """Counts a record that was skipped, and notes why."""
         self.skipped["empty" if skipped.empty else "wrong"] += 1
-        if not skipped.empty and len(self.notes) < NOTED:
+        if not skipped.empty and len(self.notes) < MOST_NOTES:
             self.notes.append(f"{skipped.where}: {skipped.reason}")
 
 
@@ -91,7 +91,7 @@ def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | N
     for item in items:
         group.append(item)
         size = item.size / (BYTES_PER_ID * context)
-        windows += size if (_is_document(item) if fill is None else fill) else max(1.0, size)
+        windows += size if (_looks_like_document(item) if fill is None else fill) else max(1.0, size)
         if windows >= samples:
             yield tuple(group)
             group, windows = [], 0.0
@@ -99,7 +99,7 @@ def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | N
         yield tuple(group)
 
 
-def _is_document(item: Item) -> bool:
+def _looks_like_document(item: Item) -> bool:
     """Guesses, before an item is parsed, whether it is a document and not a conversation."""
     keys = ("messages", "prompt") if item.kind == "row" else (b'"messages"', b'"prompt"')
     return item.kind == "text" or not any(key in item.raw for key in keys)
@@ -108,19 +108,19 @@ def _is_document(item: Item) -> bool:
 class ShardMaker:
     """Makes the shards of a plan. tokenizer: the plan's, if it is loaded already."""
 
-    def __init__(self, plan: Plan, tokenizer: Any = None) -> None:
+    def __init__(self, plan: PreparationPlan, tokenizer: Any = None) -> None:
         self.plan = plan
-        self.encoder = Encoder(tokenizer or load_tokenizer(plan.tokenizer, plan.trust_remote_code), plan.train_on)
+        self.encoder = RecordEncoder(tokenizer or load_tokenizer(plan.tokenizer, plan.trust_remote_code), plan.train_on)
 
     def make(self, chunk: Chunk) -> dict[str, Any]:
         """Writes the arrays of a shard, then its record, and returns the record.
 
         Invalid records are skipped and counted; other failures raise `DataError` or `OSError`.
         """
-        tally = Tally()
-        pieces = self._pieces(chunk, tally)
+        tally = RecordTally()
+        encoded_records = self._encode_records(chunk, tally)
         writer = ShardWriter(self.plan.out, chunk.name, self.plan.start_draw)
-        samples = self._add_samples(writer, pieces, chunk.number, tally)
+        samples = self._add_samples(writer, encoded_records, chunk.number, tally)
         empty = {"name": chunk.name, "samples": 0, "ids": 0, "base_ids": 0, "bytes": 0}
         record = (writer.close() if samples else empty) | {
             "source": chunk.source,
@@ -129,28 +129,29 @@ class ShardMaker:
             "skipped": dict(tally.skipped),
             "notes": tally.notes,
         }
-        write_json(record_file(self.plan.out, chunk.name), record)
+        write_json(shard_record_path(self.plan.out, chunk.name), record)
         return record
 
-    def _pieces(self, chunk: Chunk, tally: Tally) -> list[Piece]:
-        """Returns the encoded records of a chunk, and counts all of them in `tally`."""
+    def _encode_records(self, chunk: Chunk, tally: RecordTally) -> list[EncodedRecord]:
         parsed = [parse(item, self.plan.columns[chunk.source]) for item in chunk.items]
-        encoded = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
-        found = [next(encoded) if isinstance(record, Record) else record for record in parsed]
-        pieces = []
-        for piece in found:
+        results = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
+        found = [next(results) if isinstance(record, Record) else record for record in parsed]
+        encoded_records = []
+        for encoded in found:
             tally.records += 1
-            if isinstance(piece, Skipped):
-                tally.skip(piece)
+            if isinstance(encoded, Skipped):
+                tally.count_skipped(encoded)
             else:
-                tally.windowed += len(piece.ids) + len(piece.lead) > self.plan.context
-                pieces.append(piece)
-        return pieces
+                tally.windowed += len(encoded.ids) + len(encoded.lead) > self.plan.context
+                encoded_records.append(encoded)
+        return encoded_records
 
-    def _add_samples(self, writer: ShardWriter, pieces: list[Piece], number: int, tally: Tally) -> int:
-        """Cuts pieces into windows, compresses and adds them to shard `number`; returns how many samples were added."""
+    def _add_samples(
+        self, writer: ShardWriter, encoded_records: list[EncodedRecord], number: int, tally: RecordTally
+    ) -> int:
+        """Adds the records' windows, compressed, to shard `number`; returns how many samples were added."""
         plan, rng, samples = self.plan, np.random.default_rng([self.plan.seed, number]), 0
-        for window in cut(pieces, plan.context, plan.fill_windows, self.encoder.lead):
+        for window in cut_windows(encoded_records, plan.context, plan.fill_windows, self.encoder.lead):
             params, rows = plan.params, None
             if plan.pool is not None:
                 rows = rng.choice(len(plan.pool), plan.start_draw, replace=False).astype(np.int32)
@@ -164,7 +165,7 @@ class ShardMaker:
         return samples
 
 
-def record_file(folder: Path, name: str) -> Path:
+def shard_record_path(folder: Path, name: str) -> Path:
     """Returns the path of a finished shard's record, which exists until the index is written."""
     return folder / f"{name}.json"
 
@@ -174,7 +175,7 @@ def record_file(folder: Path, name: str) -> Path:
 _maker: ShardMaker | None = None
 
 
-def start_worker(plan: Plan) -> None:
+def start_worker(plan: PreparationPlan) -> None:
     """Prepares a worker process: one tokenizer thread; it exits silently on Ctrl-C, and when its parent exits.
 
     Nothing is lost by that, because every file is written whole or not at all.
@@ -194,7 +195,7 @@ def start_worker(plan: Plan) -> None:
     _maker = ShardMaker(plan)
 
 
-def make_in_worker(chunk: Chunk) -> dict[str, Any]:
+def make_shard_in_worker(chunk: Chunk) -> dict[str, Any]:
     """Runs `ShardMaker.make` in a worker process."""
     if _maker is None:
         raise DataError("a worker process was not started as one")

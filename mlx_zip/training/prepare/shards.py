@@ -33,9 +33,9 @@ from mlx_zip.files import whole_file, write_json
 from mlx_zip.packs.entries import Entry
 
 VERSION = 1
-INDEX = "index.json"
-_AGAIN = "delete the folder and prepare the data again"
-PARTS = {"ids": np.uint32, "mask": np.bool_, "ends": np.int64, "base": np.int64, "bytes": np.int64}
+INDEX_FILE = "index.json"
+_PREPARE_AGAIN = "delete the folder and prepare the data again"
+ARRAY_TYPES = {"ids": np.uint32, "mask": np.bool_, "ends": np.int64, "base": np.int64, "bytes": np.int64}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Sample:
         return params if self.start is None else replace(params, start=self.start)
 
 
-def grows(params: CodecParams) -> bool:
+def can_have_entries(params: CodecParams) -> bool:
     """Whether a codec can have entries: its codebook has slots, and entries may have two base ids or more."""
     return params.codebook_size > 0 and params.merge_size > 1
 
@@ -106,18 +106,18 @@ class ShardWriter:
         if self.start_width:
             arrays["start"] = np.array(self._starts, np.int32).reshape(-1, self.start_width)
         for part, array in arrays.items():
-            with whole_file(part_file(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
+            with whole_file(array_path(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
                 np.save(file, array, allow_pickle=False)
         total = counts.sum(axis=0).tolist()
         return {"name": self.name, "samples": len(counts), "ids": total[0], "base_ids": total[1], "bytes": total[2]}
 
 
-def part_file(folder: Path, name: str, part: str) -> Path:
-    """Returns the path of one array of a shard. part: a key of `PARTS`, or "start"."""
+def array_path(folder: Path, name: str, part: str) -> Path:
+    """Returns the path of one array of a shard. part: a key of `ARRAY_TYPES`, or "start"."""
     return folder / f"{name}.{part}.npy"
 
 
-def codec_record(params: CodecParams) -> dict[str, Any]:
+def make_codec_record(params: CodecParams) -> dict[str, Any]:
     """Returns the codec's parameters as the index holds them: without starting codebook and policy."""
     record = asdict(replace(params, start=None))
     del record["start"], record["policy"]
@@ -126,10 +126,10 @@ def codec_record(params: CodecParams) -> dict[str, Any]:
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:
     """Writes `index.json`; from then on the folder can be read."""
-    write_json(Path(folder) / INDEX, {"version": VERSION, **index})
+    write_json(Path(folder) / INDEX_FILE, {"version": VERSION, **index})
 
 
-class Shards:
+class PreparedShards:
     """The samples of a prepared folder, memory-mapped: `len(shards)`, `shards[i] -> Sample`.
 
     index: the content of index.json. params: the codec. context: maximum base ids per sample. Raises `DataError` naming
@@ -142,30 +142,32 @@ class Shards:
         try:
             params = CodecParams(**self.index["codec"])
             # all codecs without a codebook have one form
-            self.params = params if grows(params) else replace(params, codebook_size=0, merge_size=1)
-            self.context = _count("context", self.index["context"], least=1)
-            records = [(str(record["name"]), _count("samples", record["samples"])) for record in self.index["shards"]]
+            self.params = params if can_have_entries(params) else replace(params, codebook_size=0, merge_size=1)
+            self.context = _check_count("context", self.index["context"], least=1)
+            records = [
+                (str(record["name"]), _check_count("samples", record["samples"])) for record in self.index["shards"]
+            ]
         except (KeyError, TypeError, ValueError, CodecError) as error:
-            raise DataError(f"{self.folder / INDEX}: {reason(error)}; {_AGAIN}") from error
+            raise DataError(f"{self.folder / INDEX_FILE}: {reason(error)}; {_PREPARE_AGAIN}") from error
         made_with = self.index.get("tokenizer")
         if made_with is not None and not isinstance(made_with, dict):
-            raise DataError(f"{self.folder / INDEX}: tokenizer is {made_with!r:.40}; {_AGAIN}")
+            raise DataError(f"{self.folder / INDEX_FILE}: tokenizer is {made_with!r:.40}; {_PREPARE_AGAIN}")
         pool = self.index.get("pool")
         self._pool = None if pool is None else _read_pool(self.folder, str(pool), self.params.merge_size)
-        self._shards = [self._open(name, samples) for name, samples in records]
+        self._shards = [self._open_shard(name, samples) for name, samples in records]
         self._ends = list(accumulate(samples for _, samples in records))
 
-    def _open(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
+    def _open_shard(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
         """Returns the arrays of a shard by part. Raises `DataError` unless they fit each other and `samples`."""
-        arrays = {part: read_array(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
+        arrays = {part: read_array(array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
         if self._pool is not None:
-            arrays["start"] = read_array(part_file(self.folder, name, "start"), np.int32, ndim=2)
+            arrays["start"] = read_array(array_path(self.folder, name, "start"), np.int32, ndim=2)
         ends = arrays["ends"]
         total = int(ends[-1]) if len(ends) else 0
         lengths = {"ids": total, "mask": total}
         fits = all(len(array) == lengths.get(part, samples) for part, array in arrays.items())
         if not fits or np.any(np.diff(ends, prepend=0) < 0):
-            raise DataError(f"{self.folder / name}: the arrays of this shard do not fit together; {_AGAIN}")
+            raise DataError(f"{self.folder / name}: the arrays of this shard do not fit together; {_PREPARE_AGAIN}")
         return arrays
 
     def __len__(self) -> int:
@@ -182,7 +184,9 @@ class Shards:
         if self._pool is not None:
             rows = shard["start"][j]
             if len(rows) and not 0 <= rows.min() <= rows.max() < len(self._pool):
-                raise DataError(f"{self.folder}: sample {i} starts with an entry that is not in the pool; {_AGAIN}")
+                raise DataError(
+                    f"{self.folder}: sample {i} starts with an entry that is not in the pool; {_PREPARE_AGAIN}"
+                )
             start = tuple(self._pool[row] for row in rows.tolist())
         ids, mask = np.array(shard["ids"][begin:end]), np.array(shard["mask"][begin:end])
         return Sample(ids, mask, int(shard["base"][j]), int(shard["bytes"][j]), start)
@@ -206,7 +210,7 @@ class Shards:
 
 def is_prepared(folder: Path) -> bool:
     """Whether a path is a folder with an index of prepared data, which may be damaged."""
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     if not path.is_file():
         return False
     try:
@@ -217,20 +221,19 @@ def is_prepared(folder: Path) -> bool:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Returns the content of a folder's index.json. Raises `DataError`."""
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {reason(error)}; {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}; {_PREPARE_AGAIN}") from error
     if not isinstance(index, dict) or index.get("version") != VERSION:
-        raise DataError(f"{path} is not version {VERSION} of prepared data; {_AGAIN}")
+        raise DataError(f"{path} is not version {VERSION} of prepared data; {_PREPARE_AGAIN}")
     return index
 
 
-def _count(name: str, value: Any, least: int = 0) -> int:
+def _check_count(name: str, value: Any, least: int = 0) -> int:
     """Returns the value if it is a whole number of `least` or more. Raises `ValueError` naming it otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}, not a whole number of {least} or more")
@@ -242,17 +245,16 @@ def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:  # the last: a damaged header
-        raise DataError(f"{path} cannot be read: {reason(error)}; {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}; {_PREPARE_AGAIN}") from error
     if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype != dtype:
         found = f"{array.ndim} dimensions of {array.dtype}" if isinstance(array, np.ndarray) else "an archive"
-        raise DataError(f"{path} holds {found}, not {ndim} of {np.dtype(dtype)}; {_AGAIN}")
+        raise DataError(f"{path} holds {found}, not {ndim} of {np.dtype(dtype)}; {_PREPARE_AGAIN}")
     return array
 
 
 def _read_pool(folder: Path, name: str, width: int) -> list[tuple[int, ...]]:
-    """Returns the entries of the pool file `name`. width: the codec's merge size. Raises `DataError`."""
     rows = read_array(folder / name, np.uint32, ndim=2)
     lengths = read_array((folder / name).with_suffix(".lengths.npy"), np.int64)
     if rows.shape != (len(lengths), width) or np.any((lengths < 2) | (lengths > width)):
-        raise DataError(f"{folder / name}: the pool of start entries is damaged; {_AGAIN}")
+        raise DataError(f"{folder / name}: the pool of start entries is damaged; {_PREPARE_AGAIN}")
     return [tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]

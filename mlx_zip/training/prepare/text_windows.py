@@ -14,45 +14,46 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.text.sources import Reader, Skipped, Source, parse
-from mlx_zip.training.prepare.encoding import Encoder, Piece, Window, compress_window, cut
+from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, Window, compress_window, cut_windows
 from mlx_zip.training.prepare.shards import Sample
 
 
-def read_pieces(
+def encode_sources(
     sources: Sequence[Source], tokenizer: Any, most_ids: int, skipped: Callable[[str], object]
-) -> Iterator[Piece]:
-    """Yields the pieces of one record after the other until they have `most_ids` base ids; the loss counts all of them.
+) -> Iterator[EncodedRecord]:
+    """Yields encoded records until they have `most_ids` base ids; the loss counts all of them.
 
     skipped: is called with a line for every invalid record.
     """
-    encoder, read = Encoder(tokenizer, "all"), 0
+    encoder, read = RecordEncoder(tokenizer, "all"), 0
     for source in sources:
         for item in Reader(source):
             record = parse(item, source.columns)
-            piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
-            if isinstance(piece, Skipped):
-                if not piece.empty:
-                    skipped(f"skipped {piece.where}: {piece.reason}")
+            encoded = record if isinstance(record, Skipped) else encoder.encode([record])[0]
+            if isinstance(encoded, Skipped):
+                if not encoded.empty:
+                    skipped(f"skipped {encoded.where}: {encoded.reason}")
                 continue
             part = slice(most_ids - read)
-            yield replace(piece, ids=piece.ids[part], counted=piece.counted[part], n_bytes=piece.n_bytes[part])
-            read += len(piece.ids)
+            yield replace(encoded, ids=encoded.ids[part], counted=encoded.counted[part], n_bytes=encoded.n_bytes[part])
+            read += len(encoded.ids)
             if read >= most_ids:
                 return
 
 
-def cut_pieces(pieces: Sequence[Piece], tokenizer: Any, context: int) -> list[Window]:
+def cut_records(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Window]:
     """Returns windows of at most `context` base ids, each with the text of one record only.
 
     If the tokenizer puts no id in front of a text, bos or else eos is put there, so that the first id can be predicted.
     """
     first = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     lead = () if first is None else (int(first),)
-    return list(cut([piece if piece.lead else replace(piece, lead=lead) for piece in pieces], context, False, ()))
+    with_leads = [encoded if encoded.lead else replace(encoded, lead=lead) for encoded in encoded_records]
+    return list(cut_windows(with_leads, context, False, ()))
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class CompressedTexts:
     """Compressed windows as samples that a `Trainer` reads. params: their codec. name: what messages call them."""
 
     params: CodecParams
@@ -92,7 +93,7 @@ class Texts:
         return digest.hexdigest()
 
 
-def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> Texts:
+def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> CompressedTexts:
     """Returns windows compressed by a codec. Raises `DataError` without windows, or for an id that is no base id of it.
 
     name: what messages call them.
@@ -100,4 +101,4 @@ def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) 
     if not windows:
         raise DataError(f"{name}: there is no text")
     samples = [Sample(*compress_window(params, one), len(one.ids), one.n_bytes) for one in windows]
-    return Texts(params, samples, name)
+    return CompressedTexts(params, samples, name)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.sampling.exclusions import find_excluded_ids
-from mlx_zip.training.prepare.shards import Sample, grows
+from mlx_zip.training.prepare.shards import Sample, can_have_entries
 
 _SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 _PER_OCTAVE = 8  # close sizes per doubling: at most 12.5 % padding
@@ -27,54 +27,54 @@ _PER_OCTAVE = 8  # close sizes per doubling: at most 12.5 % padding
 
 @dataclass(frozen=True)
 class Padding:
-    """Rules for the sizes that a batch's arrays are padded to. few: whether sizes are coarse and tied to each other.
+    """Rules for the sizes that a batch's arrays are padded to. coarse: whether sizes are coarse and tied to each other.
 
     A step that is compiled is traced and compiled again for every new combination of shapes. So compiled steps get few
-    sizes, most of which follow from two of them (`FEW`); other steps get close ones (`CLOSE`).
+    sizes, most of which follow from two of them (`COARSE_PADDING`); other steps get close ones (`FINE_PADDING`).
     """
 
-    few: bool = False
+    coarse: bool = False
 
-    def length(self, n: int) -> int:
+    def pad_length(self, n: int) -> int:
         """Returns the positions of a sample, given those of the longest."""
-        return bucket(n, 32, 2) if self.few else bucket(n)
+        return round_up_size(n, 32, 2) if self.coarse else round_up_size(n)
 
-    def entries(self, n: int) -> int:
+    def pad_entries(self, n: int) -> int:
         """Returns the number of distinct entries."""
-        return bucket(n, 64, 2) if self.few else bucket(n, 32)
+        return round_up_size(n, 64, 2) if self.coarse else round_up_size(n, 32)
 
-    def pairs(self, n: int) -> int:
+    def pad_pairs(self, n: int) -> int:
         """Returns the number of pairs of a position and an id that is excluded there."""
-        return bucket(n, 64, 1) if self.few else bucket(n, 32)
+        return round_up_size(n, 64, 1) if self.coarse else round_up_size(n, 32)
 
-    def slots(self, n: int, length: int, codebook_size: int) -> int:
+    def pad_slots(self, n: int, length: int, codebook_size: int) -> int:
         """Returns the slots of a sample; length: its padded positions, each of which may have installed an entry."""
-        if not self.few:
-            return bucket(n, 32)
-        return max(bucket(n, 32, 2), min(length, bucket(codebook_size, 32, 2)))
+        if not self.coarse:
+            return round_up_size(n, 32)
+        return max(round_up_size(n, 32, 2), min(length, round_up_size(codebook_size, 32, 2)))
 
-    def read(self, n: int, entries: int) -> int:
+    def pad_read_entries(self, n: int, entries: int) -> int:
         """Returns the number of entries that inputs use; entries: the padded number of all of them."""
-        if not self.few:
-            return bucket(n, 32)
+        if not self.coarse:
+            return round_up_size(n, 32)
         size = entries
         while size % 2 == 0 and size // 2 >= max(n, 32):
             size //= 2
         return size
 
 
-def bucket(n: int, least: int = 8, per_octave: int = _PER_OCTAVE) -> int:
+def round_up_size(n: int, least: int = 8, per_octave: int = _PER_OCTAVE) -> int:
     """Returns the size to pad n values to, at least `least`: one of `per_octave` evenly spaced sizes per doubling."""
     step = max(least, (1 << max(0, n - 1).bit_length()) // (2 * per_octave))
     return max(least, -(-n // step) * step)
 
 
-CLOSE, FEW = Padding(), Padding(few=True)
+FINE_PADDING, COARSE_PADDING = Padding(), Padding(coarse=True)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one step as arrays. `arrays` holds the arrays of `mlx_zip.training.steps.whole.Samples`, and:
+    """The samples of one step as arrays. `arrays` holds those of `forward_pass.Samples`, and:
 
     targets [B, L] int32: the id each position should predict, a base id or vocab_size + slot. weights [B, L] float32:
     1 where the loss counts, else 0. available [B, L] int32: the number of slots that may be predicted there.
@@ -94,7 +94,7 @@ class Batch:
     longest: int
     distinct: int = 0
     installed: int = 0
-    padding: Padding = CLOSE
+    padding: Padding = FINE_PADDING
 
 
 def make_batch(
@@ -105,7 +105,7 @@ def make_batch(
     availability: str = "causal",
     base_positions: bool = False,
     canonical: bool = False,
-    padding: Padding = CLOSE,
+    padding: Padding = FINE_PADDING,
 ) -> Batch:
     """Returns the arrays of some samples, each of two ids or more.
 
@@ -118,13 +118,13 @@ def make_batch(
     """
     if params.policy != "freeze":
         raise DataError(f"training follows codebooks of policy freeze, not {params.policy}")
-    books = _read_samples(samples, params, indices or range(len(samples)), availability)
+    books = _replay_samples(samples, params, indices or range(len(samples)), availability)
     longest = max(len(book.inputs) for book in books)
-    length = padding.length(longest)
+    length = padding.pad_length(longest)
     arrays = {
-        "inputs": _pad([np.where(book.slots_read < 0, book.inputs, 0) for book in books], length),
-        "targets": _pad([book.targets for book in books], length),
-        "weights": _pad([book.weights for book in books], length, np.float32),
+        "inputs": _pad_rows([np.where(book.slots_read < 0, book.inputs, 0) for book in books], length),
+        "targets": _pad_rows([book.targets for book in books], length),
+        "weights": _pad_rows([book.weights for book in books], length, np.float32),
     }
     batch = Batch(
         arrays,
@@ -135,55 +135,54 @@ def make_batch(
         longest=longest,
         padding=padding,
     )
-    if grows(params):
-        batch = _with_entries(batch, books, params, length)
+    if can_have_entries(params):
+        batch = _add_entries(batch, books, params, length)
     if base_positions:
-        arrays["index"] = _pad([book.index for book in books], length)
-    if canonical and availability == "causal" and grows(params):
-        arrays |= _excluded(books, length, padding)
+        arrays["index"] = _pad_rows([book.index for book in books], length)
+    if canonical and availability == "causal" and can_have_entries(params):
+        arrays |= _make_excluded_pairs(books, length, padding)
     return batch
 
 
-def _excluded(books: list[_ReadSample], length: int, padding: Padding) -> dict[str, NDArray[Any]]:
+def _make_excluded_pairs(books: list[_ReplayedSample], length: int, padding: Padding) -> dict[str, NDArray[Any]]:
     """Returns `excluded_at` and `excluded` of a batch, see `Batch`; padded with the position after the last one."""
     pairs = [book.excluded() for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
-    more = padding.pairs(len(at)) - len(at)
+    more = padding.pad_pairs(len(at)) - len(at)
     return {
         "excluded_at": np.pad(at, (0, more), constant_values=len(books) * length).astype(np.int32),
         "excluded": np.pad(np.concatenate([column for _, column in pairs]), (0, more)).astype(np.int32),
     }
 
 
-def _read_samples(
+def _replay_samples(
     samples: Sequence[Sample], params: CodecParams, indices: Sequence[int], availability: str
-) -> list[_ReadSample]:
+) -> list[_ReplayedSample]:
     """Reads each sample with its codebook. Raises `DataError` naming a damaged sample by its index."""
     books = []
     for i, sample in zip(indices, samples, strict=True):
         try:
-            books.append(_ReadSample(sample, params, availability))
+            books.append(_ReplayedSample(sample, params, availability))
         except (CodecError, DataError) as error:
             raise DataError(f"sample {i} is damaged: {error}; delete its folder and prepare the data again") from error
     return books
 
 
-def _with_entries(batch: Batch, books: list[_ReadSample], params: CodecParams, length: int) -> Batch:
-    """Returns the batch with its distinct entries, and which of them each slot and each input holds."""
-    entries, lengths, held = _distinct([book.entries for book in books])
+def _add_entries(batch: Batch, books: list[_ReplayedSample], params: CodecParams, length: int) -> Batch:
+    entries, lengths, held = _find_distinct_entries([book.entries for book in books])
     padding, most = batch.padding, max(map(len, held))
-    more = padding.entries(len(entries)) - len(entries)  # padding entries have one base id, so that means exist
+    more = padding.pad_entries(len(entries)) - len(entries)  # padding entries have one base id, so that means exist
     batch.arrays.update(
-        available=_pad([book.available for book in books], length),
+        available=_pad_rows([book.available for book in books], length),
         entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
         lengths=np.pad(lengths, (0, more), constant_values=1).astype(np.int32),
-        slots=_pad(held, padding.slots(most, length, params.codebook_size)),
-        **_read_entries([book.slots_read for book in books], held, length, padding, len(entries) + more),
+        slots=_pad_rows(held, padding.pad_slots(most, length, params.codebook_size)),
+        **_index_read_entries([book.slots_read for book in books], held, length, padding, len(entries) + more),
     )
     return replace(batch, distinct=len(entries), installed=sum(map(len, held)))
 
 
-class _ReadSample:
+class _ReplayedSample:
     """One sample, read id by id with its codebook, as generation would; n ids give n - 1 positions.
 
     inputs, targets, weights, index, available [n - 1]: see `Batch`. slots_read [n - 1]: the slot of a hypertoken in
@@ -224,7 +223,9 @@ class _ReadSample:
         return at[kept], column[kept]
 
 
-def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
+def _find_distinct_entries(
+    books: list[tuple[NDArray[Any], NDArray[Any]]],
+) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
     """Returns the distinct entries of all samples, base ids [U, S] and lengths [U], and `held`.
 
     books: base ids and lengths of each sample's entries. held: for each sample and slot, the index of its entry among
@@ -238,30 +239,32 @@ def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[A
     return rows[first], lengths[first], held
 
 
-def _read_entries(
+def _index_read_entries(
     slots: list[NDArray[np.int64]], held: list[NDArray[np.int64]], length: int, padding: Padding, entries: int
 ) -> dict[str, NDArray[Any]]:
     """Returns `read`, the distinct entries that inputs use, and `input_rows`: each input's index into it, or -1.
 
-    slots: for each sample the slot that each input uses, -1 for a base id. held: as `_distinct` returns it. `read` is
-    sorted and padded, `input_rows` is padded to `length`. entries: padded number of all entries.
+    slots: for each sample the slot that each input uses, -1 for a base id. held: as `_find_distinct_entries` returns
+    it. `read` is sorted and padded, `input_rows` is padded to `length`. entries: padded number of all entries.
     """
     entry = [np.where(s < 0, -1, h[np.maximum(s, 0)] if len(h) else -1) for s, h in zip(slots, held, strict=True)]
     read = np.unique(np.concatenate(entry))
     read = read[read >= 0]
     rows = [np.where(e < 0, -1, np.searchsorted(read, e)) for e in entry]
-    return {"read": _pad([read], padding.read(len(read), entries))[0], "input_rows": _pad(rows, length, fill=-1)}
+    return {
+        "read": _pad_rows([read], padding.pad_read_entries(len(read), entries))[0],
+        "input_rows": _pad_rows(rows, length, fill=-1),
+    }
 
 
-def _pad(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill: int = 0) -> NDArray[Any]:
-    """Returns arrays of different lengths as one [rows, length], padded with `fill`."""
+def _pad_rows(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill: int = 0) -> NDArray[Any]:
     out = np.full((len(rows), length), fill, dtype)
     for row, values in zip(out, rows, strict=True):
         row[: len(values)] = values
     return out
 
 
-def batch_order(
+def order_batches(
     lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int, starts: NDArray[np.int64] | None = None
 ) -> list[NDArray[np.int64]]:
     """Returns the batches of one epoch, each an array of sample indices. Equal arguments give equal batches.
@@ -275,11 +278,10 @@ def batch_order(
     order = rng.permutation(np.flatnonzero(lengths >= 2))
     run = batch_size * _SORTED_TOGETHER
     starts = np.zeros_like(lengths) if starts is None else starts
-    ordered = [part[np.lexsort((lengths[part], starts[part]))] for part in _cut(order, run)]
-    batches = [batch for part in ordered for batch in _cut(part, batch_size) if len(batch) == batch_size]
+    ordered = [part[np.lexsort((lengths[part], starts[part]))] for part in _split_into_groups(order, run)]
+    batches = [batch for part in ordered for batch in _split_into_groups(part, batch_size) if len(batch) == batch_size]
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _cut(values: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    """Yields parts of `size` values; the last one may be shorter."""
+def _split_into_groups(values: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
     return (values[i : i + size] for i in range(0, len(values), size))

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.models.zip_model import Model
 from mlx_zip.sampling import canonical
-from mlx_zip.training.steps.batches import CLOSE, Batch, Padding
-from mlx_zip.training.steps.whole import Outputs, Samples, encode, encode_rows, run_whole
+from mlx_zip.training.steps.batches import FINE_PADDING, Batch, Padding
+from mlx_zip.training.steps.forward_pass import ForwardOutputs, Samples, encode_entries, encode_rows, run_forward_pass
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-CLOSED = -1e30  # logit of an entry that is not available; finite, so that its gradient is 0 and not NaN
+CLOSED_LOGIT = -1e30  # logit of an entry that is not available; finite, so that its gradient is 0 and not NaN
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,14 @@ class LossWeights:
     reconstruction: float = 0.0
     token_type: float = 0.0
     reconstruct_entries: int = 256
+
+    def total_loss(self, sums: Mapping[str, Any]) -> Any:
+        """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`.
+
+        sums: MLX arrays or PyTorch tensors, by the names that `Trainee.losses` gives them.
+        """
+        added = [name for name in ("reconstruction", "token_type") if name in sums]
+        return sum((getattr(self, name) * sums[name] for name in added), sums["nats"])
 
 
 class Trainee(nn.Module):
@@ -72,21 +80,21 @@ class Trainee(nn.Module):
         arrays: those of a `Batch`. long: use LongRoPE's long factors.
         """
         if not isinstance(self.model, Model):
-            return plain_nats(self.model(arrays["inputs"]), arrays)
+            return sum_plain_nats(self.model(arrays["inputs"]), arrays)
         if "entries" not in arrays:
             raise ValueError("a zip model is trained on samples with a codebook")
-        samples = samples_of(arrays, long)
-        out = run_whole(self.model, samples, self.rows(arrays, samples))
-        sums = joint_nats(out.base, out.hyper, arrays)
+        samples = make_samples(arrays, long)
+        out = run_forward_pass(self.model, samples, self.make_hyper_rows(arrays, samples))
+        sums = sum_joint_nats(out.base, out.hyper, arrays)
         if self.loss_weights.reconstruction:
-            mean = self._reconstruction(out, arrays)
+            mean = self._reconstruction_loss(out, arrays)
             sums["reconstruction"] = mean * sums["count"]
         if self.loss_weights.token_type:
-            sums["token_type"] = self._token_type(out, arrays)
+            sums["token_type"] = self._token_type_loss(out, arrays)
         return sums
 
-    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array] | None:
-        """Returns the hyper rows of a batch as `run_whole` takes them; None: those that the hyper-encoders make."""
+    def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array] | None:
+        """Returns a batch's hyper rows for `run_forward_pass`; None: those that the hyper-encoders make."""
         return None
 
     def base_losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
@@ -96,21 +104,16 @@ class Trainee(nn.Module):
         """
         model = self.model
         if not isinstance(model, Model):
-            return plain_nats(model(arrays["inputs"]), arrays)
+            return sum_plain_nats(model(arrays["inputs"]), arrays)
         none, row = mx.zeros((1,), mx.int32), mx.zeros((1, model.config.encoder.model_size))  # one entry, never open
         rows = mx.full(arrays["inputs"].shape, -1, mx.int32)
         slots = mx.zeros((arrays["inputs"].shape[0], 1), mx.int32)
         index = arrays["index"] if model.config.position_mode == "base_token_end" else None
         samples = Samples(arrays["inputs"], none, rows, none[:, None], none, slots, index=index, long=long)
-        out = run_whole(model, samples, (row, row))
-        return joint_nats(out.base, out.hyper, {**arrays, "available": mx.zeros_like(arrays["targets"])})
+        out = run_forward_pass(model, samples, (row, row))
+        return sum_joint_nats(out.base, out.hyper, {**arrays, "available": mx.zeros_like(arrays["targets"])})
 
-    def total(self, sums: dict[str, mx.array]) -> mx.array:
-        """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`."""
-        added = [name for name in ("reconstruction", "token_type") if name in sums]
-        return sum((getattr(self.loss_weights, name) * sums[name] for name in added), sums["nats"])
-
-    def _reconstruction(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
+    def _reconstruction_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:
         """Returns the mean cross entropy of entries' base ids, predicted from their input and their output rows."""
         size = arrays["entries"].shape[0]
         n = min(self.loss_weights.reconstruct_entries, size)
@@ -120,7 +123,7 @@ class Trainee(nn.Module):
         both_sides = [
             self._reconstruction_nats(out.output_rows[chosen], self.model.head_matrix, entries),
             self._reconstruction_nats(
-                encode(self.model.input_encoder, self.model.model.embed_tokens, entries, lengths),
+                encode_entries(self.model.input_encoder, self.model.model.embed_tokens, entries, lengths),
                 self.model.model.embed_tokens,
                 entries,
             ),
@@ -136,7 +139,7 @@ class Trainee(nn.Module):
         logits = matrix.as_linear(guesses) if isinstance(matrix, EMBEDDINGS) else matrix(guesses)
         return nn.losses.cross_entropy(logits.astype(mx.float32), entries)
 
-    def _token_type(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
+    def _token_type_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:
         """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
         is_hyper = (arrays["targets"] >= out.base.shape[-1]).astype(mx.float32)
         logits = self.type_head(out.hidden)[..., 0].astype(mx.float32)
@@ -144,19 +147,19 @@ class Trainee(nn.Module):
         return (loss * arrays["weights"]).sum()
 
 
-def samples_of(arrays: dict[str, mx.array], long: bool = False) -> Samples:
+def make_samples(arrays: dict[str, mx.array], long: bool = False) -> Samples:
     """Returns the arrays of a batch that the model reads. long: use LongRoPE's long factors."""
     names = ("inputs", "read", "input_rows", "entries", "lengths", "slots")
     return Samples(*(arrays[name] for name in names), index=arrays.get("index"), long=long)
 
 
-def plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+def sum_plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Returns `nats` and `count`: summed cross entropy of logits [B, L, V] over base ids, and positions that count."""
     nats = nn.losses.cross_entropy(logits.astype(mx.float32), arrays["targets"])
     return {"nats": (nats * arrays["weights"]).sum(), "count": arrays["weights"].sum()}
 
 
-def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+def sum_joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Returns `nats` and `count`: summed cross entropy over base ids and available entries, and positions that count.
 
     base [B, L, V], hyper [B, L, K]: logits of base ids and of slots; they are normalised together without being
@@ -166,7 +169,7 @@ def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> 
     base, hyper = base.astype(mx.float32), hyper.astype(mx.float32)
     vocab, slots = base.shape[-1], hyper.shape[-1]
     is_open = mx.arange(slots) < arrays["available"][..., None]
-    hyper = mx.where(is_open, hyper, CLOSED)
+    hyper = mx.where(is_open, hyper, CLOSED_LOGIT)
     targets = arrays["targets"]
     is_hyper = targets >= vocab
     in_base = mx.take_along_axis(base, mx.where(is_hyper, 0, targets)[..., None], axis=-1)
@@ -183,9 +186,9 @@ def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> 
 def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays: dict[str, mx.array]) -> mx.array:
     """Returns nats [B, L], at most 0: how much cheaper each target is when excluded ids get no probability.
 
-    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `joint_nats`; normaliser [B, L]:
-    their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.sampling.canonical`), without a second
-    pass.
+    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `sum_joint_nats`;
+    normaliser [B, L]: their logsumexp. Equals setting excluded logits to minus infinity
+    (`mlx_zip.sampling.canonical`), without a second pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]
     batch, length, vocab = base.shape
@@ -216,7 +219,7 @@ class PackTrainee(Trainee):
             self.input_rows = input_rows
 
     @property
-    def read_rows(self) -> mx.array:
+    def pack_input_rows(self) -> mx.array:
         """The rows [P, D] that the pack's entries have in the input."""
         return self.output_rows if self.model.sides_are_one else self.input_rows
 
@@ -224,10 +227,10 @@ class PackTrainee(Trainee):
         """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
         return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows), batch.padding))
 
-    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+    def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
         """Returns the pack's rows, then those that the hyper-encoder makes of entries that the samples installed."""
         grown = encode_rows(self.model, samples)
-        return mx.concatenate([self.read_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
+        return mx.concatenate([self.pack_input_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
 
 
 class PackAndModelTrainee(Trainee):
@@ -249,16 +252,18 @@ class PackAndModelTrainee(Trainee):
         places = _places_in_pack(batch.arrays, size)
         return replace(batch, arrays={**batch.arrays, "in_pack": np.where(places < 0, size, places).astype(np.int32)})
 
-    def rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+    def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
         """Returns the encoder's rows, with those of the pack's entries added to them."""
         read, output = encode_rows(self.model, samples)
         places = arrays["in_pack"]
         own_read = self.input_rows if "input_rows" in self else self.output_rows
-        return read + _with_zero(own_read)[places[samples.read]], output + _with_zero(self.output_rows)[places]
+        return read + _append_zero_row(own_read)[places[samples.read]], output + _append_zero_row(self.output_rows)[
+            places
+        ]
 
-    def pack_rows(self, entries: Sequence[Sequence[int]], params: CodecParams) -> dict[str, mx.array]:
+    def trained_pack_rows(self, entries: Sequence[Sequence[int]], params: CodecParams) -> dict[str, mx.array]:
         """Returns the rows [P, D] float32 of the pack's entries, by the names that `TunedRows` stores them under."""
-        read, output = encoded_rows(self.model, entries, params)
+        read, output = encode_pack_rows(self.model, entries, params)
         rows = {"output_rows": output + self.output_rows}
         return rows if self.model.sides_are_one else {**rows, "input_rows": read + self.input_rows}
 
@@ -276,12 +281,11 @@ def _places_in_pack(arrays: Mapping[str, NDArray[Any]], pack: int) -> NDArray[np
     return places
 
 
-def _with_zero(rows: mx.array) -> mx.array:
-    """Returns rows [P, D] and one more row of zeros."""
+def _append_zero_row(rows: mx.array) -> mx.array:
     return mx.concatenate([rows, mx.zeros((1, rows.shape[1]), rows.dtype)])
 
 
-def encoded_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecParams) -> list[mx.array]:
+def encode_pack_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecParams) -> list[mx.array]:
     """Returns the input rows and the output rows that a model's hyper-encoders make of entries, float32 [P, D] each."""
     lengths = np.array([len(entry) for entry in entries], np.int64)
     base_ids = np.full((len(entries), params.merge_size), params.fill, np.uint32)
@@ -292,7 +296,9 @@ def encoded_rows(model: Model, entries: Sequence[Sequence[int]], params: CodecPa
     return rows
 
 
-def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int, padding: Padding = CLOSE) -> dict[str, NDArray]:
+def separate_pack(
+    arrays: dict[str, NDArray], distinct: int, pack: int, padding: Padding = FINE_PADDING
+) -> dict[str, NDArray]:
     """Returns a batch's arrays for a model that already has rows for the pack's entries.
 
     arrays: as of `_places_in_pack`. distinct: number of real entries, which come before the padding. padding: rules for
@@ -308,18 +314,17 @@ def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int, padding:
     read = place[arrays["read"][: int(arrays["input_rows"].max()) + 1]]
     is_grown = read >= pack
     new_index = np.where(is_grown, pack + np.cumsum(is_grown) - 1, read)  # of each entry in the old `read`
-    rows, size = arrays["input_rows"], padding.entries(len(grown))
+    rows, size = arrays["input_rows"], padding.pad_entries(len(grown))
     grown_read = (read[is_grown] - pack).astype(np.int32)
     return {
         **arrays,
-        "entries": _padded(arrays["entries"][grown], arrays["entries"], size),
-        "lengths": _padded(arrays["lengths"][grown], arrays["lengths"], size),
+        "entries": _pad_with_copies(arrays["entries"][grown], arrays["entries"], size),
+        "lengths": _pad_with_copies(arrays["lengths"][grown], arrays["lengths"], size),
         "slots": np.maximum(place[arrays["slots"]], 0).astype(np.int32),
-        "read": _padded(grown_read, np.zeros(1, np.int32), padding.read(len(grown_read), size)),
+        "read": _pad_with_copies(grown_read, np.zeros(1, np.int32), padding.pad_read_entries(len(grown_read), size)),
         "input_rows": np.where(rows < 0, -1, new_index[rows] if len(new_index) else -1).astype(np.int32),
     }
 
 
-def _padded(values: NDArray, like: NDArray, size: int) -> NDArray:
-    """Returns the values, padded to `size` with copies of the first value of `like`."""
+def _pad_with_copies(values: NDArray, like: NDArray, size: int) -> NDArray:
     return np.concatenate([values, np.repeat(like[:1], size - len(values), axis=0)])

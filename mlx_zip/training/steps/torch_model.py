@@ -28,9 +28,9 @@ from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.steps.objective import Trainee
 
 Tensors = dict[str, torch.Tensor]
-BODY, HEAD = "model.model.", "model.lm_head.weight"  # names in the MLX trainee
-NO_PART_OF_THE_BODY = ("zip2zip", "quantization", "quantization_config")
-BESIDE = ("decoder.", "type_head.", *ROWS)  # parts of a trainee that are not its model
+BODY_PREFIX, HEAD_WEIGHT = "model.model.", "model.lm_head.weight"  # names in the MLX trainee
+KEYS_NOT_OF_DECODER = ("zip2zip", "quantization", "quantization_config")
+PREFIXES_BESIDE_MODEL = ("decoder.", "type_head.", *ROWS)  # parts of a trainee that are not its model
 
 
 class TorchModel(nn.Module):
@@ -55,29 +55,29 @@ class TorchModel(nn.Module):
         Raises `TrainingError` for a model that transformers lacks or builds from other tensors.
         """
         super().__init__()
-        trained = {name for name, _ in _flat(trainee.trainable_parameters())}
+        trained = {name for name, _ in _flatten_named(trainee.trainable_parameters())}
         source = trainee.model
         self.zip: ZipConfig | None = source.config if isinstance(source, Model) else None
         self.device, self.dtype = device, dtype
-        self._reader = _Reader(trained, device, dtype)
-        self.body = _make_body(config, device.type == "cpu" and dtype == torch.bfloat16).to(device, dtype)
+        self._copier = _WeightCopier(trained, device, dtype)
+        self.body = _make_decoder(config, device.type == "cpu" and dtype == torch.bfloat16).to(device, dtype)
         self.cap: float | None = getattr(self.body.config, "final_logit_softcapping", None)
         self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
-        self._fill_body(source, dropout)
-        loose = {f"model.{name}": value for name, value in _flat(source.parameters())}
-        self.parts = self._reader.take(
-            {name: v for name, v in loose.items() if name.removeprefix("model.").startswith(SIDES)}
+        self._copy_body_weights(source, dropout)
+        in_model = tuple(f"model.{side}" for side in SIDES)
+        named = _flatten_named(trainee.parameters())
+        self.parts = self._copier.copy_all(
+            {n: v for n, v in named if n.startswith((*in_model, *PREFIXES_BESIDE_MODEL))}
         )
-        self.parts |= self._reader.take({n: v for n, v in _flat(trainee.parameters()) if n.startswith(BESIDE)})
         head = getattr(source, "lm_head", None)
         tied = head is None or config.get("tie_word_embeddings") is True
-        self.head = self.body.embed_tokens.weight if tied else self._reader.weight(HEAD, head)
-        self.trained = self._reader.trained
+        self.head = self.body.embed_tokens.weight if tied else self._copier.copy_weight(HEAD_WEIGHT, head)
+        self.trained = self._copier.trained
         if missing := sorted(trained - self.trained.keys()):
             raise TrainingError(f"--engine torch has no place for {', '.join(missing[:4])}; train with --engine mlx")
-        self._cast_body()
+        self._cast_weights_on_read()
 
-    def _fill_body(self, source: Any, dropout: float) -> None:
+    def _copy_body_weights(self, source: Any, dropout: float) -> None:
         """Copies the decoder's weights and puts LoRA layers in. Raises `TrainingError` naming a tensor that differs."""
         filled: set[str] = set()
         for name, module in source.model.named_modules():
@@ -85,36 +85,36 @@ class TorchModel(nn.Module):
                 continue
             if isinstance(module, LoRALinear):
                 inner = self.body.get_submodule(name)
-                self._copy(f"{name}.weight", inner, "weight", module.linear, filled)
+                self._copy_array(f"{name}.weight", inner, "weight", module.linear, filled)
                 if "bias" in module.linear:
-                    self._copy(f"{name}.bias", inner, "bias", module.linear, filled)
-                a, b = (self._reader.value(f"{BODY}{name}.{side}", module[side]) for side in ("lora_a", "lora_b"))
+                    self._copy_array(f"{name}.bias", inner, "bias", module.linear, filled)
+                a, b = (
+                    self._copier.copy_value(f"{BODY_PREFIX}{name}.{side}", module[side])
+                    for side in ("lora_a", "lora_b")
+                )
                 parent, _, last = name.rpartition(".")
                 setattr(self.body.get_submodule(parent), last, Lora(inner, a, b, module.scale, dropout))
             elif "weight" in module and f"{name}.linear" not in filled and not name.endswith(".linear"):
                 inner = self.body.get_submodule(name)
-                self._copy(f"{name}.weight", inner, "weight", module, filled)
+                self._copy_array(f"{name}.weight", inner, "weight", module, filled)
                 if "bias" in module:
-                    self._copy(f"{name}.bias", inner, "bias", module, filled)
+                    self._copy_array(f"{name}.bias", inner, "bias", module, filled)
         wanted = {name for name, _ in self.body.named_parameters() if ".lora_" not in name}
         wanted = {name.replace(".linear.", ".") for name in wanted}
         if lacking := sorted(wanted - filled):
             raise TrainingError(f"--engine torch: the model lacks {', '.join(lacking[:4])}; train with --engine mlx")
 
-    def _copy(self, name: str, inner: nn.Module, field: str, module: Any, filled: set[str]) -> None:
-        """Puts one array of an MLX module into a PyTorch module as its parameter `field`."""
-        value = (
-            self._reader.weight(BODY + name, module)
-            if field == "weight"
-            else self._reader.value(BODY + name, module[field])
-        )
+    def _copy_array(self, name: str, inner: nn.Module, field: str, module: Any, filled: set[str]) -> None:
+        path = BODY_PREFIX + name
+        is_weight = field == "weight"
+        value = self._copier.copy_weight(path, module) if is_weight else self._copier.copy_value(path, module[field])
         there = getattr(inner, field, None)
         if there is None or there.shape != value.shape:
             raise TrainingError(f"--engine torch: {name} has shape {list(value.shape)}, transformers' differs")
         setattr(inner, field, value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False))
         filled.add(name)
 
-    def _cast_body(self) -> None:
+    def _cast_weights_on_read(self) -> None:
         """Lets layers read trained weights in `dtype`, each time, so also when activations are computed again.
 
         `Lora` casts its own, and the embedding's readers cast what they read.
@@ -124,11 +124,14 @@ class TorchModel(nn.Module):
         for module in modules:
             for name, value in list(module.named_parameters(recurse=False)):
                 if value.dtype != self.dtype:
-                    register_parametrization(module, name, _Cast(self.dtype), unsafe=True)  # another dtype than stored
+                    # unsafe: another dtype than the stored weight's
+                    register_parametrization(module, name, _CastOnRead(self.dtype), unsafe=True)
 
     # ---- the forward pass
 
-    def hidden(self, arrays: Mapping[str, torch.Tensor], longest: int, rows: torch.Tensor | None) -> torch.Tensor:
+    def hidden_states(
+        self, arrays: Mapping[str, torch.Tensor], longest: int, rows: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns the body's output [B, L, D]. arrays: those of a `Batch`; longest: inputs of its longest sample.
 
         rows [R, D]: input rows of the hypertokens that occur, None for none.
@@ -146,20 +149,20 @@ class TorchModel(nn.Module):
         call = {"inputs_embeds": h, "attention_mask": mask, "position_ids": places, "use_cache": False}
         return self.body(**call).last_hidden_state
 
-    def rows(self, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_hyper_rows(self, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns input rows [R, D] of the entries that inputs use, and output rows [U, D] of all entries."""
         assert self.zip is not None
         tied, one_matrix = self.zip.encoder.tie_encoders, self.head is self.body.embed_tokens.weight
         output = self.encode(SIDES[0] if tied else SIDES[1], self.head, arrays["entries"], arrays["lengths"])
-        output = self._with_own("output_rows", output, arrays.get("in_pack"))
+        output = self._add_pack_rows("output_rows", output, arrays.get("in_pack"))
         if tied and one_matrix:
             return output[arrays["read"]], output
         entries, lengths = arrays["entries"][arrays["read"]], arrays["lengths"][arrays["read"]]
         read = self.encode(SIDES[0], self.body.embed_tokens.weight, entries, lengths)
         places = arrays["in_pack"][arrays["read"]] if "in_pack" in arrays else None
-        return self._with_own("input_rows", read, places), output
+        return self._add_pack_rows("input_rows", read, places), output
 
-    def _with_own(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    def _add_pack_rows(self, name: str, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
         """Adds to rows [N, D] what the pack's entries add to the encoder's. places [N]: as `in_pack` of a batch."""
         if places is None:
             return rows
@@ -170,11 +173,11 @@ class TorchModel(nn.Module):
         """Returns rows [N, D] of entries [N, S], padded; lengths [N]. side: prefix of the encoder's weights."""
         assert self.zip is not None
 
-        def take(name: str, *shape: int) -> torch.Tensor:
+        def read_weight(name: str, *shape: int) -> torch.Tensor:
             return self.parts[f"model.{name}"].to(self.dtype)
 
         with force_implementation("reference"):
-            encoder = make_encoder(self.zip.encoder, self.zip.merge_size, EncoderWeights(take, side))
+            encoder = make_encoder(self.zip.encoder, self.zip.merge_size, EncoderWeights(read_weight, side))
             return encoder(entries, lengths, matrix.to(self.dtype))
 
 
@@ -193,9 +196,7 @@ class Lora(nn.Module):
         return self.linear(x) + self.scale * (low @ self.lora_b.to(x.dtype))
 
 
-class _Cast(nn.Module):
-    """Gives a weight in another dtype; its gradient goes to the weight."""
-
+class _CastOnRead(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
@@ -204,23 +205,23 @@ class _Cast(nn.Module):
         return weight.to(self.dtype)
 
 
-class _Reader:
+class _WeightCopier:
     """Copies MLX arrays to PyTorch. Trained ones become float32 parameters in `trained`, others `dtype` constants."""
 
     def __init__(self, names: set[str], device: torch.device, dtype: torch.dtype) -> None:
         self.names, self.device, self.dtype = names, device, dtype
         self.trained: dict[str, nn.Parameter] = {}
 
-    def take(self, arrays: Mapping[str, mx.array]) -> Tensors:
-        return {name: self.value(name, value) for name, value in arrays.items()}
+    def copy_all(self, arrays: Mapping[str, mx.array]) -> Tensors:
+        return {name: self.copy_value(name, value) for name, value in arrays.items()}
 
-    def weight(self, name: str, module: Any) -> torch.Tensor:
+    def copy_weight(self, name: str, module: Any) -> torch.Tensor:
         """Returns a module's weight, dequantized if it is quantized."""
         if "scales" in module:
-            return self.value(name, dequantized(module))
-        return self.value(name, module["weight"])
+            return self.copy_value(name, dequantize_weight(module))
+        return self.copy_value(name, module["weight"])
 
-    def value(self, name: str, value: mx.array) -> torch.Tensor:
+    def copy_value(self, name: str, value: mx.array) -> torch.Tensor:
         tensor = to_torch(value).to(self.device)
         if name not in self.names:
             return tensor.to(self.dtype)
@@ -228,7 +229,7 @@ class _Reader:
         return self.trained[name]
 
 
-def dequantized(module: Any) -> mx.array:
+def dequantize_weight(module: Any) -> mx.array:
     """Returns a quantized module's weight, float32."""
     biases = module.get("biases")
     return mx.dequantize(
@@ -246,14 +247,14 @@ def to_mlx(tensor: torch.Tensor) -> mx.array:
     return mx.array(tensor.detach().float().cpu().numpy())
 
 
-def _make_body(config: Mapping[str, Any], eager: bool) -> Any:
+def _make_decoder(config: Mapping[str, Any], eager: bool) -> Any:
     """Returns transformers' decoder for a config.json, without weights of use. Raises `TrainingError`.
 
     eager: whether attention is computed in plain products, which in bfloat16 are faster on a CPU than the fused one.
     """
     from transformers import AutoConfig, AutoModel
 
-    known = {key: value for key, value in config.items() if key not in NO_PART_OF_THE_BODY}
+    known = {key: value for key, value in config.items() if key not in KEYS_NOT_OF_DECODER}
     known["pad_token_id"] = None  # which would only zero a row of the embedding
     if config["model_type"] == MODEL_TYPE:
         known["model_type"] = config["zip2zip"]["base_model_type"]
@@ -266,6 +267,6 @@ def _make_body(config: Mapping[str, Any], eager: bool) -> Any:
     return body.requires_grad_(False)
 
 
-def _flat(tree: Any) -> list[tuple[str, mx.array]]:
+def _flatten_named(tree: Any) -> list[tuple[str, mx.array]]:
     found: Any = tree_flatten(tree)
     return found

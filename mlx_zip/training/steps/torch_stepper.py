@@ -27,18 +27,19 @@ from mlx_zip.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepping import READ, peak_of, schedule, single_of
+from mlx_zip.training.steps.stepper import BATCH_COUNTS, make_schedule, optimizer_of_weight, peak_rate_of_weight
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
+MOMENT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names of Adam's moments, and PyTorch's
 
 
 class TorchStepper:
-    """Takes the steps of one run; has the interface of `mlx_zip.training.steps.stepping.Stepper`.
+    """Takes the steps of one run; has the interface of `mlx_zip.training.steps.stepper.Stepper`.
 
-    Trained weights and the optimizer's state live in PyTorch between `publish` calls, which write them back into the
-    MLX trainee and optimizer, where checkpoints are made from. device: an NVIDIA card if there is one, else the CPU.
+    Trained weights and the optimizer's state live in PyTorch between `sync_to_trainee` calls, which write them back
+    into the MLX trainee and optimizer, where checkpoints are made from. device: an NVIDIA card if there is one, else
+    the CPU.
     """
 
     traces = 0  # nothing is compiled
@@ -63,27 +64,27 @@ class TorchStepper:
         self.weights = trainee.loss_weights
         self.parameters = self.model.trained
         self.optimizer = _make_optimizer(settings, self.parameters)
-        self._take_state()
+        self._load_optimizer_state()
 
-    def _take_state(self) -> None:
+    def _load_optimizer_state(self) -> None:
         """Takes the optimizer's state from the MLX optimizer, which a checkpoint may have filled."""
-        done: Any = single_of(self.mlx_optimizer, self.settings, "").step
+        done: Any = optimizer_of_weight(self.mlx_optimizer, self.settings, "").step
         self.steps = int(done.item())
         if not self.steps or self.settings.optimizer == "sgd":
             return
         for name, parameter in self.parameters.items():
-            mine = _at(single_of(self.mlx_optimizer, self.settings, name).state, name)
-            moments = {theirs: to_torch(mine[ours]).to(self.device) for ours, theirs in MOMENTS.items()}
+            mine = _get_subtree(optimizer_of_weight(self.mlx_optimizer, self.settings, name).state, name)
+            moments = {theirs: to_torch(mine[ours]).to(self.device) for ours, theirs in MOMENT_NAMES.items()}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
 
-    def publish(self) -> None:
+    def sync_to_trainee(self) -> None:
         """Writes trained weights and the optimizer's state back into the MLX trainee and optimizer."""
         named = [(name, to_mlx(value)) for name, value in self.parameters.items()]
         self.trainee.update(tree_unflatten(named))
         for name, parameter in self.parameters.items():
             if found := self.optimizer.state.get(parameter):
-                _at(single_of(self.mlx_optimizer, self.settings, name).state, name).update(
-                    {ours: to_mlx(found[theirs]) for ours, theirs in MOMENTS.items() if theirs in found}
+                _get_subtree(optimizer_of_weight(self.mlx_optimizer, self.settings, name).state, name).update(
+                    {ours: to_mlx(found[theirs]) for ours, theirs in MOMENT_NAMES.items() if theirs in found}
                 )
         mx.eval(self.trainee.trainable_parameters(), self.mlx_optimizer.state)
 
@@ -93,32 +94,28 @@ class TorchStepper:
         torch.manual_seed(hash((self.settings.seed, self.steps)) & 0xFFFFFFFF)  # of dropout: the same after a restart
         sums: dict[str, float] = {}
         for batch in batches:
-            found = losses(self.model, self.weights, self._to_device(batch), batch.longest)
-            self._total(found).backward()
+            found = compute_losses(self.model, self.weights, self._to_device(batch), batch.longest)
+            self.weights.total_loss(found).backward()
             sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
-        norm = self._update(sums["count"])
-        counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in READ}
+        norm = self._apply_gradients(sums["count"])
+        counts = {name: float(sum(getattr(batch, name) for batch in batches)) for name in BATCH_COUNTS}
         samples = float(sum(len(batch.samples) for batch in batches))
         return {**sums, **counts, "samples": samples, "stop": float(stop), "grad_norm": norm}
 
-    def losses(self, batch: Batch, long: bool) -> dict[str, float]:
+    def measure_losses(self, batch: Batch, long: bool) -> dict[str, float]:
         """Returns the sums of the losses on one batch, without training."""
         self.model.eval()
         with torch.no_grad():
-            found = losses(self.model, self.weights, self._to_device(batch), batch.longest)
+            found = compute_losses(self.model, self.weights, self._to_device(batch), batch.longest)
         return {name: float(value) for name, value in found.items()}
 
-    def base_nats(self, batch: Batch, long: bool) -> float:
+    def measure_base_nats(self, batch: Batch, long: bool) -> float:
         """Returns the summed nats of a batch of base ids."""
         self.model.eval()
         with torch.no_grad():
-            return float(plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
+            return float(compute_plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
 
-    def _total(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        added = [name for name in ("reconstruction", "token_type") if name in sums]
-        return sum((getattr(self.weights, name) * sums[name] for name in added), sums["nats"])
-
-    def _update(self, count: float) -> float:
+    def _apply_gradients(self, count: float) -> float:
         """Applies the gradients, divided by the `count` positions; returns their norm before clipping."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         for gradient in gradients:
@@ -128,13 +125,13 @@ class TorchStepper:
             for gradient in gradients:
                 gradient.mul_(limit / (norm + 1e-6))
         for group in self.optimizer.param_groups:
-            group["lr"] = float(schedule(self.settings, group["peak"])(mx.array(self.steps)).item())
+            group["lr"] = float(make_schedule(self.settings, group["peak"])(mx.array(self.steps)).item())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         for group in self.optimizer.param_groups:
             known = {"step": mx.array(self.steps, mx.uint64), "learning_rate": mx.array(group["lr"])}
-            single_of(self.mlx_optimizer, self.settings, group["name"]).state.update(known)
+            optimizer_of_weight(self.mlx_optimizer, self.settings, group["name"]).state.update(known)
         return norm
 
     def _to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -154,7 +151,7 @@ def _make_optimizer(settings: TrainSettings, parameters: Mapping[str, torch.Tens
     """
     groups: dict[float, dict[str, Any]] = {}
     for name, parameter in parameters.items():
-        peak = peak_of(settings, name)
+        peak = peak_rate_of_weight(settings, name)
         groups.setdefault(peak, {"params": [], "peak": peak, "name": name})["params"].append(parameter)
     made, rate = list(groups.values()), settings.learning_rate
     if settings.optimizer == "adamw":
@@ -166,7 +163,7 @@ def _make_optimizer(settings: TrainSettings, parameters: Mapping[str, torch.Tens
     raise TrainingError(f"--engine torch has no optimizer {settings.optimizer}; it has adamw, adam and sgd")
 
 
-def _at(tree: Any, name: str) -> dict[str, Any]:
+def _get_subtree(tree: Any, name: str) -> dict[str, Any]:
     for part in name.split("."):
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]
     return tree
@@ -174,35 +171,37 @@ def _at(tree: Any, name: str) -> dict[str, Any]:
 
 # ---- the objective
 
-CHUNK = 256  # positions whose logits are there together
+CHUNK_POSITIONS = 256  # positions whose logits are there together
 Arrays = Mapping[str, torch.Tensor]
 
 
-def losses(model: TorchModel, weights: LossWeights, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
+def compute_losses(model: TorchModel, weights: LossWeights, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
     """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
 
     arrays: those of a `Batch`; longest: inputs of its longest sample.
     """
     if model.zip is None:
-        return plain_losses(model, arrays, longest)
+        return compute_plain_losses(model, arrays, longest)
     if "entries" not in arrays:
         raise ValueError("a zip model is trained on samples with a codebook")
-    read, written = model.rows(arrays)
-    h = model.hidden(arrays, longest, read)
-    sums = _sums(model, h, written, arrays)
+    read, written = model.make_hyper_rows(arrays)
+    h = model.hidden_states(arrays, longest, read)
+    sums = _sum_joint_nats(model, h, written, arrays)
     if weights.reconstruction:
-        sums["reconstruction"] = _reconstruction(model, weights, written, arrays) * sums["count"]
+        sums["reconstruction"] = _reconstruction_loss(model, weights, written, arrays) * sums["count"]
     if weights.token_type:
-        sums["token_type"] = _token_type(model, h, arrays)
+        sums["token_type"] = _token_type_loss(model, h, arrays)
     return sums
 
 
-def plain_losses(model: TorchModel, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
+def compute_plain_losses(model: TorchModel, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
     """Returns `nats` and `count` of a batch of base ids, read without hypertokens."""
-    return _sums(model, model.hidden(arrays, longest, None), None, arrays)
+    return _sum_joint_nats(model, model.hidden_states(arrays, longest, None), None, arrays)
 
 
-def _sums(model: TorchModel, h: torch.Tensor, rows: torch.Tensor | None, arrays: Arrays) -> dict[str, torch.Tensor]:
+def _sum_joint_nats(
+    model: TorchModel, h: torch.Tensor, rows: torch.Tensor | None, arrays: Arrays
+) -> dict[str, torch.Tensor]:
     """Returns `nats` and `count` for the body's output h [B, L, D]. rows [U, D]: output rows of all entries."""
     vocab = len(model.head) if model.zip is None else model.zip.vocab_size
     rows = h.new_zeros(0, h.shape[-1]) if rows is None else rows
@@ -234,7 +233,7 @@ class JointNats(torch.autograd.Function):
         for b in range(len(h)):
             held = arrays["slots"][b] if len(rows) else None
             table = rows.new_zeros(0, rows.shape[1]) if held is None else rows[held].to(h.dtype)
-            for at, chunk in _chunks(h, arrays, b):
+            for at, chunk in _split_into_chunks(h, arrays, b):
                 nats, by_base, by_slot = _loss_and_gradient(chunk, head.to(h.dtype), table, cap)
                 total += nats
                 if not wanted:
@@ -256,14 +255,14 @@ class JointNats(torch.autograd.Function):
         return (grad_h * outer[0]).to(grad_h.dtype), by_head, (grad_rows * outer[0]).to(of_rows), None, None
 
 
-def _chunks(h: torch.Tensor, arrays: Arrays, b: int) -> Any:
+def _split_into_chunks(h: torch.Tensor, arrays: Arrays, b: int) -> Any:
     """Yields (positions [N], chunk) of sample b; positions that do not count are left out."""
     counting = torch.nonzero(arrays["weights"][b] > 0)[:, 0]
     pairs = None
     if "excluded_at" in arrays:
         mine = torch.div(arrays["excluded_at"], h.shape[1], rounding_mode="floor") == b
         pairs = arrays["excluded_at"][mine] % h.shape[1], arrays["excluded"][mine]
-    for at in counting.split(CHUNK):
+    for at in counting.split(CHUNK_POSITIONS):
         excluded = None
         if pairs is not None:
             inside = torch.isin(pairs[0], at)
@@ -291,7 +290,7 @@ def _loss_and_gradient(
     nats = normaliser - logits.gather(1, chunk.targets[:, None])[:, 0]
     share = logits.sub_(normaliser[:, None]).exp_()
     if chunk.excluded is not None:
-        nats = nats + _exclude(share, *chunk.excluded)
+        nats = nats + _remove_excluded(share, *chunk.excluded)
     share.scatter_add_(1, chunk.targets[:, None], share.new_full((len(share), 1), -1.0))
     share *= chunk.weights[:, None]
     if cap is not None:
@@ -300,7 +299,7 @@ def _loss_and_gradient(
     return (nats * chunk.weights).sum(), gradient[:, :vocab], gradient[:, vocab:]
 
 
-def _exclude(share: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+def _remove_excluded(share: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """Takes excluded ids out of the probabilities `share` [N, V + K], in place; returns the nats [N] that this saves.
 
     row, column [X]: which id is excluded where. Nothing is excluded where such ids together hold over half the
@@ -314,7 +313,7 @@ def _exclude(share: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> to
     return torch.log1p(-held)
 
 
-def _token_type(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+def _token_type_loss(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torch.Tensor:
     """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
     assert model.zip is not None
     weight, bias = (model.parts[f"type_head.{name}"].to(h.dtype) for name in ("weight", "bias"))
@@ -324,7 +323,9 @@ def _token_type(model: TorchModel, h: torch.Tensor, arrays: Arrays) -> torch.Ten
     return (loss * arrays["weights"]).sum()
 
 
-def _reconstruction(model: TorchModel, weights: LossWeights, written: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+def _reconstruction_loss(
+    model: TorchModel, weights: LossWeights, written: torch.Tensor, arrays: Arrays
+) -> torch.Tensor:
     """Returns the mean cross entropy of entries' base ids, predicted from their input and output rows (eq. 3)."""
     assert model.zip is not None
     size = len(arrays["entries"])
@@ -334,11 +335,16 @@ def _reconstruction(model: TorchModel, weights: LossWeights, written: torch.Tens
     real = (torch.arange(entries.shape[1], device=written.device) < lengths[:, None]) & (lengths[:, None] > 1)
     matrix = model.body.embed_tokens.weight
     read = model.encode(SIDES[0], matrix, entries, lengths)
-    both = [_reconstructed(model, written[chosen], model.head, entries), _reconstructed(model, read, matrix, entries)]
+    both = [
+        _reconstruction_nats(model, written[chosen], model.head, entries),
+        _reconstruction_nats(model, read, matrix, entries),
+    ]
     return sum((nats * real).sum() for nats in both) / (2 * real.sum().clamp(min=1))
 
 
-def _reconstructed(model: TorchModel, rows: torch.Tensor, matrix: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+def _reconstruction_nats(
+    model: TorchModel, rows: torch.Tensor, matrix: torch.Tensor, entries: torch.Tensor
+) -> torch.Tensor:
     """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from their rows [N, D] through `matrix`."""
     weight, bias = (model.parts[f"decoder.{name}"].to(rows.dtype) for name in ("weight", "bias"))
     guesses = functional.linear(rows, weight, bias).view(*entries.shape, -1)

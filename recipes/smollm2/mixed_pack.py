@@ -27,13 +27,13 @@ from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import learn, recurring_runs
 
 from .settings import PackSettings
-from .texts import laid_out
+from .texts import render_record
 
 Entry = tuple[int, ...]
-BATCH = 4  # windows that the base reads together
+WINDOWS_PER_CALL = 4  # windows that the base reads together
 
 
-def mixed_pack(
+def learn_mixed_pack(
     model: Path, files: Mapping[str, Sequence[Path]], packs: PackSettings, say: Callable[[str], object]
 ) -> Pack:
     """Learns the mixed pack. files: training texts of each domain. say: is given lines of progress.
@@ -44,7 +44,7 @@ def mixed_pack(
     assert chosen is not None
     tokenizer = load_tokenizer(model)
     disabled, pad = sorted(tokenizer.all_special_ids), tokenizer.pad_token_id
-    windows = {name: windows_of(tokenizer, files[name], int(chosen.most_ids * share)) for name, share in packs.mixed}
+    windows = {name: read_windows(tokenizer, files[name], int(chosen.most_ids * share)) for name, share in packs.mixed}
     rng = np.random.default_rng(0)
     predicted, together = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     for name, share in packs.mixed:
@@ -55,7 +55,9 @@ def mixed_pack(
         together += [mine] * max(1, round(chosen.most_ids * share / mine.size))  # a small domain keeps its share
     sample, corpus = np.concatenate(predicted), np.concatenate(together)
     say(f"the base reads {sample.size:,} base ids, to say which entries cost few bits")
-    cost = costs(corpus, sample, log_probabilities(model, sample), packs.merge_size, disabled, chosen.least)
+    cost = compute_entry_costs(
+        corpus, sample, compute_log_probabilities(model, sample), packs.merge_size, disabled, chosen.least
+    )
     params = CodecParams(len(tokenizer), chosen.size, packs.merge_size, disabled_ids=tuple(disabled), pad_id=pad)
     found = learn(
         params,
@@ -70,13 +72,13 @@ def mixed_pack(
     return Pack(found.entries, tokenizer_fingerprint(tokenizer))
 
 
-def windows_of(tokenizer: Any, files: Sequence[Path], most: int, length: int = 512) -> NDArray[np.int64]:
+def read_windows(tokenizer: Any, files: Sequence[Path], most: int, length: int = 512) -> NDArray[np.int64]:
     """Returns the first `most` base ids of documents in files of JSON lines, in windows [N, length]."""
     ids = list[int]()
     for file in files:
         for line in file.read_text(encoding="utf-8").split("\n")[:-1]:  # a text may hold other ends of lines
             one = json.loads(line)
-            text = laid_out(one, tokenizer) + ("" if "messages" in one else tokenizer.eos_token)
+            text = render_record(one, tokenizer) + ("" if "messages" in one else tokenizer.eos_token)
             ids += tokenizer.encode(text, add_special_tokens=False)
             if len(ids) >= most:
                 break
@@ -84,7 +86,7 @@ def windows_of(tokenizer: Any, files: Sequence[Path], most: int, length: int = 5
     return kept[: len(kept) // length * length].reshape(-1, length)
 
 
-def log_probabilities(model: Path, windows: NDArray[np.int64]) -> NDArray[np.float32]:
+def compute_log_probabilities(model: Path, windows: NDArray[np.int64]) -> NDArray[np.float32]:
     """Returns the natural logarithm of each id's probability given those before it in its window [N, L].
 
     The first id of a window gets 0. model: folder of the base, which is read by transformers.
@@ -95,8 +97,8 @@ def log_probabilities(model: Path, windows: NDArray[np.int64]) -> NDArray[np.flo
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     found = np.zeros(windows.shape, np.float32)
     with torch.inference_mode():
-        for at in range(0, len(windows), BATCH):
-            ids = torch.from_numpy(windows[at : at + BATCH].astype(np.int64))
+        for at in range(0, len(windows), WINDOWS_PER_CALL):
+            ids = torch.from_numpy(windows[at : at + WINDOWS_PER_CALL].astype(np.int64))
             for row, h in enumerate(base.model(ids).last_hidden_state):
                 logits = base.lm_head(h[:-1]).float()
                 chosen = logits.gather(1, ids[row, 1:, None])[:, 0] - logits.logsumexp(1)
@@ -104,12 +106,12 @@ def log_probabilities(model: Path, windows: NDArray[np.int64]) -> NDArray[np.flo
     return found
 
 
-def entropy(p: float) -> float:
+def binary_entropy(p: float) -> float:
     """Returns the entropy in bits of an event with probability p."""
     return -sum(q * log2(q) for q in (p, 1 - p) if q > 0)
 
 
-def runs_of(
+def find_recurring_runs(
     windows: NDArray[np.int64], logs: NDArray[np.float32], merge_size: int, disabled: Sequence[int], least: int
 ) -> dict[Entry, tuple[int, float]]:
     """Returns the runs of 2 to merge_size ids that occur `least` times in windows [N, L], none with a disabled id.
@@ -128,7 +130,7 @@ def runs_of(
     return found
 
 
-def costs(
+def compute_entry_costs(
     windows: NDArray[np.int64],
     sample: NDArray[np.int64],
     logs: NDArray[np.float32],
@@ -140,19 +142,19 @@ def costs(
     """Returns the bits that each recurring entry of 2 to merge_size ids costs for each id that it saves.
 
     windows [N, L]: a large part of the corpus, in which entries are counted. sample [S, L], logs [S, L]: a smaller
-    part, and its `log_probabilities`. Entries that are rarer than `least` or `least_in_sample` are left out.
+    part, and its `compute_log_probabilities`. Entries that are rarer than `least` or `least_in_sample` are left out.
 
     The rest of an entry follows the first id in a share of its occurrences. A predictor that knows the context is taken
     to give it the probability that the base gives it where it does follow, and 0 elsewhere.
     """
     firsts = np.bincount(windows.reshape(-1))
-    in_sample = runs_of(sample, logs, merge_size, disabled, least_in_sample)
-    counted = runs_of(windows, np.zeros(windows.shape, np.float32), merge_size, disabled, least)
+    in_sample = find_recurring_runs(sample, logs, merge_size, disabled, least_in_sample)
+    counted = find_recurring_runs(windows, np.zeros(windows.shape, np.float32), merge_size, disabled, least)
     found: dict[Entry, float] = {}
     for entry in counted.keys() & in_sample.keys():
         count, often = counted[entry][0], int(firsts[entry[0]])
         share = count / often
         known = max(exp(in_sample[entry][1]), share)
-        lost = often * entropy(share) - count / known * entropy(known)
+        lost = often * binary_entropy(share) - count / known * binary_entropy(known)
         found[entry] = max(0.0, lost) / (count * (len(entry) - 1))
     return found

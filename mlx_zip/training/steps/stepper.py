@@ -25,8 +25,8 @@ from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.objective import Trainee
 
-READ = ("ids", "base_ids", "n_bytes")  # counts of a batch that are summed over a step
-LOW = {"float32": None, "bfloat16": mx.bfloat16}
+BATCH_COUNTS = ("ids", "base_ids", "n_bytes")  # counts of a batch that are summed over a step
+LOW_PRECISION = {"float32": None, "bfloat16": mx.bfloat16}
 
 
 def is_compiled(settings: TrainSettings) -> bool:
@@ -46,15 +46,15 @@ class Stepper:
     ) -> None:
         self.trainee, self.optimizer, self.settings, self.group = trainee, optimizer, settings, group
         self.traces = 0
-        self._low = LOW[settings.dtype]
+        self._low_precision = LOW_PRECISION[settings.dtype]
         self._value_and_grad = nn.value_and_grad(trainee, self._objective)
-        self._gradients: Any = self._batch_gradients
-        self._apply: Any = self._update
+        self._compiled_gradients: Any = self._batch_gradients
+        self._compiled_update: Any = self._update
         if is_compiled(settings):
             state = [trainee.state, mx.random.state]
             both_states = [trainee.state, optimizer.state]
-            self._gradients = mx.compile(self._batch_gradients, inputs=state, outputs=state)
-            self._apply = mx.compile(self._update, inputs=both_states, outputs=both_states)
+            self._compiled_gradients = mx.compile(self._batch_gradients, inputs=state, outputs=state)
+            self._compiled_update = mx.compile(self._update, inputs=both_states, outputs=both_states)
 
     def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
         """Trains one step on this machine's part of its batches; returns figures over all machines.
@@ -65,48 +65,47 @@ class Stepper:
         """
         gradients, sums = None, None
         for batch, is_long in zip(batches, long, strict=True):
-            some, gradients = self._gradients(to_device(batch), gradients, is_long)
+            some, gradients = self._compiled_gradients(to_mlx_arrays(batch), gradients, is_long)
             sums = some if sums is None else {name: sums[name] + some[name] for name in sums}
-            decoder, encoders = _split_gradients(gradients)
+            decoder, encoders = _split_off_encoders(gradients)
             mx.eval(sums, decoder)  # first: the encoders' gradients come last and need no activations of the decoder
             mx.eval(encoders)
         assert sums is not None
-        sums |= {name: mx.array(sum(getattr(batch, name) for batch in batches), mx.int64) for name in READ}
+        sums |= {name: mx.array(sum(getattr(batch, name) for batch in batches), mx.int64) for name in BATCH_COUNTS}
         sums["stop"] = mx.array(int(stop))
         sums["samples"] = mx.array(sum(len(batch.samples) for batch in batches), mx.int64)
         sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
-        norm = self._apply(gradients, sums["count"])
+        norm = self._compiled_update(gradients, sums["count"])
         mx.eval(norm, sums, self.trainee.state, self.optimizer.state, mx.random.state)
         found: dict[str, Any] = {**sums, "grad_norm": norm}
         return {name: float(value.item()) for name, value in found.items()}
 
-    def losses(self, batch: Batch, long: bool) -> dict[str, float]:
+    def measure_losses(self, batch: Batch, long: bool) -> dict[str, float]:
         """Returns the sums of the losses on one batch, without training. long: as in `step`."""
-        sums: dict[str, Any] = self.trainee.losses(to_device(batch), long)
+        sums: dict[str, Any] = self.trainee.losses(to_mlx_arrays(batch), long)
         return {name: float(value.item()) for name, value in sums.items()}
 
-    def base_nats(self, batch: Batch, long: bool) -> float:
+    def measure_base_nats(self, batch: Batch, long: bool) -> float:
         """Returns the summed nats of a batch of base ids, read without hypertokens. long: as in `step`."""
-        nats: Any = self.trainee.base_losses(to_device(batch), long)["nats"]
+        nats: Any = self.trainee.base_losses(to_mlx_arrays(batch), long)["nats"]
         return nats.item()
 
-    def publish(self) -> None:
+    def sync_to_trainee(self) -> None:
         """Brings trainee and optimizer up to date; here they always are."""
 
     def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
         """Returns the loss to minimise and all sums, computed in the settings' dtype."""
-        if self._low is None:
+        if self._low_precision is None:
             sums = self.trainee.losses(arrays, long)
-            return self.trainee.total(sums), sums
+            return self.trainee.loss_weights.total_loss(sums), sums
         original = self.trainee.parameters()  # frozen ones too, else a float32 base would compute in float32
-        self.trainee.update(tree_map(self._to_low, original))
+        self.trainee.update(tree_map(self._to_low_precision, original))
         sums = self.trainee.losses(arrays, long)
         self.trainee.update(original)
-        return self.trainee.total(sums), sums
+        return self.trainee.loss_weights.total_loss(sums), sums
 
-    def _to_low(self, value: mx.array) -> mx.array:
-        """Returns floating-point values in the lower precision, others as they are."""
-        return value.astype(self._low) if mx.issubdtype(value.dtype, mx.floating) else value
+    def _to_low_precision(self, value: mx.array) -> mx.array:
+        return value.astype(self._low_precision) if mx.issubdtype(value.dtype, mx.floating) else value
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
         """Returns the sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
@@ -123,12 +122,12 @@ class Stepper:
         gradients = average_gradients(gradients, self.group)
         scale = size / mx.maximum(count, 1.0)
         gradients = tree_map(lambda g: g * scale.astype(g.dtype), gradients)
-        gradients, norm = clip(gradients, self.settings.max_grad_norm)
+        gradients, norm = clip_gradients(gradients, self.settings.max_grad_norm)
         self.optimizer.update(self.trainee, gradients)
         return norm
 
 
-def _split_gradients(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
+def _split_off_encoders(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
     flat: Any = tree_flatten(gradients)
     return (
         [value for name, value in flat if not name.removeprefix("model.").startswith(SIDES)],
@@ -136,7 +135,7 @@ def _split_gradients(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
     )
 
 
-def to_device(batch: Batch) -> dict[str, mx.array]:
+def to_mlx_arrays(batch: Batch) -> dict[str, mx.array]:
     """Returns the batch's arrays as MLX arrays."""
     return {name: mx.array(value) for name, value in batch.arrays.items()}
 
@@ -149,23 +148,25 @@ def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
 
     Weights with a learning rate of their own have an optimizer of their own.
     """
-    rest = _single(settings, settings.learning_rate)
+    rest = _make_single_optimizer(settings, settings.learning_rate)
     if settings.optimizer == "muon":
-        muon = optim.Muon(schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
+        muon = optim.Muon(make_schedule(settings, settings.muon_learning_rate), weight_decay=0.0)
         return optim.MultiOptimizer([muon, rest], [_is_hidden_matrix])
-    if own := _own_rates(settings):
-        return optim.MultiOptimizer([*(_single(settings, peak) for _, peak in own), rest], [which for which, _ in own])
+    if own := _list_own_rates(settings):
+        return optim.MultiOptimizer(
+            [*(_make_single_optimizer(settings, peak) for _, peak in own), rest], [which for which, _ in own]
+        )
     return rest
 
 
-def _own_rates(settings: TrainSettings) -> list[tuple[Callable[[str, Any], bool], float]]:
-    rates = [(_is_encoders, settings.encoder_learning_rate), (_is_pack_row, settings.pack_learning_rate)]
+def _list_own_rates(settings: TrainSettings) -> list[tuple[Callable[[str, Any], bool], float]]:
+    rates = [(_is_encoder_weight, settings.encoder_learning_rate), (_is_pack_row, settings.pack_learning_rate)]
     return [(which, peak) for which, peak in rates if peak]
 
 
-def _single(settings: TrainSettings, peak: float) -> optim.Optimizer:
+def _make_single_optimizer(settings: TrainSettings, peak: float) -> optim.Optimizer:
     """Returns one optimizer with the schedule that rises to `peak`; for "muon", the AdamW beside it."""
-    rate, decay = schedule(settings, peak), settings.weight_decay
+    rate, decay = make_schedule(settings, peak), settings.weight_decay
     if settings.optimizer == "adafactor":  # by default it would choose its own rate
         return optim.Adafactor(rate, relative_step=False, scale_parameter=False)
     if settings.optimizer == "adam":
@@ -175,20 +176,20 @@ def _single(settings: TrainSettings, peak: float) -> optim.Optimizer:
     return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
 
 
-def single_of(optimizer: optim.Optimizer, settings: TrainSettings, name: str) -> optim.Optimizer:
+def optimizer_of_weight(optimizer: optim.Optimizer, settings: TrainSettings, name: str) -> optim.Optimizer:
     """Returns the optimizer that updates the weight of this name. Not for "muon"."""
     if not isinstance(optimizer, optim.MultiOptimizer):
         return optimizer
-    found = (i for i, (which, _) in enumerate(_own_rates(settings)) if which(name, None))
+    found = (i for i, (which, _) in enumerate(_list_own_rates(settings)) if which(name, None))
     return optimizer.optimizers[next(found, -1)]
 
 
-def peak_of(settings: TrainSettings, name: str) -> float:
+def peak_rate_of_weight(settings: TrainSettings, name: str) -> float:
     """Returns the peak learning rate of the weight of this name."""
-    return next((peak for which, peak in _own_rates(settings) if which(name, None)), settings.learning_rate)
+    return next((peak for which, peak in _list_own_rates(settings) if which(name, None)), settings.learning_rate)
 
 
-def schedule(settings: TrainSettings, peak: float) -> Any:
+def make_schedule(settings: TrainSettings, peak: float) -> Any:
     """Returns a schedule: linear warm-up to `peak`, then a cosine until the run's end.
 
     Its final rate is the share of `peak` that `min_learning_rate` is of `learning_rate`.
@@ -198,13 +199,11 @@ def schedule(settings: TrainSettings, peak: float) -> Any:
     return build_schedule({"name": "cosine_decay", "arguments": arguments, "warmup": settings.warmup})
 
 
-def _is_encoders(path: str, value: Any) -> bool:
-    """Whether a weight of the trainee belongs to a hyper-encoder. path: the weight's name."""
+def _is_encoder_weight(path: str, value: Any) -> bool:
     return path.removeprefix("model.").startswith(SIDES)
 
 
 def _is_pack_row(path: str, value: Any) -> bool:
-    """Whether a weight of the trainee holds a pack's rows. path: the weight's name."""
     return path in ROWS
 
 
@@ -213,7 +212,7 @@ def _is_hidden_matrix(path: str, value: mx.array) -> bool:
     return value.ndim == 2 and not any(name in path for name in ("embed", "lm_head", "type_head", "decoder"))
 
 
-def learning_rate(optimizer: optim.Optimizer) -> float:
+def last_learning_rate(optimizer: optim.Optimizer) -> float:
     """Returns the last step's learning rate.
 
     With several, that of the weights without a rate of their own.
@@ -224,7 +223,7 @@ def learning_rate(optimizer: optim.Optimizer) -> float:
     return float(rate)
 
 
-def clip(gradients: Any, limit: float) -> tuple[Any, mx.array]:
+def clip_gradients(gradients: Any, limit: float) -> tuple[Any, mx.array]:
     """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before that."""
     leaves: Any = tree_flatten(gradients)
     norm = mx.sqrt(sum((g.astype(mx.float32).square().sum() for _, g in leaves), mx.array(0.0)))

@@ -20,7 +20,7 @@ from mlx_zip.errors import TrainingError
 
 from .settings import Settings
 
-STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
+STOPPED_STATUSES = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
 
 
 def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trainers: int = 1) -> int:
@@ -33,7 +33,7 @@ def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trai
     command = [sys.executable, "-m", *module.split(), *arguments]
     count = trainers if [module, *arguments[:1]] == ["mlx_zip", "train"] else 1
     with contextlib.ExitStack() as stack:
-        places = [{}] if count == 1 else stack.enter_context(ring(count))
+        places = [{}] if count == 1 else stack.enter_context(make_ring(count))
         children = [
             stack.enter_context(subprocess.Popen(command, cwd=folder, env={**os.environ, **place})) for place in places
         ]
@@ -44,7 +44,7 @@ def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trai
 
 
 @contextlib.contextmanager
-def ring(count: int) -> Iterator[list[dict[str, str]]]:
+def make_ring(count: int) -> Iterator[list[dict[str, str]]]:
     """Yields the environment variables of `count` processes that form MLX's ring on free ports of this machine."""
     with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -57,7 +57,7 @@ def ring(count: int) -> Iterator[list[dict[str, str]]]:
         yield [{"MLX_RANK": str(rank), "MLX_HOSTFILE": file.name} for rank in range(count)]
 
 
-def on_stderr(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     """Prints a line to stderr and flushes it, so that it comes before the output of the next command."""
     print(line, file=sys.stderr, flush=True)
 
@@ -76,23 +76,23 @@ class Recipe:
     out: Path
     check: bool = True
     call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
-    say: Callable[[str], None] = on_stderr
+    say: Callable[[str], None] = print_to_stderr
 
-    def command(self, name: str, flags: Mapping[str, Any]) -> None:
+    def run_mlx_zip(self, name: str, flags: Mapping[str, Any]) -> None:
         """Runs the command `mlx_zip NAME FLAGS` and shows it as a user would type it.
 
         flags: values by name, see `as_words`. Raises `TrainingError` when the command fails.
         """
-        self.execute("mlx_zip", [*name.split(), *as_words(flags)])
+        self.run_module("mlx_zip", [*name.split(), *as_words(flags)])
 
-    def execute(self, module: str, arguments: Sequence[str]) -> None:
+    def run_module(self, module: str, arguments: Sequence[str]) -> None:
         """Runs `python -m MODULE ARGUMENTS` in the folder `out`, so that paths in the arguments are relative to it.
 
         Raises `TrainingError` when it fails, `KeyboardInterrupt` when it was stopped by a signal.
         """
         self.say("$ " + shlex.join([module.replace(" ", "."), *arguments]))
         status = self.call(module, arguments, self.out)
-        if status in STOPPED:
+        if status in STOPPED_STATUSES:
             raise KeyboardInterrupt
         if status:
             shown = shlex.join([module, *arguments[:1]])

@@ -25,7 +25,7 @@ from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.engine.scored import Compressed
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits, prefix_id
-from mlx_zip.evaluation.rates import can_batch, stream
+from mlx_zip.evaluation.rates import can_batch, stream_responses
 from mlx_zip.layout import is_zip
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.documents import Document
@@ -65,7 +65,7 @@ class ZipLM(TemplateLM):
         self.model, self.tokenizer, self.border, self.pack = model, tokenizer, border, pack
         if batch_size < 1:
             raise DataError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
-        self.max_length = _max_length(model, context)
+        self.max_length = _choose_max_length(model, context)
         self.batch_size, self.max_gen_toks, self.seed = batch_size, max_gen_toks, seed
         self.truncated = 0
 
@@ -129,7 +129,7 @@ class ZipLM(TemplateLM):
 
         requests: ((context, continuation), base ids of the context, base ids of the continuation).
         """
-        pairs = [self._row(text, context, continuation) for (_, text), context, continuation in requests]
+        pairs = [self._compress_request(text, context, continuation) for (_, text), context, continuation in requests]
         scores = score(self.model, [row for row, _ in pairs], self.batch_size)
         answers = []
         for request, (_, first), scored in zip(requests, pairs, scores, strict=True):
@@ -138,12 +138,12 @@ class ZipLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", request[0], answers[-1])
         return answers
 
-    def _row(self, text: str, context: list[int], continuation: list[int]) -> tuple[Compressed, int]:
+    def _compress_request(self, text: str, context: list[int], continuation: list[int]) -> tuple[Compressed, int]:
         """Returns a request as the model reads it, and the index of its first id that is part of the score.
 
         text: the continuation. context, continuation: base ids.
         """
-        parts = [np.array(ids, np.uint32) for ids in (self._fitting(context, continuation, text), continuation)]
+        parts = [np.array(ids, np.uint32) for ids in (self._fit_context(context, continuation, text), continuation)]
         border = len(parts[0])
         if self.border == "whole":
             parts = [np.concatenate(parts)]
@@ -157,7 +157,7 @@ class ZipLM(TemplateLM):
             row = replace(row, breaks=tuple({*row.breaks, first - 1}))
         return row, first
 
-    def _fitting(self, context: list[int], continuation: list[int], text: str) -> list[int]:
+    def _fit_context(self, context: list[int], continuation: list[int], text: str) -> list[int]:
         """Returns the last ids of a context, as many as fit into the model with the continuation.
 
         The continuation's last base id takes no position, because it is predicted but not read. text: the continuation,
@@ -166,9 +166,9 @@ class ZipLM(TemplateLM):
         room = self.max_length + 1 - len(continuation)
         if room < 1 or not continuation:
             raise DataError(f"a continuation of {len(continuation)} base ids cannot be scored: {text[:60]!r}")
-        return self._end(context or [self.prefix_token_id], room)
+        return self._keep_last_ids(context or [self.prefix_token_id], room)
 
-    def _end(self, context: list[int], room: int) -> list[int]:
+    def _keep_last_ids(self, context: list[int], room: int) -> list[int]:
         """Returns the last `room` ids of a context; counts it in `truncated` if that shortens it."""
         self.truncated += len(context) > room
         return context[-room:]
@@ -194,36 +194,35 @@ class ZipLM(TemplateLM):
         arguments: list[Any] = [request.args for request in requests]  # (context, generation arguments)
         options = [_generation_options(given, self.max_gen_toks) for _, given in arguments]
         keys = [json.dumps(option, sort_keys=True) for option in options]
-        prompts = [self._prompt(text, o["max_tokens"]) for (text, _), o in zip(arguments, options, strict=True)]
+        prompts = [self._make_prompt(text, o["max_tokens"]) for (text, _), o in zip(arguments, options, strict=True)]
         order = sorted(range(len(requests)), key=lambda i: (keys[i], -len(prompts[i])))
         texts, seeds = [""] * len(requests), count(self.seed)  # equal seeds would answer a repeated request alike
         for _, same in groupby(order, key=lambda i: keys[i]):
             rows = list(same)
             size = self.batch_size if can_batch(self.model) else 1
             for batch in (rows[begin : begin + size] for begin in range(0, len(rows), size)):
-                answers = self._generate([prompts[i] for i in batch], options[batch[0]], next(seeds))
+                answers = self._generate_batch([prompts[i] for i in batch], options[batch[0]], next(seeds))
                 for i, text in zip(batch, answers, strict=True):
                     texts[i] = text
                     self.cache_hook.add_partial("generate_until", arguments[i], text)
         return texts
 
-    def _prompt(self, context: str, max_tokens: int) -> list[int]:
+    def _make_prompt(self, context: str, max_tokens: int) -> list[int]:
         """Returns the context's last base ids, as many as leave room for `max_tokens` more. Raises `DataError`."""
         room = self.max_length - max_tokens
         if room < 1:
             raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
-        return self._end(self.tok_encode(context) or [self.prefix_token_id], room)
+        return self._keep_last_ids(self.tok_encode(context) or [self.prefix_token_id], room)
 
-    def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
-        """Returns the text generated after each prompt, in one batch. options: those of `stream_generate`."""
+    def _generate_batch(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
         options = {**options, "seed": seed, "pack": self.pack if is_zip(self.model) else None}
         texts = [""] * len(prompts)
-        for row, response in stream(self.model, self.tokenizer, prompts, **options):
+        for row, response in stream_responses(self.model, self.tokenizer, prompts, **options):
             texts[row] += response.text
         return texts
 
 
-def _max_length(model: Any, context: int | None) -> int:
+def _choose_max_length(model: Any, context: int | None) -> int:
     """Returns the maximum number of base ids per request. context: what the user asked for, None for the model's own.
 
     Raises `DataError` if the model cannot read so many.

@@ -41,8 +41,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """The result of `run_whole`.
+class ForwardOutputs:
+    """The result of `run_forward_pass`.
 
     hidden [B, L, D]: the body's output. base [B, L, V], hyper [B, L, K]: logits of base ids and of slots. input_rows
     [R, D], output_rows [U, D]: the hyper rows that were used.
@@ -73,7 +73,7 @@ class NoCache:
         return create_causal_mask(length, window_size=window_size)
 
 
-def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> Outputs:
+def run_forward_pass(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> ForwardOutputs:
     """Runs whole samples through the model. Logits are soft-capped where the model caps them, but not masked.
 
     rows: input rows [R, D] of the entries in `samples.read` and output rows [U, D] of all entries; None encodes them
@@ -91,7 +91,7 @@ def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | 
     base = model.base_logits(h)
     slots = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
     hyper = model.cap(h @ slots.swapaxes(-1, -2))
-    return Outputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
+    return ForwardOutputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
 
 
 def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
@@ -99,23 +99,23 @@ def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
 
     If encoders and matrices are tied, each entry is encoded once, and the input rows are some of the output rows.
     """
-    output = encode(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
+    output = encode_entries(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
     if model.sides_are_one:
         return output[samples.read], output
     entries, lengths = samples.entries[samples.read], samples.lengths[samples.read]
-    return encode(model.input_encoder, model.model.embed_tokens, entries, lengths), output
+    return encode_entries(model.input_encoder, model.model.embed_tokens, entries, lengths), output
 
 
-def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
+def encode_entries(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
     """Returns rows [N, D] of N entries: entries [N, S] base ids, padded, lengths [N].
 
     The encoder's activations are not kept but computed again in the backward pass. They would take more memory than the
     decoder's activations, because every entry has several positions.
     """
-    return recomputed(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))
+    return call_with_recompute(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))
 
 
-def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) -> Any:
+def call_with_recompute(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) -> Any:
     """Returns `call(x)`, keeping only x and the module's weights for the backward pass, which runs `call` again.
 
     `call` must use no trained weights but the module's, and must draw no random numbers, because the second run would
