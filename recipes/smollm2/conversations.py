@@ -230,7 +230,7 @@ class ParallelTexts:
     def __init__(self, model: Path, count: int, length: int, dtype: str = "float32") -> None:
         """Opens a model's folder for `count` texts of at most `length` ids. Raises `ModelError`, `ConfigError`."""
         self._model = open_model(model, "cpu", dtype, hypertokens=False)
-        self._kv = self._model.decoder.make_kv(count, length)
+        self._kv = self._model.decoder.make_kv_cache(count, length)
         self._none = torch.zeros(count, 0, self._model.width)  # input rows of hypertokens
 
     def __len__(self) -> int:
