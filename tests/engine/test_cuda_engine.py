@@ -147,7 +147,7 @@ def test_prompts_that_are_read_in_turns_are_not_touched_by_the_steps_of_others()
 def test_a_request_that_fails_to_begin_takes_no_row_from_the_next_one(monkeypatch):
     from mlx_zip.cuda.engine import CudaEngine
 
-    whole, later, asked = CudaEngine._reading, [], threading.Event()
+    whole, later, asked = CudaEngine._make_reading, [], threading.Event()
 
     def fails(self, served, request):
         if len(request.prompt_ids) == 1:

@@ -252,7 +252,7 @@ def test_rows_that_a_draft_has_encoded_are_not_encoded_again(oracle):
         def follow(self, chosen):
             found = super().follow(chosen)
             if found:
-                encoded.append(self._state.outputs_encoded())
+                encoded.append(self._state.has_all_output_rows())
             return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -130,7 +130,7 @@ def _choose_front(args: argparse.Namespace) -> Any:
         if out is not None:
             out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     coloured = colours.should_colour(args.color, sys.stdout)
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb():
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb_terminal():
         return _import_chat_module("front").LineFront(coloured)
 
     from mlx_zip.files import data_folder
