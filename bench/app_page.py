@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.errors import MlxZipError, missing_library
+from mlx_zip.errors import MlxZipError, missing_library_error
 
 from .recording import load_before, summary, surroundings
 
@@ -305,7 +305,7 @@ def browser(*flags: str) -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
-        raise missing_library("the browser", "playwright", extra="browser") from error
+        raise missing_library_error("the browser", "playwright", extra="browser") from error
     program = chromium()
     if program is None:
         raise MlxZipError(f"a browser is needed: {missing()}")

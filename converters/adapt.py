@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_zip
-from mlx_zip.config import config_of
+from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.output import ADAPTERS
 from mlx_zip.converters.tensors import load, read_model_files, read_object
@@ -149,7 +149,7 @@ def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, A
 
     Entries of the model's pack that contain an id without a new one are left out, with a warning.
     """
-    old = config_of(section)
+    old = parse_zip_section(section)
     if high := [i for i in new if i >= old.vocab_size]:
         raise ConversionError(f"the vocabulary keeps id {high[0]}, but hypertokens begin at {old.vocab_size}")
     if old.pad_id not in new:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.config import config_of
+from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.gguf.gguf_conversion import convert_gguf
 from mlx_zip.converters.output import write_adapter, write_model_folder
@@ -141,7 +141,7 @@ def _set_options(section: dict[str, Any], canonical: bool | None, policy: str | 
         section["canonical"] = canonical
     if policy is not None:
         section["compression"]["policy"] = policy
-    settled = config_of(section)
+    settled = parse_zip_section(section)
     section["compression"] = settled.to_dict()["compression"]
 
 

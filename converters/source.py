@@ -11,9 +11,9 @@ from typing import Any
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters.gguf.gguf_file import is_gguf
 from mlx_zip.converters.tensors import Table, read_header, read_model_files, read_object, some
-from mlx_zip.errors import ConversionError, first_line
-from mlx_zip.files import at_home
-from mlx_zip.named import here_or_bundled
+from mlx_zip.errors import ConversionError, first_message_line
+from mlx_zip.files import expand_home
+from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
 
@@ -72,13 +72,13 @@ def locate(path: str, revision: str | None) -> Place:
     place. Raises `ConversionError`, also for a folder or file with a `revision`.
     """
     place = local(path)
-    if place is None and not os.path.isfile(at_home(path)):
+    if place is None and not os.path.isfile(expand_home(path)):
         return _on_hub(path, revision)
     if revision is not None:
         kind = "file" if place is None else "folder"
         raise ConversionError(f"{path} is a {kind}, so --revision {revision} does not apply")
     if place is None:
-        file = at_home(path)
+        file = expand_home(path)
         if not is_gguf(file):
             raise ConversionError(f"{path} is neither a folder nor a GGUF file")
         return Place(file, file.name)
@@ -90,7 +90,7 @@ def locate(path: str, revision: str | None) -> Place:
 
 def local(path: str | Path) -> Place | None:
     """Returns the folder at `path`, or else the bundled model of that name, or None if there is neither."""
-    folder = here_or_bundled(path)
+    folder = resolve_model_name(path)
     return Place(folder, folder.resolve().name) if os.path.isdir(folder) else None
 
 
@@ -113,7 +113,9 @@ def list_files(place: Place) -> list[str]:
     try:
         return HfApi().list_repo_files(place.name, revision=place.revision)
     except hub.hub_errors() as error:
-        raise ConversionError(f"the hub does not list the files of {place.name}: {first_line(error)}") from error
+        raise ConversionError(
+            f"the hub does not list the files of {place.name}: {first_message_line(error)}"
+        ) from error
 
 
 def _is_checkpoint(place: Place) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mlx_zip.apps.chat import search
 from mlx_zip.apps.chat.schema import APPLICATION_ID, MIGRATIONS, TABLES, index_anew, migrate, transaction, version_of
-from mlx_zip.errors import DataError, MlxZipError, reason
-from mlx_zip.files import check_in
+from mlx_zip.errors import DataError, MlxZipError, failure_reason
+from mlx_zip.files import check_regular_file
 
 PATIENCE_S = 5.0  # for another process that writes
 _WITH = ("", "-wal", "-shm")  # SQLite's files of one database
@@ -100,7 +100,7 @@ def open_file(path: Path) -> Opened:
     cannot be opened, also because another process uses what is damaged, and for a database of a later version.
     """
     try:
-        check_in(path)
+        check_regular_file(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock, alone = _locked(path)
     except (OSError, DataError) as error:
@@ -127,7 +127,7 @@ def file_at(path: Path) -> tuple[int, int] | None:
 
 def _not_opened(path: Path, error: Exception) -> StoreError:
     unwritable = getattr(error, "errno", None) in _UNWRITABLE or code_of(error) in TAKES_NO_MORE
-    words = in_words(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
+    words = in_words(error) if isinstance(error, sqlite3.Error) else failure_reason(error).removeprefix(f"{path}: ")
     return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
 
 
@@ -257,4 +257,4 @@ def in_words(error: BaseException) -> str:
         sqlite3.SQLITE_CORRUPT: "it is damaged",
         sqlite3.SQLITE_IOERR: "the disk is full, or cannot be read or written",
     }
-    return words.get(code_of(error), reason(error))
+    return words.get(code_of(error), failure_reason(error))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mlx_zip.config import config_of
+from mlx_zip.config import parse_zip_section
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.cuda.network.checkpoint import Folder, Weight
@@ -67,7 +67,7 @@ def random_folder(
     """
     where = find_device(device)
     check_dtype(dtype, where)
-    section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
+    section = parse_zip_section(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
     check_room("random weights of the decoder", decoder_bytes(decoder, dtype, bits, group), where)
     numbers = torch.Generator(where if made_on is None else made_on).manual_seed(seed)

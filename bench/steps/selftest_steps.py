@@ -57,7 +57,7 @@ def smollm2_steps(limit_s: float) -> dict[str, Any]:
     """Returns `step_figures` of SmolLM2 by name against its base, or why it is left out; fetches and makes nothing."""
     if not on_gpu():
         return {"skipped": "on a CPU a step of this size takes too long"}
-    if any(named.made(name) is None for name in named.MADE):
+    if any(named.find_made_model(name) is None for name in named.MADE):
         return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
     models = from_folders("smollm2", "smollm2-base")
     prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt

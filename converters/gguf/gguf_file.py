@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.converters.tensors import some
-from mlx_zip.errors import ConversionError, missing_library
+from mlx_zip.errors import ConversionError, missing_library_error
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 100_000_000  # metadata and tensor list; the largest known files need 20 MB
@@ -185,7 +185,7 @@ def dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
-        raise missing_library("this GGUF file's tensor types", "gguf", extra="gguf") from error
+        raise missing_library_error("this GGUF file's tensor types", "gguf", extra="gguf") from error
     return lambda rows, name: dequantize(rows, GGMLQuantizationType[name])
 
 

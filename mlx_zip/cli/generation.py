@@ -20,7 +20,7 @@ from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments, check_kv_size
 from mlx_zip.cli.serving.opening import json_map, request_pack
 from mlx_zip.errors import GenerationError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs import chosen as chosen_packs
 
@@ -124,7 +124,7 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
             **sampling,
             **{name: getattr(args, name) for name in PASSED_ON},
         )
-        hyper = is_zip(model)
+        hyper = has_hypertokens(model)
         record = chosen_packs.record(chosen, model)
         yield _Opened(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
 
@@ -236,7 +236,7 @@ def notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[s
 
 def _choose_bundled_model(args: argparse.Namespace) -> None:
     """Sets the bundled model in `args`, and its own default prompt and length unless the user gave them."""
-    args.model = str(named.bundled_model(named.DEFAULT))  # even if a folder of that name is here
+    args.model = str(named.bundled_model_folder(named.DEFAULT))  # even if a folder of that name is here
     if not hasattr(args, "given_prompt"):
         args.prompt = named.PROMPT
     if not hasattr(args, "given_max_tokens"):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_in
+from mlx_zip.files import check_regular_file
 
 _MAGIC = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")  # of an archive, an empty archive, an array
 _DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; MemoryError: a huge shape
@@ -78,7 +78,7 @@ def _as_data_errors(path: Path, what: str) -> Iterator[None]:
     what: the expected kind of file, for the message.
     """
     try:
-        check_in(path)
+        check_regular_file(path)
         yield
     except DataError:
         raise

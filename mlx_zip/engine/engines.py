@@ -30,7 +30,7 @@ from mlx_zip.engine.interface import (
     Submission,
     Ticket,
 )
-from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_line
+from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.named import LABELS, PARTNERS, QUALITY
 
 OFF = "off"
@@ -201,7 +201,7 @@ def _guarded(other: OtherModel) -> Engine:
     except MlxZipError:
         raise
     except Exception as error:
-        message = f"the model {other.name} cannot be opened: {type(error).__name__}: {first_line(error)}"
+        message = f"the model {other.name} cannot be opened: {type(error).__name__}: {first_message_line(error)}"
         raise EngineError(message) from error
 
 
@@ -316,7 +316,9 @@ class _Turns:
         except MlxZipError as error:
             self._tell(request, Failed(error))
         except Exception as error:
-            self._tell(request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_line(error)}")))
+            self._tell(
+                request, Failed(EngineError(f"the request failed: {type(error).__name__}: {first_message_line(error)}"))
+            )
 
 
 class InTurn(Engine):

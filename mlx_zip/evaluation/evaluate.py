@@ -17,19 +17,19 @@ import numpy as np
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
-from mlx_zip.errors import DataError, GenerationError, ModelError, reason
+from mlx_zip.errors import DataError, GenerationError, ModelError, failure_reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import Bits, Windows, compare_bits, cut_windows, measure_bits
 from mlx_zip.evaluation.evaluation_report import make_record
 from mlx_zip.evaluation.rates import Settings, measure_rates
-from mlx_zip.layout import MODEL_TYPE, is_zip
+from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.folders import ModelArgs, is_plain
 from mlx_zip.models.loading import codebook_changes, load, model_folder, read_config
 from mlx_zip.models.rows.fingerprints import model_fingerprint
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.pack import Pack
-from mlx_zip.progress import ProgressBar, counted
+from mlx_zip.progress import ProgressBar, pluralize
 from mlx_zip.sampling.processors import Sampling
 from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
@@ -244,12 +244,13 @@ def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs, runner: Ru
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
         parts.append(
-            f"text: {counted(inputs.corpus.n_bytes, 'byte')} in {counted(len(inputs.corpus.documents), 'document')}, "
-            f"{counted(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
+            f"text: {pluralize(inputs.corpus.n_bytes, 'byte')} in "
+            f"{pluralize(len(inputs.corpus.documents), 'document')}, "
+            f"{pluralize(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
         )
     if what.generate is not None:
         parts.append(
-            f"generation: {counted(what.generate, 'conversation')} of {counted(what.turns, 'turn')}, at most "
+            f"generation: {pluralize(what.generate, 'conversation')} of {pluralize(what.turns, 'turn')}, at most "
             f"{what.max_tokens:,} base tokens per turn"
         )
     if what.tasks:
@@ -272,12 +273,12 @@ def _measure(
 ) -> dict[str, Any]:
     """Loads a model, measures all that was asked for, and returns its part of the record."""
     model, tokenizer = _load(inputs.folders[name], what, inputs.pack, codebook_size, row_store, runner)
-    if inputs.pack is not None and is_zip(model):
+    if inputs.pack is not None and has_hypertokens(model):
         chosen_packs.check(inputs.pack, model, tokenizer)
     if inputs.task_context is None:
         inputs.task_context = context_limit(model) or CONTEXT
     record: dict[str, Any] = {"model": name, "kind": "plain"}
-    if is_zip(model):
+    if has_hypertokens(model):
         record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
         record |= {"canonical": model.config.canonical, **chosen_packs.record(inputs.pack, model)}
     if inputs.windows is not None:
@@ -372,7 +373,7 @@ def _check_model(folder: Path, codebook_size: int | None, pack: Pack | None) -> 
         try:
             mx.load(str(file))  # reads the header only
         except (OSError, RuntimeError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read: {reason(error)}") from error
+            raise ModelError(f"{file} cannot be read: {failure_reason(error)}") from error
 
 
 def _zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:

@@ -17,7 +17,7 @@ from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 from mlx_zip.engine.mlx.scoring import codec, scores_itself
 from mlx_zip.engine.responses import GenerationResponse
 from mlx_zip.errors import DataError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.rows.zip_state import find_state
 from mlx_zip.packs.pack import Pack
 from mlx_zip.text.conversations import Conversation, Prompt
@@ -127,12 +127,16 @@ def _keeps_cache(model: Any, settings: Settings) -> bool:
     """Returns whether turns continue from the cache of the turn before. Raises `DataError` if the model has none."""
     if settings.keep_cache and scores_itself(model):
         raise DataError("keep_cache (--keep-cache) needs a model on MLX (--engine mlx)")
-    return settings.keep_cache and is_zip(model)
+    return settings.keep_cache and has_hypertokens(model)
 
 
 def can_batch(model: Any) -> bool:
     """Returns whether `stream` takes several prompts for the model."""
-    return scores_itself(model) or is_zip(model) or all(type(entry) is KVCache for entry in make_prompt_cache(model))
+    return (
+        scores_itself(model)
+        or has_hypertokens(model)
+        or all(type(entry) is KVCache for entry in make_prompt_cache(model))
+    )
 
 
 def _run(
@@ -161,7 +165,7 @@ def _responses(
     """
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
-    if cache is None and is_zip(model):
+    if cache is None and has_hypertokens(model):
         options["pack"] = settings.pack
     if cache is None:
         yield from stream(model, tokenizer, [turn.prompt for turn in turns], **options)
@@ -199,7 +203,7 @@ def _measure(model: Any, turn: _Turn, pack: Pack | None) -> Story:
     """Returns the counts of a finished turn. pack: None for the model's own."""
     grams, repeated = repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
-    if is_zip(model):
+    if has_hypertokens(model):
         book = Codebook(codec(model, pack)) if turn.context is None else turn.context
         canonical = canonical_steps(book, turn.prompt, turn.base_ids)
         invalid = count_invalid(book, turn.tokens)

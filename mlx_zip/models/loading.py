@@ -17,9 +17,9 @@ from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.config import SIDES
-from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
-from mlx_zip.files import at_home
-from mlx_zip.layout import MODEL_TYPE, is_zip
+from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_message_line
+from mlx_zip.files import expand_home
+from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, packed_config, read_config
 from mlx_zip.models.machines import Group, check_equal, check_sharding, split, together
 from mlx_zip.models.rows.row_store import RowStore
@@ -110,7 +110,7 @@ def _load(
         with quiet_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
-                adapter_path=None if adapter_path is None else str(at_home(adapter_path)),
+                adapter_path=None if adapter_path is None else str(expand_home(adapter_path)),
                 tokenizer_config=dict(tokenizer_config),
                 model_config={**rope_settings(config), **changes},
                 lazy=lazy or group is not None,
@@ -120,12 +120,12 @@ def _load(
     except MlxZipError:
         raise
     except load_failures() as error:
-        raise ModelError(f"cannot load {folder}: {damaged_json(folder) or first_line(error)}") from error
+        raise ModelError(f"cannot load {folder}: {damaged_json(folder) or first_message_line(error)}") from error
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None:
         pack.check_made_for(loaded[1], "the pack (--pack)")
-    if is_zip(model):
+    if has_hypertokens(model):
         if fingerprint:
             model.row_source.keep_fingerprint(model, fingerprint)
         model.layout.check_tokenizer(len(loaded[1]))
@@ -146,7 +146,7 @@ def _check_adapter(path: str | None, model: str | Path) -> None:
     """
     if path is None:
         return
-    folder = at_home(path)
+    folder = expand_home(path)
     try:
         is_peft = "peft_type" in json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -241,7 +241,7 @@ def _argument_names(config: dict[str, Any]) -> set[str]:
     try:
         arguments = _get_classes(config)[1]
     except ValueError as error:
-        raise ModelError(f"config.json: {first_line(error)}") from error
+        raise ModelError(f"config.json: {first_message_line(error)}") from error
     return {f.name for f in fields(arguments)} if is_dataclass(arguments) else set()
 
 

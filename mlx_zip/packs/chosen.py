@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import CodecError, GenerationError
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 
 if TYPE_CHECKING:
     from mlx_zip.config import ZipConfig
@@ -47,7 +47,7 @@ def record(pack: Pack | None, model: Any) -> dict[str, Any]:
 
     The fingerprint is that of the chosen pack, else of the tuned pack in the model's folder, else None.
     """
-    if not is_zip(model):
+    if not has_hypertokens(model):
         return {}
     used = model.row_source.pack if pack is None else pack
     fingerprint = None if used is None else used.fingerprint
@@ -57,7 +57,7 @@ def record(pack: Pack | None, model: Any) -> dict[str, Any]:
 def check(pack: Pack, model: Any, tokenizer: Any) -> None:
     """Raises `GenerationError` or `DataError` naming the pack if it does not fit the model or its tokenizer."""
     pack.check_made_for(tokenizer)
-    if is_zip(model):
+    if has_hypertokens(model):
         check_codec(pack, model.config)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.arrays import read_npy, read_npz
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_in, whole_file
+from mlx_zip.files import atomic_file, check_regular_file
 
 Entry = tuple[int, ...]
 SUFFIXES = (".json", ".npz", ".npy")
@@ -54,16 +54,16 @@ def write_entries(
         raise DataError(f"{path}: a pack is a {', '.join(SUFFIXES)} file")
     checked = checked_entries(path, [tuple(entry) for entry in entries], merge_size)
     if path.suffix == ".json":
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text(json.dumps([list(entry) for entry in checked]) + "\n", encoding="utf-8")
         return
     rows, lengths = padded(checked, merge_size, pad_id or 0)
     if path.suffix == ".npz":
-        with whole_file(path) as partial, open(partial, "wb") as file:
+        with atomic_file(path) as partial, open(partial, "wb") as file:
             np.savez(file, entries=rows, lengths=lengths)
         return
     for name, array in ((_lengths_file(path), lengths), (path, rows)):
-        with whole_file(name) as partial, open(partial, "wb") as file:
+        with atomic_file(name) as partial, open(partial, "wb") as file:
             np.save(file, array, allow_pickle=False)
 
 
@@ -83,7 +83,7 @@ def _lengths_file(path: Path) -> Path:
 def _read_json(path: Path) -> list[tuple[Any, ...]]:
     """Reads the entries of a .json pack; what they hold is not checked. Raises `DataError` naming the file."""
     try:
-        check_in(path)
+        check_regular_file(path)
         data = json.loads(path.read_text(encoding="utf-8"))
     except DataError:
         raise

@@ -216,7 +216,7 @@ def tuned_fingerprint(begun: Any) -> str | None:
 
 def load_pack(path: str | PathLike[str]) -> Pack:
     """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
-    path = files.at_home(path)
+    path = files.expand_home(path)
     entries = read_entries(path)
     if path.suffix != SUFFIX:
         return Pack(entries, name=str(path))
@@ -271,10 +271,10 @@ def _read_about_and_rows(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[
 def save_pack(path: str | Path, pack: Pack) -> None:
     """Writes a pack to a .npz file; a file that exists is replaced only by a complete one.
 
-    Raises `DataError` as `files.check_out` does and for invalid entries, `OSError` if the disk is full or read-only.
+    Raises `DataError` as `files.check_writable` does and for invalid entries, `OSError` if the disk is full.
     """
     path = Path(path)
-    files.check_out(path, "a pack", SUFFIX)
+    files.check_writable(path, "a pack", SUFFIX)
     entries = checked_entries(path, pack.entries)
     ids, lengths = padded(entries, pack.merge_size)
     facts = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
@@ -282,7 +282,7 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     if pack.rows is not None:
         rows, facts["rows"] = rows_to_arrays(pack.rows)
     about = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    with files.whole_file(path) as partial, open(partial, "wb") as file:
+    with files.atomic_file(path) as partial, open(partial, "wb") as file:
         np.savez(file, entries=ids, lengths=lengths, about=about, **rows)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from mlx_zip.cli.actions import writable
 from mlx_zip.device import full_precision
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 from mlx_zip.selftest.check import PACKAGES, Check
 from mlx_zip.selftest.recorded import check_codec, check_models
 from mlx_zip.selftest.speed import TOTAL_S, Limit, measure, measure_steps
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
         checks = [*check_codec(golden), *check_models(golden, Path(folder)), *measure(golden, Path(folder))]
     checks += measure_steps(limit, data, args.rest)
     failed = [check for check in checks if check.passed is False]
-    with whole_file(out) as partial:
+    with atomic_file(out) as partial:
         partial.write_text(report(checks), encoding="utf-8")
-    with whole_file(data_file) as partial:
+    with atomic_file(data_file) as partial:
         partial.write_text(json.dumps(figures(checks, data), indent=1) + "\n", encoding="utf-8")
     for check in checks:
         print(f"{_MARKS[check.passed]:>8}  {check.name}: {check.figure}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_line
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.text.formats import PATTERNS
 from mlx_zip.text.sentencepiece_file import BPE, SPACE, Pieces
 
@@ -157,7 +157,7 @@ class _Reader:
         except DataError:
             raise
         except (ValueError, TypeError, OverflowError) as error:
-            raise self.error(f"the tokenizer cannot be built: {first_line(error)[:300]}") from error
+            raise self.error(f"the tokenizer cannot be built: {first_message_line(error)[:300]}") from error
         names = {name: self.tokens[one] for key, name in _IDS.items() if (one := ids[key]) is not None}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import GenerationError, first_line, missing_library
+from mlx_zip.errors import GenerationError, first_message_line, missing_library_error
 from mlx_zip.text.token_facts import bytes_by_id, special_ids
 from mlx_zip.text.tokenizers import token_id
 
@@ -192,7 +192,7 @@ def _check(matcher: Any) -> None:
     """Raises `GenerationError` with a matcher's reason if it has failed."""
     if not matcher.is_error():
         return
-    reason = first_line(ValueError(matcher.get_error().partition(":")[2] or matcher.get_error()))
+    reason = first_message_line(ValueError(matcher.get_error().partition(":")[2] or matcher.get_error()))
     reason = reason.removeprefix("failed to compile JSON schema:").strip()
     raise GenerationError(f"the schema cannot be followed: {reason[:300]}")
 
@@ -213,7 +213,7 @@ def json_by(schema: Mapping[str, Any], lenient: bool = False) -> str:
         schema = _closed(schema) if lenient and not joins else schema
         text = json.dumps({**(schema or {"type": "object"}), "x-guidance": options}, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise GenerationError(f"the schema cannot be followed: {first_line(error)}") from error
+        raise GenerationError(f"the schema cannot be followed: {first_message_line(error)}") from error
     if len(text) > MOST_SCHEMA_BYTES:
         raise GenerationError(f"the schema is too large: {len(text)} bytes, and at most {MOST_SCHEMA_BYTES} are taken")
     return f"{_FORMAT} {text}"
@@ -273,7 +273,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise missing_library("an answer by a schema", "llguidance", extra="serve") from error
+        raise missing_library_error("an answer by a schema", "llguidance", extra="serve") from error
     return llguidance
 
 

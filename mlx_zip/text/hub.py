@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mlx_zip.errors import DataError, MlxZipError, ModelError, first_line, missing_library
-from mlx_zip.files import check_in
+from mlx_zip.errors import DataError, MlxZipError, ModelError, first_message_line, missing_library_error
+from mlx_zip.files import check_regular_file
 
 TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # file patterns of a tokenizer
 CODE = ("*.py",)  # of a tokenizer or model that runs code of its own
@@ -43,7 +43,9 @@ def download(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except hub_errors() as cause:
-        raise error(f"{name} is not a local folder, and the hub did not give it: {first_line(cause)}") from cause
+        raise error(
+            f"{name} is not a local folder, and the hub did not give it: {first_message_line(cause)}"
+        ) from cause
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
@@ -102,7 +104,7 @@ def _check_files(folder: Path) -> None:
         folders[:] = [one for one in folders if not one.startswith((".", "__"))]  # which the library leaves out
         for one in files:
             if not one.startswith("."):
-                check_in(Path(root, one))
+                check_regular_file(Path(root, one))
 
 
 def _library() -> ModuleType:
@@ -110,7 +112,7 @@ def _library() -> ModuleType:
     try:
         import datasets
     except ImportError as error:
-        raise missing_library("a data set", "datasets", extra="data") from error
+        raise missing_library_error("a data set", "datasets", extra="data") from error
     return datasets
 
 

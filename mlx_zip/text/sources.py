@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_in
+from mlx_zip.files import check_regular_file
 from mlx_zip.text import hub
 
 TEXT, JSONL = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
@@ -193,7 +193,7 @@ def kind_of(name: str) -> str:
     path = Path(name)
     if path.is_dir():
         return "folder" if _is_source(_files_in(path)) else "data set"
-    check_in(path)
+    check_regular_file(path)
     if plain.endswith(TEXT + CODE + JSONL):
         if not path.is_file():
             raise DataError(f"{name}: no such file")
@@ -219,7 +219,7 @@ def files_of(name: str) -> list[str]:
     if kind == "folder":
         files = [file for file in _files_in(Path(name)) if file.endswith(TEXT + CODE)]
         for file in files:
-            check_in(Path(file))
+            check_regular_file(Path(file))
         return files
     return [name] if kind != "data set" or Path(name).is_file() else []
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors, first_line
-from mlx_zip.named import KNOWN, here_or_bundled
+from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors, first_message_line
+from mlx_zip.named import KNOWN, resolve_model_name
 from mlx_zip.text import hub
 from mlx_zip.text.formats import KINDS, is_tokenizer_file, pair_in, read_library, special_names
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
@@ -29,7 +29,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
     An adapted model's folder gives the adapted vocabulary's exact ids. A tokenizer.json is read together with the
     settings and the chat template in its folder. Raises `DataError`.
     """
-    file = _lone_file(here_or_bundled(name))
+    file = _lone_file(resolve_model_name(name))
     if file is not None:
         return Tokenizer(_wrapped(read_library(file)))
     from transformers import AutoTokenizer
@@ -41,7 +41,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
             follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
             return Tokenizer(tokenizer)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError) as error:
-        reason = damaged_json(folder) or _lacking(folder) or first_line(error)[:300]
+        reason = damaged_json(folder) or _lacking(folder) or first_message_line(error)[:300]
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
 
 
@@ -56,7 +56,7 @@ def damaged_json(folder: Path) -> str | None:
             if file.is_file() and not isinstance(json.loads(file.read_bytes()), dict):
                 return f"{name} holds no JSON object"
         except (OSError, ValueError, RecursionError) as error:
-            return f"{name} is not valid JSON: {first_line(error)}"
+            return f"{name} is not valid JSON: {first_message_line(error)}"
     return None
 
 
@@ -73,7 +73,7 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
     name: a folder, a tokenizer.json, a bundled model's name or a hub id. Raises `DataError`, without asking the hub if
     the name is no hub id.
     """
-    path = here_or_bundled(name)
+    path = resolve_model_name(name)
     if path.name == "tokenizer.json" and path.is_file():
         return path.parent
     if path.is_dir():

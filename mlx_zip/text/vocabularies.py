@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.named import here_or_bundled
+from mlx_zip.named import resolve_model_name
 from mlx_zip.text.formats import is_tokenizer_file, name_of, pair_in, read_library
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
@@ -43,7 +43,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
 
     An adapted model's folder gives its exact ids. Raises `DataError` naming what cannot be read.
     """
-    path = here_or_bundled(name)
+    path = resolve_model_name(name)
     file = path
     if path.is_dir():
         file = path / "tokenizer.json" if (path / "tokenizer.json").is_file() else pair_in(path) or path

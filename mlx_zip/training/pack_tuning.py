@@ -15,14 +15,14 @@ import numpy as np
 import mlx_zip
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
-from mlx_zip.files import sole_user
+from mlx_zip.files import try_lock_folder
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.folders import plain_codec
 from mlx_zip.models.loading import load, model_folder, read_config
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.training.prepare.text_windows import Texts
 from mlx_zip.training.run_folder import open_run
 from mlx_zip.training.run_metrics import Metrics, read_metrics
@@ -111,14 +111,14 @@ def tune(
     record = _record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     open_run(run, record, mark, "--run")
-    with sole_user(run) as alone:
+    with try_lock_folder(run) as alone:
         if not alone:
             raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
         trainee = PackTrainee(model, *rows)
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
         if not trainer.quiet:
-            print(*header(trainer, f"rows of {counted(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
+            print(*header(trainer, f"rows of {pluralize(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
         before = _first_bits(trainer, first, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import remove_partials, sole_user
+from mlx_zip.files import remove_unfinished, try_lock_folder
 from mlx_zip.models.patches.patch_model import (
     PatchConfig,
     PatchModel,
@@ -33,7 +33,7 @@ from mlx_zip.models.patches.patch_model import (
     parameters_of,
     save_patch_model,
 )
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.training.checkpoints import Progress, checkpoints, load_checkpoint, save_checkpoint
 from mlx_zip.training.loop import Asked, Stopped, run_steps, steps_bar, stop_signals
 from mlx_zip.training.run_folder import open_run
@@ -231,7 +231,7 @@ class _PatchTrainer:
     def header(self) -> list[str]:
         """Returns lines on what is trained, on what data, and at which step the run resumes."""
         parameters = parameters_of(self.model)
-        done, windows = self.progress.step, counted(len(self.corpus.ids), "window")
+        done, windows = self.progress.step, pluralize(len(self.corpus.ids), "window")
         return [
             f"training {parameters:,} parameters on {windows} of {self.corpus.ids.shape[1]:,} ids, "
             f"{self.corpus.n_bytes:,} bytes; device: {mx.default_device().type.name}",
@@ -354,10 +354,10 @@ def fit(
     record = _record(texts, text, options, settings)
     open_run(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     try:
-        with sole_user(out) as alone:
+        with try_lock_folder(out) as alone:
             if not alone:
                 raise TrainingError(f"another process trains in {out}; wait for it, or choose another RUN")
-            remove_partials(out)
+            remove_unfinished(out)
             with stop_signals() as asked:
                 done = train(model, corpus, settings, out, quiet, asked=asked)
             source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}

@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 
 import mlx_zip
-from mlx_zip.errors import DataError, TrainingError, missing_library
-from mlx_zip.files import at_home, sole_user
+from mlx_zip.errors import DataError, TrainingError, missing_library_error
+from mlx_zip.files import expand_home, try_lock_folder
 from mlx_zip.models.loading import model_folder
 from mlx_zip.models.machines import check_equal, summed, together
 from mlx_zip.models.zip_model import Model
@@ -56,7 +56,7 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
 @contextmanager
 def _sole_trainer(group: mx.distributed.Group, out: Path) -> Iterator[None]:
     """Keeps other processes from training in the folder. Raises `TrainingError` if one does already."""
-    with sole_user(out) if group.rank() == 0 else nullcontext(True) as alone:
+    with try_lock_folder(out) if group.rank() == 0 else nullcontext(True) as alone:
         together(group, lambda: _check_alone(out, alone))
         yield
 
@@ -117,7 +117,7 @@ def make_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
     if engine == "mlx":
         return Stepper
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise missing_library("--engine torch", *missing, extra="torch")
+        raise missing_library_error("--engine torch", *missing, extra="torch")
     from mlx_zip.training.steps.torch_stepper import TorchStepper
 
     return partial(TorchStepper, config=config)
@@ -246,7 +246,7 @@ def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: 
     if isinstance(trainee, PackAndModelTrainee):
         rows = trainee.pack_rows(start.data.params.start or (), start.data.params)
     if options.save == ADAPTER:
-        place = at_home(str(options.model))
+        place = expand_home(str(options.model))
         base = str(place.resolve()) if place.is_dir() else str(options.model)
         save_adapter(options.out / ADAPTER, start.model, base, settings, start.dtype, rows)
         return

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, TrainingError, reason
-from mlx_zip.files import check_in, sole_user, write_json
+from mlx_zip.errors import DataError, TrainingError, failure_reason
+from mlx_zip.files import check_regular_file, try_lock_folder, write_json
 from mlx_zip.training.run_metrics import FILE
 
 RECORD = "train.json"
@@ -70,7 +70,7 @@ def raise_iters(out: Path, iters: int) -> None:
     try:
         write_json(out / RECORD, {**read_object(out / RECORD), "raised_to": iters})
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
+        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
@@ -95,19 +95,19 @@ def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") 
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
+        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def _remove(out: Path, advice: str) -> None:
     """Removes the record and the log of a run that has saved no step. Raises `TrainingError` if it runs now."""
     try:
-        with sole_user(out) as alone:
+        with try_lock_folder(out) as alone:
             if not alone:
                 raise TrainingError(f"another process trains in {out}; wait for it, or {advice}")
             (out / FILE).unlink(missing_ok=True)
             (out / RECORD).unlink()
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
+        raise TrainingError(f"cannot write {out}: {failure_reason(error)}") from error
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -122,10 +122,10 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def read_object(path: Path, hint: str = "") -> dict[str, Any]:
     """Returns the JSON object in a file. Raises `TrainingError`, its message ending in `hint`."""
     try:
-        check_in(path)
+        check_regular_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, DataError) as error:
-        raise TrainingError(f"{path} cannot be read: {reason(error)}{hint}") from error
+        raise TrainingError(f"{path} cannot be read: {failure_reason(error)}{hint}") from error
     if not isinstance(found, dict):
         raise TrainingError(f"{path} holds no JSON object{hint}")
     return found

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
-from mlx_zip.files import check_in
-from mlx_zip.named import here_or_bundled
+from mlx_zip.files import check_regular_file
+from mlx_zip.named import resolve_model_name
 
 KINDS = (
     "a folder with tokenizer.json, tokenizer.json, vocab.bpe or merges.txt, NAME.tiktoken, or a .json list of tokens "
@@ -262,7 +262,7 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
 
     Raises `DataError` naming a file that cannot be read or is of no known kind.
     """
-    path = here_or_bundled(name)
+    path = resolve_model_name(name)
     path = path / "tokenizer.json" if path.is_dir() else path
     plain, data = _name_without_gz(path), read_stored(path)
     if plain.endswith(".tiktoken"):
@@ -276,7 +276,7 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
 
 def read_stored(path: Path) -> bytes:
     """Returns the bytes of a file, uncompressed if its name ends with .gz. Raises `DataError` naming the file."""
-    check_in(path)
+    check_regular_file(path)
     try:
         stored = path.read_bytes()
         return gzip.decompress(stored) if path.name.endswith(".gz") else stored

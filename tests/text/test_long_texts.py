@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from mlx_zip.errors import PromptTooLongError
-from mlx_zip.named import bundled_model
+from mlx_zip.named import bundled_model_folder
 from mlx_zip.text import long_texts
 from mlx_zip.text.long_texts import LongEncoding, LongTexts
 from mlx_zip.text.prompts import encode_text
@@ -59,7 +59,7 @@ def prepending():
 
 
 TOKENIZERS = {
-    "bundled": load_tokenizer(bundled_model("stories")),
+    "bundled": load_tokenizer(bundled_model_folder("stories")),
     "gpt": byte_level(GPT),
     "llama": byte_level(LLAMA),
     "without words": byte_level(None),

@@ -35,7 +35,7 @@ from mlx_zip.bench.tokens import read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, ratio_error, window_bits
-from mlx_zip.layout import is_zip
+from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
@@ -187,7 +187,7 @@ class AdaptedModels:
         scored = score(model, rows, self.args.batch_size)
         bits = np.array([window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
-        by_document = not is_zip(model) and len(windows.windows) == len(documents)
+        by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)
         return Result(
             float(bits.sum() / n_bytes.sum()),
             ratio_error(bits, n_bytes),
@@ -196,7 +196,7 @@ class AdaptedModels:
             int(n_bytes.sum()),
             sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             weight_bytes(model),
-            model.layout.vocab_size if is_zip(model) else model.args.vocab_size,
+            model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
             tuple(_spans(tokenizer, document.text) for document in documents) if by_document else (),
             tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )

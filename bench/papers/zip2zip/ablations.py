@@ -24,7 +24,7 @@ from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.recording import surroundings
 from mlx_zip.errors import MlxZipError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 
 from .ablation_results import ENCODERS, FIGURES, Results, read_lines
 from .ablation_tables import curves, tables
@@ -197,7 +197,7 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
                 **surroundings("mlx", "mlx-lm"),
             }
         )
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from mlx_zip.arguments import add_codebook, check_at_least
 from mlx_zip.cli import colours, engine_choice, row_cache
 from mlx_zip.cli.generation_flags import NUMBERS, add_kv, add_kv_size, check_kv_size
 from mlx_zip.cli.serving.serving_flags import add_model, add_sessions, add_wired, check_wired
-from mlx_zip.errors import GenerationError, missing_library
+from mlx_zip.errors import GenerationError, missing_library_error
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
 
@@ -148,4 +148,4 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in (*_LIBRARIES, "markdown_it", "pygments"):
             raise
-        raise missing_library("mlx_zip chat", *_LIBRARIES, extra="chat") from error
+        raise missing_library_error("mlx_zip chat", *_LIBRARIES, extra="chat") from error

@@ -19,11 +19,11 @@ from mlx_zip.cli.engine_choice import choose, open_row_store
 from mlx_zip.cli.generation_flags import add_kv
 from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server_packs
 from mlx_zip.cli.serving.serving_flags import SAMPLING, add_model, add_wired, check_wired
-from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
-from mlx_zip.files import at_home, data_folder, make_private
+from mlx_zip.errors import GenerationError, MlxZipError, first_message_line, missing_library_error
+from mlx_zip.files import data_folder, expand_home, make_private
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.sampling.options import Sampling
 
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running, kept = _app_module("running"), _app_module("store")
-    file = None if args.no_history else at_home(args.data) if args.data else kept.default_file()
+    file = None if args.no_history else expand_home(args.data) if args.data else kept.default_file()
     if args.purge:
         return _purge(kept, file)
     with _listener(running, args.port) as listener:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             store.close()
     if fault is not None:
-        print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
+        print(f"error: the engine has stopped: {type(fault).__name__}: {first_message_line(fault)}", file=sys.stderr)
     return 0 if fault is None else 1
 
 
@@ -131,7 +131,7 @@ def _offered(main: str) -> dict[str, str]:
     """Returns the models that the page offers beside a bundled one: those that nothing has to be fetched for."""
     if main not in named.KNOWN:
         return {}
-    offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.at_hand() else [named.DEFAULT]
+    offered = [named.DEFAULT, named.ZIP] if named.ZIP in named.offline_model_names() else [named.DEFAULT]
     return {name: named.KNOWN[name] for name in offered}
 
 
@@ -158,7 +158,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.no_history and (args.data or args.purge):
         raise GenerationError("--no-history keeps nothing, so --data and --purge have no meaning with it")
     if args.window and find_spec("webview") is None:
-        raise missing_library("mlx_zip app --window", "pywebview", extra="window")
+        raise missing_library_error("mlx_zip app --window", "pywebview", extra="window")
 
 
 def _app_module(name: str) -> Any:
@@ -167,7 +167,7 @@ def _app_module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
             raise
-        raise missing_library("mlx_zip app", *LIBRARIES, extra="serve") from error
+        raise missing_library_error("mlx_zip app", *LIBRARIES, extra="serve") from error
 
 
 def _listener(running: Any, port: int | None) -> Any:
@@ -196,7 +196,7 @@ def _purge(kept: Any, file: Any) -> int:
                 raise GenerationError(f"nothing was deleted: {store.database.problem.partition(';')[0]}")
         finally:
             store.close()
-    print(f"deleted: {counted(count, 'conversation')}")
+    print(f"deleted: {pluralize(count, 'conversation')}")
     return 0
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.serving.serving_flags import SESSIONS
-from mlx_zip.errors import DataError, GenerationError, reason
-from mlx_zip.files import at_home, check_in
+from mlx_zip.errors import DataError, GenerationError, failure_reason
+from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import check_slots, load_options, named
 
@@ -70,7 +70,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None for none."""
     given = os.environ.get(SESSIONS, row_cache.OFF) if args.session_cache is None else args.session_cache
-    return None if given in (row_cache.OFF, "") else at_home(given)
+    return None if given in (row_cache.OFF, "") else expand_home(given)
 
 
 def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
@@ -101,10 +101,10 @@ def _template(given: str) -> str:
     if "{" in given:
         return given
     try:
-        check_in(at_home(given))
-        return at_home(given).read_text(encoding="utf-8")
+        check_regular_file(expand_home(given))
+        return expand_home(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, DataError) as error:
-        raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
+        raise GenerationError(f"--chat-template {given}: {failure_reason(error)}") from error
 
 
 def json_map(flag: str, text: str | None) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def json_map(flag: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise GenerationError(f"{flag} is not valid JSON: {reason(error)}") from error
+        raise GenerationError(f"{flag} is not valid JSON: {failure_reason(error)}") from error
     if not isinstance(value, dict):
         raise GenerationError(f'{flag} must be a JSON map: {{"name": value}}')
     return value

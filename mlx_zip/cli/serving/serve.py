@@ -17,8 +17,8 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import engine_choice
 from mlx_zip.cli.serving.opening import engine_options, json_map, opened, server_packs, session_folder
 from mlx_zip.cli.serving.serving_flags import API_KEY, MOST_S, REFUSED, SAMPLING, add_arguments, check_wired
-from mlx_zip.errors import GenerationError, first_line, missing_library
-from mlx_zip.files import at_home
+from mlx_zip.errors import GenerationError, first_message_line, missing_library_error
+from mlx_zip.files import expand_home
 from mlx_zip.models.folders import is_plain
 from mlx_zip.packs.chosen import read_packs
 
@@ -62,7 +62,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
             served = _server_module("options").Options(**options)
             fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:
-        print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
+        print(f"error: the engine has stopped: {type(fault).__name__}: {first_message_line(fault)}", file=sys.stderr)
     return 0 if fault is None else 1
 
 
@@ -113,7 +113,7 @@ def _server_module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
             raise
-        raise missing_library("mlx_zip serve", *LIBRARIES, extra="serve") from error
+        raise missing_library_error("mlx_zip serve", *LIBRARIES, extra="serve") from error
 
 
 def _bound(running: Any, host: str, port: int, key: str | None) -> Any:
@@ -167,6 +167,6 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
 
 
 def _folder(flag: str, given: str) -> Path:
-    if not (path := at_home(given)).is_dir():
+    if not (path := expand_home(given)).is_dir():
         raise GenerationError(f"{flag} {given}: there is no such folder")
     return path

@@ -15,7 +15,7 @@ from mlx_zip.arguments import add_limit_bytes
 from mlx_zip.cli.actions import DATA, TOKENIZER, add_actions, add_json, first_stage, printable, writable
 from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
-from mlx_zip.named import here_or_bundled
+from mlx_zip.named import resolve_model_name
 from mlx_zip.progress import ProgressBar
 
 _ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
@@ -292,7 +292,7 @@ def _convert_flags(parser: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace) -> int:
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
-        print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
+        print(converters.adapt(str(resolve_model_name(args.model)), args.file, args.out))
     return 0
 
 

@@ -17,7 +17,7 @@ from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_some, stopped
 from mlx_zip.cli.vocab.plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError
-from mlx_zip.progress import counted
+from mlx_zip.progress import pluralize
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ def _add_data(add: Any, purpose: str) -> None:
 
 def _fit(args: argparse.Namespace) -> int:
     """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
-    from mlx_zip.files import at_home
+    from mlx_zip.files import expand_home
     from mlx_zip.training.loop import Stopped
     from mlx_zip.training.patch_training import MODEL, FitOptions, evaluate_texts
     from mlx_zip.training.patch_training import fit as train
@@ -330,7 +330,7 @@ def _fit(args: argparse.Namespace) -> int:
     options = FitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
     texts = _texts(args.data, args.separator, args.limit_bytes)
     valid = _texts(args.valid, args.separator, None) if args.valid else []
-    out = at_home(args.out)
+    out = expand_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
     except Stopped as early:
@@ -416,7 +416,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _print_measures(found: dict[str, Any]) -> None:
     words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
-    texts = f"{counted(found['documents'], 'document')}, {counted(found['bytes'], 'byte')}"
+    texts = f"{pluralize(found['documents'], 'document')}, {pluralize(found['bytes'], 'byte')}"
     print(f"{found['bits_per_byte']:.4f} bits per byte: {texts}")
     print(
         f"{found['bytes_per_patch']:.3f} bytes and {found['symbols_per_patch']:.3f} symbols per patch{words}; "

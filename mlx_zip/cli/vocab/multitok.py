@@ -243,11 +243,11 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _codec_of(name: str) -> Any:
     """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
     from mlx_zip.models.loading import read_config
-    from mlx_zip.named import here_or_bundled
+    from mlx_zip.named import resolve_model_name
     from mlx_zip.text.tokenizers import tokenizer_folder
     from mlx_zip.training.prepare.plan import own_codec
 
-    path = here_or_bundled(name)
+    path = resolve_model_name(name)
     if path.is_file() and path.name != "tokenizer.json":
         return None
     folder = tokenizer_folder(name)

@@ -14,7 +14,7 @@ from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_
 from mlx_zip.cli.vocab import pack_tuning
 from mlx_zip.cli.vocab.plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import DataError
-from mlx_zip.progress import ProgressBar, counted
+from mlx_zip.progress import ProgressBar, pluralize
 
 _EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
@@ -202,7 +202,9 @@ def _shown_in(count: ProgressBar) -> Any:
     """Returns the function that `learn` calls after each round, which shows the stage and its figures in a bar."""
 
     def show(stage: str, entries: int, ids: int) -> None:
-        count.note(f"{stage}: {counted(entries, 'entry')}" + (f", {counted(ids, 'id')}" if ids >= 0 else ""))
+        count.show_figures(
+            f"{stage}: {pluralize(entries, 'entry')}" + (f", {pluralize(ids, 'id')}" if ids >= 0 else "")
+        )
         count()
 
     return show
@@ -383,7 +385,7 @@ def _print_pack(args: argparse.Namespace, path: Path, pack: Any, texts: list[str
 
 def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
     """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
-    entries = f"{counted(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
+    entries = f"{pluralize(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
     lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
     if _has_numbers(about, "base_ids", "ids", "ids_without", "window"):
         lines.append(f"learned from {_rate(about)}, in windows of {about['window']}")

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mlx_zip.config import ZipConfig, config_of
+from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
-from mlx_zip.errors import DataError, ModelError, first_line
-from mlx_zip.files import check_in
+from mlx_zip.errors import DataError, ModelError, first_message_line
+from mlx_zip.files import check_regular_file
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoders import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.models.folders import model_folder, read_config
@@ -100,7 +100,7 @@ def read_folder(
     where, folder = find_device(device), model_folder(path)
     config = read_config(folder)
     decoder = DecoderConfig.from_dict(config)
-    section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
+    section = parse_zip_section(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     skip = (*without, "lm_head.") if decoder.tied else tuple(without)
     entries = {
         name: entry
@@ -190,7 +190,7 @@ def _check_shards(folder: Path, files: set[str]) -> None:
     try:
         named = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{path} cannot be read: {first_message_line(error)}") from error
     if missing := sorted(map(str, named - files)):
         raise ModelError(f"{path} names files that are missing: {', '.join(missing)}")
 
@@ -199,11 +199,11 @@ def _check_shards(folder: Path, files: set[str]) -> None:
 def _opened(file: Path) -> Iterator[Any]:
     """Opens a safetensors file. Raises `ModelError` naming a file that cannot be read."""
     try:
-        check_in(file)
+        check_regular_file(file)
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
             yield tensors
     except (OSError, SafetensorError, DataError) as error:
-        raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{file} cannot be read: {first_message_line(error)}") from error
 
 
 def _read_tensors(

@@ -103,7 +103,7 @@ def transformer(config: EncoderConfig, merge_size: int, weights: Weights) -> Enc
 
 def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
     """Returns the pre-norm transformer with a base row as residual, pooled over real places (zip2zip++)."""
-    residual = {None: None, "first": "first", "last": "last", "mean": "real"}[config.residual_of(weights.side)]
+    residual = {None: None, "first": "first", "last": "last", "mean": "real"}[config.residual_base_row(weights.side)]
     width, model = config.hidden_size, config.model_size
     places = weights.dense("pos_embed.weight", merge_size, width)
     enter = weights.matrix("proj_in", width, model) if model != width else None

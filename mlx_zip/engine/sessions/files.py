@@ -21,7 +21,7 @@ import numpy as np
 
 from mlx_zip.engine.sessions.format import FACTS, INDEX, BadFileError, Contents, Marks, Tensor, read, write
 from mlx_zip.engine.sessions.kept import Caches, Kept
-from mlx_zip.errors import EngineError, MlxZipError, first_line, reason
+from mlx_zip.errors import EngineError, MlxZipError, failure_reason, first_message_line
 
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
 
@@ -93,9 +93,9 @@ def _refusals(path: Path) -> Iterator[None]:
     except BadFileError as error:
         raise EngineError(f"session file {path}: {error} ({advice})") from error
     except OSError as error:
-        raise EngineError(f"session file {path}: {reason(error)}") from error
+        raise EngineError(f"session file {path}: {failure_reason(error)}") from error
     except (*_DAMAGED, MlxZipError) as error:
-        text = f"its contents do not fit together: {first_line(error)}"
+        text = f"its contents do not fit together: {first_message_line(error)}"
         raise EngineError(f"session file {path}: {text} ({advice})") from error
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from mlx_zip.engine.sessions.files import SessionBytes, found_in, session_paths
 from mlx_zip.engine.sessions.kept import Caches, Kept, Slot, new_name, stamp_of
-from mlx_zip.errors import EngineError, reason
-from mlx_zip.files import begin_use, make_private
+from mlx_zip.errors import EngineError, failure_reason
+from mlx_zip.files import make_private, mark_folder_in_use
 
 _OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
 _UNFINISHED = ".*.safetensors.partial-*"  # names of unfinished files
@@ -55,7 +55,7 @@ class SessionFolder:
                 except (EngineError, OSError) as error:  # another process may just have deleted it
                     refused.append(str(error))
         except OSError as error:
-            self._warn("read", f"cannot be read: {reason(error)}")
+            self._warn("read", f"cannot be read: {failure_reason(error)}")
         if refused:
             more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
             self._warn(
@@ -79,7 +79,7 @@ class SessionFolder:
             self._remove_unfinished()
             others = [path for path in self.folder.glob(_UNFINISHED) if f".partial-{os.getpid()}" not in path.name]
         except OSError as error:
-            self._warn("read", f"cannot be read: {reason(error)}")
+            self._warn("read", f"cannot be read: {failure_reason(error)}")
             return 0
         return sum(stamp[1] for path in others if (stamp := stamp_of(path)) is not None)
 
@@ -110,7 +110,9 @@ class SessionFolder:
             if slot is not None:
                 slot.delete()
         except OSError as error:
-            raise EngineError(f"session file {slot and slot.path}: cannot be deleted: {reason(error)}") from error
+            raise EngineError(
+                f"session file {slot and slot.path}: cannot be deleted: {failure_reason(error)}"
+            ) from error
 
     def is_coming(self, kept: Kept) -> bool:
         """Returns whether a session is being written as it is, or will be; from now on its cache is not needed."""
@@ -170,7 +172,7 @@ class SessionFolder:
         """Notes what came of a job; returns whether the session is on disk."""
         kept = job.kept
         if isinstance(job.error, OSError):
-            self._warn("write", f"cannot be written, sessions stay in memory only: {reason(job.error)}")
+            self._warn("write", f"cannot be written, sessions stay in memory only: {failure_reason(job.error)}")
             return False
         if job.error is not None:
             log.error("session folder %s: a session could not be written", self.folder, exc_info=job.error)
@@ -195,10 +197,10 @@ class SessionFolder:
     def _begin_use(self) -> None:
         """Marks the folder as used until this object is gone; if nobody else uses it, removes all unfinished files."""
         try:
-            handle = begin_use(self.folder, lambda: _remove(self.folder.glob(_UNFINISHED)))
+            handle = mark_folder_in_use(self.folder, lambda: _remove(self.folder.glob(_UNFINISHED)))
             weakref.finalize(self, os.close, handle)
         except OSError as error:
-            self._warn("read", f"cannot be read: {reason(error)}")
+            self._warn("read", f"cannot be read: {failure_reason(error)}")
 
     def _remove_unfinished(self) -> None:
         """Removes what processes that were killed long ago have left unfinished. Raises `OSError`."""

@@ -36,7 +36,7 @@ from mlx_zip.engine.sessions.format import (
 from mlx_zip.engine.sessions.kept import Ids, Kept, Parts
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
-from mlx_zip.layout import base_config, is_zip
+from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.rows.fingerprints import name_of
 from mlx_zip.models.rows.zip_state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -52,7 +52,7 @@ def open_store(
 
 def positions_of(model: Any) -> str:
     """Returns the settings, beside the weights, that the keys of a model on MLX depend on, as text."""
-    return positions_mark(base_config(model), model.config if is_zip(model) else None)
+    return positions_mark(decoder_config(model), model.config if has_hypertokens(model) else None)
 
 
 class MlxCaches:
@@ -65,18 +65,18 @@ class MlxCaches:
 
     def __init__(self, model: Any, tokenizer: Any, share: str = "", max_kv_size: int | None = None) -> None:
         self.model, self.tokenizer, self._share = model, tokenizer, share
-        self.reach = model.config.merge_size if is_zip(model) else 1
+        self.reach = model.config.merge_size if has_hypertokens(model) else 1
         self._checks = _CacheChecks(model, max_kv_size)
 
     @cached_property
     def marks(self) -> Marks:
         model, name = self.model, f"{name_of(self.model)} {self._share}".strip()
-        codec = codec_mark(model.config.codec_params if is_zip(model) else None)
+        codec = codec_mark(model.config.codec_params if has_hypertokens(model) else None)
         return Marks(name, tokenizer_fingerprint(self.tokenizer), codec, positions_of(model))
 
     @cached_property
     def own_pack(self) -> str:
-        if not is_zip(self.model):
+        if not has_hypertokens(self.model):
             return ""
         pack = self.model.row_source.pack
         return own_pack_key(self.model.config.codec_params.start, None if pack is None else pack.tuned_fingerprint)
@@ -321,17 +321,17 @@ class _CacheChecks:
     def _like(self) -> list[Any]:
         """A cache that has read one id; its arrays have types and shapes, but are never computed."""
         model = self.model
-        own = {} if not is_zip(model) or model.is_plain else {"pack": ()}
+        own = {} if not has_hypertokens(model) or model.is_plain else {"pack": ()}
         if self._max_kv_size is not None:
             cache = bounded_cache(model, self._max_kv_size)
         else:
-            cache = model.make_cache(**own) if is_zip(model) else make_prompt_cache(model)
+            cache = model.make_cache(**own) if has_hypertokens(model) else make_prompt_cache(model)
         model(mx.array([[0]]), cache=cache)
         return cache
 
     def check_ids(self, base_ids: np.ndarray) -> None:
         """Raises `BadFileError` for ids that are no base ids of a plain model; a codebook refuses them by itself."""
-        limit = None if is_zip(self.model) else base_config(self.model).get("vocab_size")
+        limit = None if has_hypertokens(self.model) else decoder_config(self.model).get("vocab_size")
         if limit is not None and len(base_ids) and int(base_ids.max()) >= limit:
             raise BadFileError(f"it holds the id {int(base_ids.max())}, base ids are below {limit}")
 

@@ -28,7 +28,7 @@ from mlx_zip.engine.sessions.files import SessionBytes, read_session
 from mlx_zip.engine.sessions.folder import SessionFolder
 from mlx_zip.engine.sessions.kept import Caches, Kept, Noted, Slot, answers_within, new_name, stamp_of
 from mlx_zip.engine.sessions.list import SessionList
-from mlx_zip.errors import EngineError, UnknownSessionError, reason
+from mlx_zip.errors import EngineError, UnknownSessionError, failure_reason
 
 log = logging.getLogger("mlx_zip")
 
@@ -211,7 +211,7 @@ class SessionStore:
         try:
             SessionBytes(kept, self.caches, self.options.about).write(file, kept.answers)
         except OSError as error:
-            raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
+            raise EngineError(f"session file {file}: cannot be written: {failure_reason(error)}") from error
         self._room.make_room()
 
     def load(self, file: Path) -> SessionInfo:

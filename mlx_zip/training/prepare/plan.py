@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.files import at_home
+from mlx_zip.files import expand_home
 from mlx_zip.models.loading import read_config
 from mlx_zip.packs.entries import Entry
 from mlx_zip.packs.pack import load_pack
@@ -123,7 +123,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
 
 
 def _tokenizer_place(options: PrepareOptions) -> Path:
-    file = at_home(options.tokenizer or "")
+    file = expand_home(options.tokenizer or "")
     if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
         return file
     return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)

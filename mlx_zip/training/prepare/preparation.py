@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mlx_zip
-from mlx_zip.errors import DataError, reason
+from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
@@ -65,7 +65,7 @@ def prepare(
         raise DataError(f"a worker process was killed, by lack of memory perhaps; {_GO_ON}") from error
     except OSError as error:  # errors of reading are `DataError`s by now
         go_on = f"; {_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
-        raise DataError(f"{options.out} cannot be written: {reason(error)}{go_on}") from error
+        raise DataError(f"{options.out} cannot be written: {failure_reason(error)}{go_on}") from error
 
 
 _GO_ON = "the shards written so far stay: run the same again to go on"
@@ -141,8 +141,8 @@ class _Run:
             self.records[chunk.source].append(record)
             self._count(record)
             base_ids = sum(r["base_ids"] for done in self.records for r in done)
-            self.bar.note(f"{base_ids:,} base ids")
-            self.bar.reach(chunk.stored)
+            self.bar.show_figures(f"{base_ids:,} base ids")
+            self.bar.set_done(chunk.stored)
 
     def _report_skipped(self, record: dict[str, Any]) -> None:
         """Reports the invalid records of a shard: the first ones in words, the number of all others."""

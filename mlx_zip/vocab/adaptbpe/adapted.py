@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s, as_ids
-from mlx_zip.errors import DataError, reason
-from mlx_zip.files import at_home, check_in, write_json
+from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import check_regular_file, expand_home, write_json
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, encoded
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
 from mlx_zip.vocab.adaptbpe.merge_list import BYTES, NO_ID, PIECES, Encoder, MergeList, Schedule
@@ -298,8 +298,8 @@ def _with_ranks(merges: MergeList, ranks: Sequence[int]) -> MergeList:
 
 def read_adapted(path: str | Path) -> AdaptedVocabulary:
     """Reads a file that `AdaptedVocabulary.save` wrote. Raises `DataError` naming the file and what is wrong in it."""
-    path = at_home(path)
-    check_in(path)
+    path = expand_home(path)
+    check_regular_file(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return _from_record(record)
@@ -308,7 +308,7 @@ def read_adapted(path: str | Path) -> AdaptedVocabulary:
     except KeyError as error:
         raise DataError(f"{path}: {error} is missing") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: no valid JSON: {reason(error)}") from error
+        raise DataError(f"{path}: no valid JSON: {failure_reason(error)}") from error
     except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
 

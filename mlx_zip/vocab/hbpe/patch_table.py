@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import atomic_file
 from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, fingerprint, open_tokenizer
 from mlx_zip.vocab.hbpe.patch_merges import MARK, Merges, check_mode, learn
 
@@ -149,7 +149,7 @@ class PatchTable:
             "rows": self.rows,
             "fingerprint": np.array(self.fingerprint),
         }
-        with whole_file(path) as partial, open(partial, "wb") as file:
+        with atomic_file(path) as partial, open(partial, "wb") as file:
             np.savez_compressed(file, checksum=np.array(_checksum(fields)), **fields)
 
     @classmethod

@@ -37,7 +37,7 @@ from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.params import check
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.files import check_in, whole_file
+from mlx_zip.files import atomic_file, check_regular_file
 from mlx_zip.vocab.multitok.units import NO_ID, Pruning, Samples, Settings, Tokens, Totals, units_from_dict
 
 MATCHINGS = ("longest", "walk")
@@ -365,13 +365,13 @@ def _write_stored(path: str | Path, stored: Stored) -> None:
     arrays = [rows, *([] if ids is None else [ids]), stored.uses]
     body = b"".join(array.astype("<u4").tobytes() for array in arrays)
     header["sha256"] = _digest(header, body)
-    with whole_file(Path(path)) as partial:
+    with atomic_file(Path(path)) as partial:
         partial.write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 
 def _read_stored(path: str | Path) -> Stored:
     """Reads a dictionary's file. Raises `DataError` naming the file if it is damaged or of another version."""
-    check_in(Path(path))
+    check_regular_file(Path(path))
     try:
         line, newline, body = Path(path).read_bytes().partition(b"\n")
         header = json.loads(line) if newline else None
