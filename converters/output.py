@@ -216,7 +216,7 @@ def upload(folder: Path, repository: str) -> None:
     try:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model converted by mlx_zip")
-    except hub.hub_errors() as error:
+    except hub.hub_error_types() as error:
         raise ConversionError(
             f"{folder} is converted, but could not be uploaded to {repository}: {first_message_line(error)}"
         ) from error

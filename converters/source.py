@@ -102,7 +102,7 @@ def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
     """
     if not _REPOSITORY.fullmatch(name) or set(name) == {"."}:
         raise ConversionError(f"{name} is neither a folder nor a hub id")
-    folder = hub.download(name, patterns, revision, ConversionError)
+    folder = hub.download_files(name, patterns, revision, ConversionError)
     return Place(folder, name, folder.name)
 
 
@@ -112,7 +112,7 @@ def list_files(place: Place) -> list[str]:
 
     try:
         return HfApi().list_repo_files(place.name, revision=place.revision)
-    except hub.hub_errors() as error:
+    except hub.hub_error_types() as error:
         raise ConversionError(
             f"the hub does not list the files of {place.name}: {first_message_line(error)}"
         ) from error

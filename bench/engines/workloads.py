@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
-from mlx_zip.text.sources import Item, Reader, Record, Skipped, Source, parse
+from mlx_zip.text.sources import Item, Record, Skipped, Source, SourceReader, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
@@ -204,15 +204,15 @@ def _text(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _documents(file: Path) -> Iterator[str]:
-    for item in Reader(Source((str(file),))):
+    for item in SourceReader(Source((str(file),))):
         text = _text_of(item)
         yield from text.split("\n\n") if item.kind == "text" else [text]
 
 
 def _text_of(item: Item) -> str:
     """Returns the text of a record, its two texts on lines of their own, or "". Raises `MlxZipError` for a fault."""
-    found = [parse(item, columns) for columns in COLUMNS]
-    record = next((one for one in found if isinstance(one, Record)), parse(item))
+    found = [parse_item(item, columns) for columns in COLUMNS]
+    record = next((one for one in found if isinstance(one, Record)), parse_item(item))
     if isinstance(record, Skipped):
         if record.empty:
             return ""

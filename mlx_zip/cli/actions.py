@@ -57,17 +57,17 @@ def first_stage(name: str) -> Any:
     `DataError` for a name that cannot be read.
     """
     from mlx_zip.named import resolve_model_name
-    from mlx_zip.text.formats import is_tokenizer_file, pair_in, read_library
-    from mlx_zip.text.tokenizers import names_a_file, tokenizer_folder
+    from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file
+    from mlx_zip.text.tokenizers import must_be_local_path, tokenizer_folder
     from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer
 
     path = resolve_model_name(name)
-    if not (path.exists() or is_tokenizer_file(path) or names_a_file(name)):
+    if not (path.exists() or is_tokenizer_file(path) or must_be_local_path(name)):
         path = tokenizer_folder(name)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        path = pair_in(path) or path
+        path = find_gpt2_merges(path) or path
     if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
-        return TokenizerFile(path, "tokenizer", read_library(path).to_str().encode())
+        return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
     return open_tokenizer(path)
 
 

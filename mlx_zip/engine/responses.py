@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from mlx_zip.engine.interface import Emitted, Engine, Event, Failed, Finished, Started, Submission
-from mlx_zip.text.stream import Piece, TextStream
+from mlx_zip.text.stream import TextPiece, TextStream
 
 RULE = "=" * 10  # the line that `generate(verbose=True)` prints before and after the text, as mlx-lm does
 
@@ -128,7 +128,7 @@ class Answer:
             return self._response(self._last, self._text.finish("length"), None, step=False)
         return None
 
-    def _response(self, token: int, piece: Piece, logprobs: Any, step: bool = True) -> GenerationResponse:
+    def _response(self, token: int, piece: TextPiece, logprobs: Any, step: bool = True) -> GenerationResponse:
         """Returns the response for an emitted id. step: whether the id is one of a step."""
         now = time.perf_counter()
         self._first_s, self._last = self._first_s or now, token

@@ -31,7 +31,7 @@ from mlx_zip.packs import chosen as chosen_packs
 from mlx_zip.packs.pack import Pack
 from mlx_zip.progress import ProgressBar, pluralize
 from mlx_zip.sampling.processors import Sampling
-from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
+from mlx_zip.text.conversations import Conversation, Prompt, document_openings, make_conversations, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -210,7 +210,7 @@ def _prepare(models: Sequence[str], what: Evaluation, pack: Pack | None, codeboo
             _check_windows(inputs, corpus, tokenizer, name, models[0], what.fill_windows)
         if number == 0 and what.generate is not None:
             if prompts is None and corpus is not None:
-                prompts = openings(tokenizer, corpus.documents, what.opening)
+                prompts = document_openings(tokenizer, corpus.documents, what.opening)
             inputs.conversations = make_conversations(prompts or [], what.generate, what.turns, repeat=what.temp > 0)
         check_prompts(folders[name], tokenizer, inputs.conversations, codebook_size, pack)
     return inputs

@@ -38,8 +38,10 @@ def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
         raise ModelError(f"{name} is a GGUF file; convert it first: mlx_zip convert --hf-path {name}")
     if os.path.exists(path) or not hub.is_hub_id(name):
         raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(KNOWN)}), nor a hub id owner/name")
-    _checked_folder(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive
-    return hub.download(name, _MODEL_FILES, revision)
+    _checked_folder(
+        hub.download_files(name, ["*.json"], revision)
+    )  # refuses a wrong kind of model before gigabytes arrive
+    return hub.download_files(name, _MODEL_FILES, revision)
 
 
 def _checked_folder(folder: Path) -> Path:

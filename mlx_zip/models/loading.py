@@ -24,7 +24,7 @@ from mlx_zip.models.folders import UPSTREAM_CONFIG, model_folder, packed_config,
 from mlx_zip.models.machines import Group, check_equal, check_sharding, split, together
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.packs.pack import IN_FOLDER, Pack, PackLike, as_pack, pack_in_folder
-from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
+from mlx_zip.text.tokenizers import find_damaged_json, silence_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
@@ -107,7 +107,7 @@ def _load(
     pack = None if pack is None else as_pack(pack)
     changes = codebook_changes(config, codebook_size, pack)
     try:
-        with quiet_transformers(), bare_exceptions_as_value_errors():
+        with silence_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
                 adapter_path=None if adapter_path is None else str(expand_home(adapter_path)),
@@ -120,7 +120,7 @@ def _load(
     except MlxZipError:
         raise
     except load_failures() as error:
-        raise ModelError(f"cannot load {folder}: {damaged_json(folder) or first_message_line(error)}") from error
+        raise ModelError(f"cannot load {folder}: {find_damaged_json(folder) or first_message_line(error)}") from error
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None:

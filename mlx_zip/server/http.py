@@ -41,7 +41,7 @@ async def read_body(request: Request, core: Core, kind: type[Kind], most: int | 
     most = options.max_body_bytes if most is None else most
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) < 18 and int(length) <= most:
-        await core.check_body(int(length), kind.most_prompts)
+        await core.check_request_size(int(length), kind.most_prompts)
     try:
         async with asyncio.timeout(options.body_timeout_s):
             body = await _read(request, most)

@@ -226,7 +226,7 @@ class TokenizerFile:
         except (TypeError, ValueError) as error:
             raise DataError(f"{self.path}: not a list of tokens in hex: {error}") from error
 
-    def library(self, vocabulary: Mapping[str, int] | None = None) -> Any:
+    def build_tokenizer(self, vocabulary: Mapping[str, int] | None = None) -> Any:
         """Returns the `tokenizers.Tokenizer` of a tokenizer.json or a merge list, without truncation and padding.
 
         vocabulary: the ids of a merge list, by spelled token; None: GPT-2's. Raises `DataError` for the other kinds,

@@ -60,7 +60,7 @@ def put_on_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     with making.base_folder(str(folder.with_suffix(".gguf")), folder, False) as place:
         assert place is not None
         plain = Path(copytree(place.folder, folder))
-    monkeypatch.setattr("mlx_zip.text.hub.download", lambda *_: plain)
+    monkeypatch.setattr("mlx_zip.text.hub.download_files", lambda *_: plain)
     monkeypatch.setattr(making, "SIZES", SIZES)
     monkeypatch.setattr(making, "VOCABULARY_SHA256", making.vocabulary_sha256(plain))
     return plain

@@ -66,7 +66,7 @@ def test_a_model_without_a_tokenizer_json_is_read_by_transformers_with_its_ids(s
 
 
 def test_a_name_without_a_slash_is_refused_at_once_and_in_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(hub, "download", lambda *args, **options: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "download_files", lambda *args, **options: pytest.fail("asked the hub"))
     (tmp_path / "a.txt").write_text("some text")
     monkeypatch.setattr(sys, "argv", ["mlx_zip"])
     assert cli.main(["compress", str(tmp_path / "a.txt"), "--tokenizer", "nosuch"]) == 2

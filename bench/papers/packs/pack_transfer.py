@@ -23,7 +23,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_windows, measure_bits
 from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
 from mlx_zip.packs.pack import Pack, merge_packs
-from mlx_zip.text.conversations import Prompt, openings
+from mlx_zip.text.conversations import Prompt, document_openings
 from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
 from mlx_zip.text.token_facts import encode_with_bytes
@@ -193,7 +193,7 @@ def openings_of(tokenizer: Any, documents: Sequence[Document], args: argparse.Na
     for document in documents:
         ids = encode_with_bytes(tokenizer, document.text)[0][args.opening : args.opening + args.tokens].tolist()
         if len(ids) == args.tokens and len(opened) < args.stories:
-            opened.append((openings(tokenizer, [document], args.opening)[0], ids))
+            opened.append((document_openings(tokenizer, [document], args.opening)[0], ids))
     if len(opened) < args.stories:
         raise MlxZipError(
             f"{len(opened)} held-out documents are {args.opening} + {args.tokens} base ids long, not {args.stories}: "

@@ -13,7 +13,7 @@ from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.files import atomic_file, check_writable, expand_home
 from mlx_zip.progress import pluralize
 from mlx_zip.text.prompts import Chat, encode_prompt
-from mlx_zip.text.sources import Reader, Skipped, Source, kind_of, parse
+from mlx_zip.text.sources import Skipped, Source, SourceReader, parse_item, source_kind
 from mlx_zip.text.token_facts import TokenTexts
 
 _SUFFIX = ".jsonl"
@@ -89,14 +89,14 @@ class Conversation:
         """Returns the conversation in a .jsonl file. Raises `DataError` naming what it cannot go on with."""
         path = _named(name)
         try:
-            if kind_of(str(path)) != "json":
+            if source_kind(str(path)) != "json":
                 raise DataError(f"{path}: a conversation is read from a {_SUFFIX} file")
-            items = list(islice(iter(Reader(Source((str(path),)))), 2))
+            items = list(islice(iter(SourceReader(Source((str(path),)))), 2))
         except OSError as error:
             raise DataError(f"{path}: {failure_reason(error)}") from error
         if len(items) != 1:
             raise DataError(f"{path}: holds {'no' if not items else 'more than one'} conversation")
-        record = parse(items[0])
+        record = parse_item(items[0])
         if isinstance(record, Skipped):
             raise DataError(f"{record.where}: {record.reason}")
         if record.messages is None:

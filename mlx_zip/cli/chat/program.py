@@ -14,7 +14,7 @@ from mlx_zip.engine import Counts, Engine, Submission
 from mlx_zip.errors import GenerationError
 from mlx_zip.packs.chosen import read_packs
 from mlx_zip.progress import pluralize
-from mlx_zip.text.prompts import check_system
+from mlx_zip.text.prompts import check_system_message
 
 OWN, NONE = "own", "none"  # words that /pack takes in place of files
 _FULL = "cut off: the conversation fills the model's context; /reset begins a new one"
@@ -82,10 +82,10 @@ class Program:
             if not self.talk.answered:
                 self.talk = before
 
-    def check_system(self, system: str | None) -> None:
+    def check_system_message(self, system: str | None) -> None:
         """Raises `GenerationError` for a system message that the model's chat template cannot render; None is none."""
         if system is not None:
-            check_system(self.engine.tokenizer, system, self.settings.template_options)
+            check_system_message(self.engine.tokenizer, system, self.settings.template_options)
 
     def choose_pack(self, names: Sequence[str]) -> None:
         """Has codebooks begin with the packs in these files, from the next answer on. Raises `MlxZipError`."""

@@ -182,14 +182,14 @@ def _describe(table: Any, show: int, counts: list[int] | None = None) -> tuple[d
 def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Turns a text into patches; returns them and their rates as a record for --json and as lines to print."""
     from mlx_zip.cli.compression import read_text
-    from mlx_zip.text.formats import read_library
+    from mlx_zip.text.formats import read_tokenizer_file
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
     from mlx_zip.vocab.hbpe.patch_table import PatchTable, encoder_of
 
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
-    ids = list(encoder_of(read_library(tokenizer.path) if ranks else tokenizer.library())(text))
+    ids = list(encoder_of(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
     if not ids:
         raise DataError(f"{args.data}: this text has no token of the tokenizer")
     rows, lengths = table.encode(ids), table.lengths[ids]

@@ -94,15 +94,15 @@ class Texts:
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Yields (part of a document, whether the document ends with this part); shows a progress bar."""
-        from mlx_zip.text.sources import Reader, Skipped, Source, files_of, is_local, parse
+        from mlx_zip.text.sources import Skipped, Source, SourceReader, is_local, parse_item, source_files
 
         source = Source(tuple(self.files), separator=self.separator)
         local = all(map(is_local, self.files))
-        total = sum(Path(file).stat().st_size for name in self.files for file in files_of(name)) if local else None
-        reader, digest = Reader(source), sha256()
+        total = sum(Path(file).stat().st_size for name in self.files for file in source_files(name)) if local else None
+        reader, digest = SourceReader(source), sha256()
         with ProgressBar(total, "byte", "Reading") as count:
             for item in reader:
-                record = parse(item)
+                record = parse_item(item)
                 if isinstance(record, Skipped):
                     if not record.empty:
                         raise DataError(f"{record.where}: {record.reason}")

@@ -13,7 +13,7 @@ from mlx_zip.engine import Counted, Counts, Differing, Emitted, Event, Failed, F
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Delta, Differs, Done, Learned, Live, ShownToken, TokenLogprob, Turn, Waiting
-from mlx_zip.text.stream import Piece, TextStream
+from mlx_zip.text.stream import TextPiece, TextStream
 from mlx_zip.text.token_facts import TokenTexts
 from mlx_zip.text.tokenizers import REPLACEMENT
 
@@ -137,7 +137,7 @@ class Answering:
             raise EngineStoppedError("the server is stopping, so this answer was not finished")
         reason, deltas = self._ended or event.reason, []
         if self._ended is None:
-            piece: Piece = self._stream.finish(event.reason)
+            piece: TextPiece = self._stream.finish(event.reason)
             if self._shown_tokens is not None:
                 self._shown_tokens.extend(self._stream.characters)
             deltas = self._shown(piece.text)

@@ -15,8 +15,8 @@ from mlx_zip.models.loading import read_config
 from mlx_zip.packs.entries import Entry
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.text.formats import is_tokenizer_file
-from mlx_zip.text.sources import Source, files_of
-from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
+from mlx_zip.text.sources import Source, source_files
+from mlx_zip.text.token_facts import digit_ids, leading_special_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare.encoding import TRAIN_ON
 from mlx_zip.training.prepare.sharding import Plan
@@ -100,7 +100,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
     folder = _tokenizer_place(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_config(folder) if options.model is not None else {}
-    if options.context <= (lead := len(lead_ids(tokenizer))):
+    if options.context <= (lead := len(leading_special_ids(tokenizer))):
         raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
     params = _codec_for(options, tokenizer, config, pads)
     pool = None
@@ -255,7 +255,7 @@ def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, 
 
 def _source_settings(source: Source) -> dict[str, Any]:
     """Returns a source's fields, with the SHA-256 of each of its local files."""
-    files = [file for name in source.data for file in files_of(name)]
+    files = [file for name in source.data for file in source_files(name)]
     digests = {name: _file_digest(name) for name in files}
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
 

@@ -21,7 +21,7 @@ import mlx_zip
 from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
-from mlx_zip.text.sources import Reader, files_of, is_local
+from mlx_zip.text.sources import SourceReader, is_local, source_files
 from mlx_zip.training.prepare.mixture import kept_samples, next_sources
 from mlx_zip.training.prepare.plan import PrepareOptions, make_plan
 from mlx_zip.training.prepare.prepared_folder import POOL, PreparedFolder
@@ -102,7 +102,7 @@ class _Run:
     ) -> None:
         self.options, self.plan, self.folder, self.report = options, plan, folder, report
         self.shares = [source.share for source in options.sources]
-        self.readers = [Reader(source) for source in options.sources]
+        self.readers = [SourceReader(source) for source in options.sources]
         self.chunks = [
             cut_chunks(iter(r), options.shard_samples, options.context, options.fill_windows) for r in self.readers
         ]
@@ -110,7 +110,7 @@ class _Run:
         self.skipped: Counter[str] = Counter()
         names = [name for source in options.sources for name in source.data]
         local = all(map(is_local, names))
-        total = sum(Path(file).stat().st_size for name in names for file in files_of(name)) if local else None
+        total = sum(Path(file).stat().st_size for name in names for file in source_files(name)) if local else None
         self.bar = ProgressBar(total, "byte", "Preparing", shown=progress)
 
     def make_shards(self, make: Make) -> None:

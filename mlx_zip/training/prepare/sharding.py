@@ -14,7 +14,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
 from mlx_zip.packs.entries import Entry
-from mlx_zip.text.sources import Item, Record, Skipped, parse
+from mlx_zip.text.sources import Item, Record, Skipped, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.encoding import Encoder, Piece, compress_window, cut
 from mlx_zip.training.prepare.shards import ShardWriter
@@ -134,7 +134,7 @@ class ShardMaker:
 
     def _pieces(self, chunk: Chunk, tally: Tally) -> list[Piece]:
         """Returns the encoded records of a chunk, and counts all of them in `tally`."""
-        parsed = [parse(item, self.plan.columns[chunk.source]) for item in chunk.items]
+        parsed = [parse_item(item, self.plan.columns[chunk.source]) for item in chunk.items]
         encoded = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
         found = [next(encoded) if isinstance(record, Record) else record for record in parsed]
         pieces = []

@@ -268,7 +268,7 @@ def read_tokenizer(path: str | Path) -> Any:
 
     Raises `DataError` for the other kinds of files, which do not say how text is split.
     """
-    return open_tokenizer(path).library()
+    return open_tokenizer(path).build_tokenizer()
 
 
 def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
