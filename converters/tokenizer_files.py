@@ -100,10 +100,10 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
         write_json(target / CONFIG, config)
     if not config.get("tokenizer_class") or read_tokenizer(target, trust_remote_code) != facts:
         write_json(target / CONFIG, {**config, "tokenizer_class": facts.kind})
-        _check_same(target, facts, trust_remote_code)
+        _check_copy(target, facts, trust_remote_code)
 
 
-def _check_same(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
+def _check_copy(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
     """Raises `ConversionError` unless the tokenizer in `folder` has the properties `facts`."""
     found = read_tokenizer(folder, trust_remote_code)
     if found != facts:

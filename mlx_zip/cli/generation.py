@@ -109,7 +109,7 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
             **_pack_options(args, chosen, name),
         )
         if chosen is not None:
-            chosen_packs.check(chosen, model, tokenizer)
+            chosen_packs.check_pack_fits(chosen, model, tokenizer)
         if saved is not None:
             from mlx_zip.engine.sessions.mlx_caches import positions_of
 
@@ -125,7 +125,7 @@ def _on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> I
             **{name: getattr(args, name) for name in PASSED_ON},
         )
         hyper = has_hypertokens(model)
-        record = chosen_packs.record(chosen, model)
+        record = chosen_packs.pack_record(chosen, model)
         yield _Opened(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
 
 

@@ -41,7 +41,7 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
 
     what: the expected kind of file, for the message. Raises `DataError` naming the file if it cannot be read.
     """
-    with _as_data_errors(path, what):
+    with _raise_data_errors(path, what):
         _check_magic(path)
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -55,7 +55,7 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
 
 def read_npy(path: Path, what: str) -> NDArray[Any]:
     """Returns the array of a .npy file. Parameters and errors are those of `read_npz`."""
-    with _as_data_errors(path, what):
+    with _raise_data_errors(path, what):
         _check_magic(path)
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray):
@@ -72,7 +72,7 @@ def _check_magic(path: Path) -> None:
 
 
 @contextmanager
-def _as_data_errors(path: Path, what: str) -> Iterator[None]:
+def _raise_data_errors(path: Path, what: str) -> Iterator[None]:
     """Context manager: turns any error of reading a damaged file into a `DataError` that names the file.
 
     what: the expected kind of file, for the message.

@@ -27,7 +27,7 @@ from mlx_zip.cuda.network.linear import Half, Linear
 from mlx_zip.cuda.sequence import Begin, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
-from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, pack_of
+from mlx_zip.packs.pack import Pack, PackOrEntries, pack_in_folder, resolve_pack
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
@@ -59,7 +59,7 @@ def open_model(
     where = find_device(device)
     kernels = where.type == "cuda" if kernels is None else kernels
     folder = read_folder(path, where, dtype, () if hypertokens else SIDES, kernels)
-    start = None if pack is None else pack_of(pack)
+    start = None if pack is None else resolve_pack(pack)
     if folder.zip is None and (codebook_size is not None or start is not None):
         folder.zip = _plain_config(folder, codebook_size, start)
     if not hypertokens:
@@ -189,7 +189,7 @@ class CudaModel:
 
         Raises `ConfigError` for an entry that does not fit, and what `begin_with` raises.
         """
-        found = pack_of(pack)
+        found = resolve_pack(pack)
         if self.config is None:
             raise ModelError(NO_HYPERTOKENS)
         config = replace(self.config, start=found.entries)

@@ -274,13 +274,13 @@ def _measure(
     """Loads a model, measures all that was asked for, and returns its part of the record."""
     model, tokenizer = _load(inputs.folders[name], what, inputs.pack, codebook_size, row_store, runner)
     if inputs.pack is not None and has_hypertokens(model):
-        chosen_packs.check(inputs.pack, model, tokenizer)
+        chosen_packs.check_pack_fits(inputs.pack, model, tokenizer)
     if inputs.task_context is None:
         inputs.task_context = context_limit(model) or CONTEXT
     record: dict[str, Any] = {"model": name, "kind": "plain"}
     if has_hypertokens(model):
         record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
-        record |= {"canonical": model.config.canonical, **chosen_packs.record(inputs.pack, model)}
+        record |= {"canonical": model.config.canonical, **chosen_packs.pack_record(inputs.pack, model)}
     if inputs.windows is not None:
         record["text"] = _bits(name, model, what, inputs, progress)
     if what.generate is not None:

@@ -57,7 +57,7 @@ def write_entries(
         with atomic_file(path) as partial:
             partial.write_text(json.dumps([list(entry) for entry in checked]) + "\n", encoding="utf-8")
         return
-    rows, lengths = padded(checked, merge_size, pad_id or 0)
+    rows, lengths = pad_entries(checked, merge_size, pad_id or 0)
     if path.suffix == ".npz":
         with atomic_file(path) as partial, open(partial, "wb") as file:
             np.savez(file, entries=rows, lengths=lengths)
@@ -67,7 +67,7 @@ def write_entries(
             np.save(file, array, allow_pickle=False)
 
 
-def padded(entries: Sequence[Entry], width: int, fill: int = 0) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def pad_entries(entries: Sequence[Entry], width: int, fill: int = 0) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Returns entries as arrays: uint32 [P, width], each row filled up with `fill`, and their lengths [P]."""
     rows = np.full((len(entries), width), fill, np.uint32)
     for row, entry in zip(rows, entries, strict=True):
@@ -101,14 +101,14 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
 def _read_arrays(path: Path) -> list[tuple[int, ...]]:
     """Reads the entries of a .npz or .npy pack. Raises `DataError` naming the file."""
     if path.suffix == ".npy":
-        return _entries_of(path, read_npy(path, _WHAT), read_npy(_lengths_file(path), f"the lengths of {path.name}"))
+        return _unpad_entries(path, read_npy(path, _WHAT), read_npy(_lengths_file(path), f"the lengths of {path.name}"))
     arrays = read_npz(path, _WHAT, NAMES)
     if missing := set(NAMES) - arrays.keys():
         raise DataError(f"{path} has no array {' and no '.join(sorted(missing))}")
-    return _entries_of(path, *(arrays[name] for name in NAMES))
+    return _unpad_entries(path, *(arrays[name] for name in NAMES))
 
 
-def _entries_of(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
+def _unpad_entries(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
     """Returns padded entries [P, M] and lengths [P] as tuples without padding. Errors as of `_check_arrays`."""
     _check_arrays(path, entries, lengths)
     return [tuple(row[:n]) for row, n in zip(entries.tolist(), lengths.tolist(), strict=True)]

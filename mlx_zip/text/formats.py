@@ -20,7 +20,14 @@ from typing import Any
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.text.sentencepiece_file import read_sentencepiece_model
 from mlx_zip.vocab.adaptbpe import pieces as text
-from mlx_zip.vocab.first_stage import IDS_FILE_OF, TokenizerFile, open_tokenizer, read_stored, to_text, vocabulary_of
+from mlx_zip.vocab.first_stage import (
+    IDS_FILE_OF,
+    TokenizerFile,
+    bytes_to_spelled,
+    checked_vocabulary,
+    open_tokenizer,
+    read_uncompressed,
+)
 
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
@@ -128,7 +135,7 @@ def _read_tiktoken(path: Path) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pattern = tiktoken_split_pattern(path)
-    vocabulary = {to_text(token): rank for rank, token in enumerate(open_tokenizer(path).tokens())}
+    vocabulary = {bytes_to_spelled(token): rank for rank, token in enumerate(open_tokenizer(path).tokens())}
     merges = [
         (token[:i], token[i:])
         for token in vocabulary
@@ -149,8 +156,8 @@ def _read_tiktoken(path: Path) -> Any:
 def _read_byte_pairs(vocabulary: Path, merges: Path) -> Any:
     """Returns the tokenizer of a merge list, with the ids of a JSON vocabulary. Raises `DataError`."""
     try:
-        file = TokenizerFile(merges, "merges", read_stored(merges))
-        return file.build_tokenizer(vocabulary_of(json.loads(read_stored(vocabulary))))
+        file = TokenizerFile(merges, "merges", read_uncompressed(merges))
+        return file.build_tokenizer(checked_vocabulary(json.loads(read_uncompressed(vocabulary))))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{vocabulary} and {merges.name} are no byte-level vocabulary: {error}") from error
 
@@ -163,7 +170,7 @@ def _read_word_pieces(path: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     try:
-        pieces = read_stored(path).decode("utf-8").splitlines()
+        pieces = read_uncompressed(path).decode("utf-8").splitlines()
     except ValueError as error:
         raise DataError(f"{path}: no list of word pieces: {error}") from error
     if len(set(pieces)) < len(pieces) or UNKNOWN not in pieces:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.first_stage import read_stored
+from mlx_zip.vocab.first_stage import read_uncompressed
 
 UNIGRAM, BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
@@ -105,7 +105,7 @@ class SentencePieceModel:
 def read_sentencepiece_model(path: Path) -> SentencePieceModel:
     """Reads a model file. Raises `DataError` naming a file that is no SentencePiece model."""
     try:
-        fields = list(_iterate_fields(read_stored(path)))
+        fields = list(_iterate_fields(read_uncompressed(path)))
         pieces = tuple(_parse_piece(dict(_iterate_fields(value))) for number, value in fields if number == 1)
         trainer, normalizer = (dict(_iterate_fields(_field_value(dict(fields), number, b""))) for number in (2, 3))
         if not pieces:

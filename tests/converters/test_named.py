@@ -51,13 +51,13 @@ def installed(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be converted."""
-    monkeypatch.setattr(making, "_make", lambda *_: pytest.fail("converted once more"))
+    monkeypatch.setattr(making, "_write_named_model", lambda *_: pytest.fail("converted once more"))
 
 
 def put_on_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Puts the base on a pretended hub, and returns its folder."""
     write_gguf(folder.with_suffix(".gguf"))
-    with making.base_folder(str(folder.with_suffix(".gguf")), folder, False) as place:
+    with making.open_base_model(str(folder.with_suffix(".gguf")), folder, False) as place:
         assert place is not None
         plain = Path(copytree(place.folder, folder))
     monkeypatch.setattr("mlx_zip.text.hub.download_files", lambda *_: plain)
@@ -306,7 +306,7 @@ def test_a_folder_can_be_a_checkpoints_base(tmp_path: Path) -> None:
     write_gguf(tmp_path / "base.gguf")
     write_our_adapter(tmp_path / "src")
     file = str(tmp_path / "base.gguf")
-    with making.base_folder(file, tmp_path / "any", False) as place:
+    with making.open_base_model(file, tmp_path / "any", False) as place:
         assert place is not None
         by_folder = convert(tmp_path / "src", tmp_path / "out", base=str(place.folder))
     by_file = convert(tmp_path / "src", tmp_path / "out2", base=file)

@@ -13,7 +13,7 @@ from mlx_zip import generate, load
 from mlx_zip.converters.adapt import adapt as convert
 from mlx_zip.errors import DataError
 from mlx_zip.named import bundled_model_folder
-from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words, read_adapted
 from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
 from mlx_zip.vocab.adaptbpe.merge_list import Encoder, MergeList, Schedule
@@ -35,18 +35,18 @@ def base():
 @pytest.fixture(scope="module")
 def words(base):
     texts = ["The cat and the dog ran to the café. " * 20, "“Oh,” said the cat — and ran away. " * 9]
-    return words_of(base.front, texts)
+    return count_words(base.front, texts)
 
 
 @pytest.fixture(scope="module", params=["adapt", "top-k"])
 def vocabulary(base, words, request):
-    return adapted(base, words, MERGES, method=request.param)
+    return adapt_vocabulary(base, words, MERGES, method=request.param)
 
 
 @pytest.fixture(scope="module")
 def first(base, words):
     """The vocabulary of the base's first merges."""
-    return adapted(base, words, MERGES, method="first-k")
+    return adapt_vocabulary(base, words, MERGES, method="first-k")
 
 
 @pytest.fixture(scope="module")

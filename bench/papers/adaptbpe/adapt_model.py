@@ -38,7 +38,7 @@ from mlx_zip.evaluation.bits import cut_windows, ratio_error, window_bits
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
-from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
+from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base
 
 from .tables import picture
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
     models = AdaptedModels(args)
     for name, corpus in train.items():
-        words = words_of(models.base.front, [document.text for document in corpus.documents])
+        words = count_words(models.base.front, [document.text for document in corpus.documents])
         whole = models.score(models.folder, test[name].documents)
         texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": _names(test[name].files)}}
         models.print_line(name, models.line(whole, whole) | texts)
@@ -168,7 +168,7 @@ class AdaptedModels:
         words: how often each word occurs in the training text. whole: the unadapted model's result.
         """
         n = round(share * self.base.n_merges)
-        kept = adapted(self.base, words, n, method=method)
+        kept = adapt_vocabulary(self.base, words, n, method=method)
         with tempfile.TemporaryDirectory() as folder:
             file, out = Path(folder, "adapted.json"), Path(folder, "model")
             kept.save(file)

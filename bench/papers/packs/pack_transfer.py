@@ -28,7 +28,7 @@ from mlx_zip.text.documents import Document, read_corpus
 from mlx_zip.text.prompts import encode_prompt
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.learner import WINDOW, learn
+from mlx_zip.vocab.learner import WINDOW, learn_pack
 
 from .pack_quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
 
@@ -176,7 +176,7 @@ def _packs_of_size(
     window: base ids that learning compresses separately.
     """
     texts = [encode_with_bytes(tokenizer, document.text)[0] for document in known]
-    found = learn(model.config.codec_params, texts, size, window=window)
+    found = learn_pack(model.config.codec_params, texts, size, window=window)
     learned = Pack(found.entries, tokenizer_fingerprint(tokenizer))
     return [("learned", "", learned), *((curve, file, merge_packs([pack], size)) for curve, file, pack in given)]
 

@@ -13,7 +13,7 @@ from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, failure_reason
 from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.folders import is_plain
-from mlx_zip.packs.chosen import check_slots, load_options, named
+from mlx_zip.packs.chosen import check_slots, load_options, pack_flag_with_files
 
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
@@ -83,7 +83,7 @@ def request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     chosen.check_made_for(engine.tokenizer)
     if chosen.rows is not None:
         return None
-    name = named(chosen)
+    name = pack_flag_with_files(chosen)
     if plain:
         raise GenerationError(
             f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "

@@ -134,7 +134,7 @@ def _common(add: Any, texts: str) -> None:
 def _learn(args: argparse.Namespace) -> int:
     """Adapts a tokenizer to texts, writes it and prints its counts; returns the exit status 0."""
     from mlx_zip.files import write_json
-    from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
+    from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
@@ -146,9 +146,11 @@ def _learn(args: argparse.Namespace) -> int:
     base = read_base(first_stage(args.tokenizer), args.pieces)
     texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
     begun = time.perf_counter()
-    words = words_of(base.front, _with_progress("Counting", texts))
+    words = count_words(base.front, _with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
-        vocabulary = adapted(base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings)
+        vocabulary = adapt_vocabulary(
+            base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings
+        )
     took_s = time.perf_counter() - begun
     exact = None if plain is None else tokenizer_json(vocabulary, base.source)
     vocabulary.save(out)
@@ -178,7 +180,7 @@ def _plot(path: Path | None, record: dict[str, Any]) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
+    """Returns the settings that --method has. Raises `GenerationError` for a flag of another method."""
     chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
     if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
         raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")

@@ -112,19 +112,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Learns a patch table and writes it; returns what it holds as a record for --json and as lines to print."""
-    from mlx_zip.vocab.hbpe.patch_merges import learn, too_long
+    from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
     out = writable("--out", args.out, "a patch table", SUFFIX)
     plot = plot_file(args.plot, read=[args.tokenizer, out])
     tokens = first_stage(args.tokenizer).tokens()
-    learned = learn(tokens, args.patch_size)
+    learned = learn_merges(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
     try:
         table.save(out)
     except OSError as error:
         raise DataError(f"{out}: {error.strerror or error}") from error
-    pool = len(too_long(tokens, args.patch_size))
+    pool = len(tokens_too_long(tokens, args.patch_size))
     record, lines = _describe(table, args.show, learned.counts.tolist())
     _plot(plot, record)
     record["tokens_too_long"] = pool
@@ -184,12 +184,12 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.cli.compression import read_text
     from mlx_zip.text.formats import read_tokenizer_file
     from mlx_zip.vocab.hbpe.measures import fertility, words_of
-    from mlx_zip.vocab.hbpe.patch_table import PatchTable, encoder_of
+    from mlx_zip.vocab.hbpe.patch_table import PatchTable, text_to_ids
 
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
-    ids = list(encoder_of(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
+    ids = list(text_to_ids(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
     if not ids:
         raise DataError(f"{args.data}: this text has no token of the tokenizer")
     rows, lengths = table.encode(ids), table.lengths[ids]

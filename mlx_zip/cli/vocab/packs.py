@@ -76,7 +76,7 @@ def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.packs.pack import SUFFIX, Pack, save_pack
     from mlx_zip.training.prepare.plan import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-    from mlx_zip.vocab.learner import WINDOW, learn, measured
+    from mlx_zip.vocab.learner import WINDOW, learn_pack, measure_pack
 
     args.window = WINDOW if args.window is None else args.window
     check_at_least(args, 1, "size", "window", "most_ids")
@@ -90,7 +90,7 @@ def _learn(args: argparse.Namespace) -> int:
         raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
     cost = _head_cost(args)
     with ProgressBar(None, "round", "Learning") as count:
-        found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_shown_in(count))
+        found = learn_pack(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_shown_in(count))
     about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
         "window": args.window,
@@ -102,12 +102,12 @@ def _learn(args: argparse.Namespace) -> int:
     if cost:
         about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
     if held_out:
-        held = measured(plan.params, found.entries, held_out, args.window)
+        held = measure_pack(plan.params, found.entries, held_out, args.window)
         about["held_out"] = {"texts": args.held_out, **_rates(held)}
     pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     if plot is not None:
-        _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
+        _plot(plot, found.entries, lambda part, of: measure_pack(plan.params, part, of, args.window), texts, held_out)
     if len(found.entries) < args.size and not cost and not args.json:
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
@@ -199,7 +199,7 @@ def _head_cost(args: argparse.Namespace) -> float:
 
 
 def _shown_in(count: ProgressBar) -> Any:
-    """Returns the function that `learn` calls after each round, which shows the stage and its figures in a bar."""
+    """Returns the function that `learn_pack` calls after each round, which shows the stage and its figures in a bar."""
 
     def show(stage: str, entries: int, ids: int) -> None:
         count.show_figures(
