@@ -49,7 +49,7 @@ class Models:
                 self._refusals[name] = await core.aside(_system_refusal, core)
             yield core
 
-    def check_system_message(self, system: str, name: str | None = None) -> None:
+    def check_system(self, system: str, name: str | None = None) -> None:
         """Raises `GenerationError` for a system prompt that the main model's chat template cannot render.
 
         name: the conversation's model. A system prompt for another model than the main one passes: its template is not

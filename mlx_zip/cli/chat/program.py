@@ -82,7 +82,7 @@ class Program:
             if not self.talk.answered:
                 self.talk = before
 
-    def check_system_message(self, system: str | None) -> None:
+    def check_system(self, system: str | None) -> None:
         """Raises `GenerationError` for a system message that the model's chat template cannot render; None is none."""
         if system is not None:
             check_system_message(self.engine.tokenizer, system, self.settings.template_options)

@@ -70,7 +70,7 @@ class Front:
                 for part in _with_added_tokens(self._normalized(stretch), late):
                     yield part if isinstance(part, int) else _as_utf8(part)
 
-    def cut_into_pieces(self, stretch: bytes) -> list[bytes]:
+    def cut(self, stretch: bytes) -> list[bytes]:
         """Cuts one part of a text, in UTF-8, into pieces."""
         if self.pieces in PIECES:
             return cut_into_pieces(stretch, self.pieces)

@@ -85,7 +85,7 @@ class PatchTable:
         return cls(merges, rows, mode)
 
     @classmethod
-    def learn_merges(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
+    def learn(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
         """Learns merges from a vocabulary and returns its table. tokens: the bytes of each id.
 
         Errors as in `hbpe.learn_merges`.
@@ -123,7 +123,7 @@ class PatchTable:
         return tuple(self.merges.decode(row) for row in self.rows.tolist())
 
     @cached_property
-    def tokens_fingerprint(self) -> str:
+    def fingerprint(self) -> str:
         """Fingerprint of the first-stage tokenizer (`first_stage.tokens_fingerprint`)."""
         return tokens_fingerprint(self.tokens)
 
@@ -311,7 +311,7 @@ class PatchText:
         self._encode = text_to_ids(tokenizer)
 
     @classmethod
-    def learn_merges(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
+    def learn(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
         """Learns a tokenizer's patch table; adds the special token `END` if every token of the tokenizer has bytes."""
         if b"" not in tokens_by_id(tokenizer):
             tokenizer.add_special_tokens([END])
