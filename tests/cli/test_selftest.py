@@ -177,9 +177,9 @@ def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, 
 
 @pytest.mark.slow
 def test_a_model_by_name_is_timed_only_if_it_was_made_before(tiny_shape, monkeypatch, tmp_path):
-    monkeypatch.setattr(steps.named, "made", lambda name: None)
+    monkeypatch.setattr(steps.named, "find_made_model", lambda name: None)
     assert "were not used on this machine before" in steps.smollm2_steps(60)["skipped"]
-    monkeypatch.setattr(steps.named, "made", lambda name: tmp_path)
+    monkeypatch.setattr(steps.named, "find_made_model", lambda name: tmp_path)
     opened = steps.from_folders
     monkeypatch.setattr(steps, "from_folders", lambda *names: opened(*(n.replace("smollm2", "stories") for n in names)))
     assert len(steps.smollm2_steps(60)["ways"]) == 4

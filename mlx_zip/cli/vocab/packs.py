@@ -161,14 +161,14 @@ def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
 
 
 def _rates(found: Any) -> dict[str, int]:
-    """Returns the counts of a `learner.Learned` as a record: base ids, ids without the pack, ids with it."""
+    """Returns the counts of a `learner.LearnedPack` as a record: base ids, ids without the pack, ids with it."""
     return {"base_ids": found.base_ids, "ids_without": found.ids_without, "ids": found.ids}
 
 
 def _plot(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
     """Draws base ids per id with none, the first 1/8, 1/4, 1/2 and all of the entries.
 
-    measure: function from entries and texts to a `learner.Learned`. texts, held_out: base ids, one array per text.
+    measure: function from entries and texts to a `learner.LearnedPack`. texts, held_out: base ids, one array per text.
     """
     sizes = sorted({0, *(len(entries) // part for part in (8, 4, 2, 1))})
     curves = {}
